@@ -1,0 +1,48 @@
+# Everything here runs in .venv, which `make setup` makes. Only Python 3.11+, make and a package index are needed.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),constraints/gpu.txt,constraints/cpu.txt)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup demo test lint format bench gpu-check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
+	@echo 'make test       set up and run the tests'
+	@echo 'make lint       formatting, lint rules and types'
+	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
+	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@test -n '$(PYTHON)' || { echo 'inflight needs Python 3.11, 3.12 or 3.13 on the PATH (or PYTHON=/path/to/it)'; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,trl,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/inflight demo
+
+test: setup
+	$(BIN)/python -m pytest -m 'not gpu'
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
+
+# No set-up: on a GPU machine without a network the packages are there already.
+gpu-check:
+	bash benchmarks/gpu_check.sh
+
+clean:
+	rm -rf .venv build dist *.egg-info

@@ -1,0 +1,66 @@
+"""inflight: reinforcement learning of language models in which the generator never stops.
+
+Names are loaded when they are first used, so that `import inflight` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from inflight.core.errors import InflightError
+    from inflight.core.options import EngineOptions
+    from inflight.core.rollout import Rollout
+    from inflight.core.sampling import SamplingParams
+    from inflight.engine.engine import Engine
+    from inflight.launch import LaunchedEngine, launch
+    from inflight.training.advantages import group_advantages
+    from inflight.training.batch import PackedBatch, pack
+    from inflight.training.grpo import GRPOConfig, grpo
+    from inflight.training.loss import LossStats, policy_loss
+    from inflight.weights.publisher import Publisher
+
+_HOME = {
+    "InflightError": "inflight.core.errors",
+    "EngineOptions": "inflight.core.options",
+    "Rollout": "inflight.core.rollout",
+    "SamplingParams": "inflight.core.sampling",
+    "Engine": "inflight.engine.engine",
+    "LaunchedEngine": "inflight.launch",
+    "launch": "inflight.launch",
+    "group_advantages": "inflight.training.advantages",
+    "PackedBatch": "inflight.training.batch",
+    "pack": "inflight.training.batch",
+    "GRPOConfig": "inflight.training.grpo",
+    "grpo": "inflight.training.grpo",
+    "LossStats": "inflight.training.loss",
+    "policy_loss": "inflight.training.loss",
+    "Publisher": "inflight.weights.publisher",
+}
+
+__all__ = [
+    "Engine",
+    "EngineOptions",
+    "GRPOConfig",
+    "InflightError",
+    "LaunchedEngine",
+    "LossStats",
+    "PackedBatch",
+    "Publisher",
+    "Rollout",
+    "SamplingParams",
+    "group_advantages",
+    "grpo",
+    "launch",
+    "pack",
+    "policy_loss",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'inflight' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,76 @@
+"""Every error that inflight raises on purpose, and their names on the wire.
+
+A message says what was wrong, what was expected and what to do. An error that happens in the engine process
+crosses the control socket as (class name, message) and is raised again in the caller's process.
+"""
+
+
+class InflightError(Exception):
+    """Base of all errors that inflight raises on purpose."""
+
+
+class InvalidRequestError(InflightError, ValueError):
+    """A prompt or sampling parameter that the engine cannot serve."""
+
+
+class ModelLoadError(InflightError):
+    """The model could not be found, read or built."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """The model has layers that the engine cannot run; the message names them."""
+
+
+class LayoutMismatchError(InflightError, ValueError):
+    """Trainer and engine hold different tensors; the message names the first that differ."""
+
+
+class SharedMemoryError(InflightError, OSError):
+    """The slots do not fit into shared memory; the message gives the size needed and the size left."""
+
+
+class DeviceMemoryError(InflightError):
+    """The KV cache or a slot does not fit; the message gives the sizes."""
+
+
+class PublisherConflictError(InflightError):
+    """Another live publisher is attached to this engine."""
+
+
+class ProtocolError(InflightError):
+    """A message or frame that breaks the protocol."""
+
+
+class FrameError(ProtocolError):
+    """A token frame whose parts, dtypes or sizes do not fit its header."""
+
+
+class StreamGapError(ProtocolError):
+    """Frames are missing between two sequence numbers."""
+
+
+class EngineDiedError(InflightError):
+    """The engine process ended while it was still needed."""
+
+
+_BY_NAME: dict[str, type[InflightError]] = {
+    cls.__name__: cls
+    for cls in (
+        InvalidRequestError,
+        ModelLoadError,
+        UnsupportedModelError,
+        LayoutMismatchError,
+        SharedMemoryError,
+        DeviceMemoryError,
+        PublisherConflictError,
+        ProtocolError,
+        FrameError,
+        StreamGapError,
+        EngineDiedError,
+    )
+}
+
+
+def from_wire(kind: str, message: str) -> InflightError:
+    """The error that a remote process reported, as an exception of the same class."""
+    return _BY_NAME.get(kind, InflightError)(message)

@@ -1,0 +1,191 @@
+"""Messages on the control socket: MessagePack, tagged by type, never pickle.
+
+Client → engine: Hello, Submit, Cancel, GetStatus, Shutdown; publisher → engine: Attach, SlotRequest, SlotReady, Detach.
+Engine → client: Welcome, Submitted, Done, Status, Failed; engine → publisher: Attached, SlotFree, Failed.
+
+A request carries a `ticket` that its answer repeats. A slot has one owner at a time, and ownership moves only by
+SlotFree (engine → publisher) and SlotReady (publisher → engine).
+"""
+
+from typing import Any
+
+import msgspec
+
+from inflight.core.errors import ProtocolError
+from inflight.core.layout import WeightLayout
+from inflight.core.sampling import SamplingParams
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    ticket: int = 0
+
+
+# ---- slots as they are described to another process -------------------------------------------------------------
+
+
+class SharedMemoryDescriptor(msgspec.Struct, frozen=True, tag=True):
+    """A slot in a memory-mapped file of `nbytes` bytes."""
+
+    path: str
+    nbytes: int
+
+
+class CudaIpcDescriptor(msgspec.Struct, frozen=True, tag=True):
+    """A slot in device memory: the parts of one CUDA IPC export (see `torch.multiprocessing.reductions`)."""
+
+    device_uuid: str
+    nbytes: int
+    handle: bytes
+    storage_bytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+SlotDescriptor = SharedMemoryDescriptor | CudaIpcDescriptor
+
+
+# ---- client → engine --------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True):
+    """Asks for Welcome, or for Failed if the model could not be loaded."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    params: SamplingParams
+    metadata: dict[str, Any] = {}
+
+
+class Submit(_Message, frozen=True):
+    """All prompts are accepted, or none."""
+
+    prompts: list[Prompt]
+
+
+class Cancel(_Message, frozen=True):
+    """Ends every unfinished request of these groups with finish_reason "cancelled"."""
+
+    group_ids: list[int]
+
+
+class GetStatus(_Message, frozen=True):
+    pass
+
+
+class Shutdown(_Message, frozen=True):
+    pass
+
+
+class Attach(_Message, frozen=True):
+    """A publisher asks to publish tensors of this layout (its own dtypes; it casts)."""
+
+    layout: WeightLayout
+
+
+class SlotRequest(_Message, frozen=True):
+    """The publisher has a version to write and no slot to write it to; with one slot, the engine hands over its own."""
+
+
+class SlotReady(_Message, frozen=True):
+    """The slot holds a whole version now and belongs to the engine again."""
+
+    slot: int
+    version: int
+    fingerprint: str
+    published_ns: int
+    event_handle: bytes | None = None
+    """CUDA IPC event to wait for before reading the slot; None on CPU."""
+
+
+class Detach(_Message, frozen=True):
+    pass
+
+
+# ---- engine → client --------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message, frozen=True):
+    engine_id: str
+    stream_endpoint: str
+    layout: WeightLayout
+    device: str
+    num_slots: int
+    max_sequences: int
+    max_context: int
+    vocab_size: int
+    kv_cache_bytes: int
+    publisher_lock: str
+    """File that a publisher locks before it attaches; the kernel frees the lock when the publisher dies."""
+
+
+class Submitted(_Message, frozen=True):
+    group_ids: list[int]
+
+
+class Done(_Message, frozen=True):
+    pass
+
+
+class Status(_Message, frozen=True):
+    version: int
+    step: int
+    num_waiting: int
+    num_running: int
+    num_tokens: int
+    num_swaps: int
+    num_swaps_in_flight: int
+    bad_messages: int
+
+
+class Failed(_Message, frozen=True):
+    """`kind` is the name of an error class in `inflight.core.errors`."""
+
+    kind: str
+    message: str
+
+
+class Attached(_Message, frozen=True):
+    layout: WeightLayout
+    """The layout of the slots."""
+    slots: list[SlotDescriptor]
+    free: list[int]
+    """Slots that belong to the publisher from now on."""
+    version: int
+    """Newest version that the engine holds; the next publish must be above it."""
+
+
+class SlotFree(_Message, frozen=True):
+    slot: int
+
+
+ToEngine = Hello | Submit | Cancel | GetStatus | Shutdown | Attach | SlotRequest | SlotReady | Detach
+FromEngine = Welcome | Submitted | Done | Status | Failed | Attached | SlotFree
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises ProtocolError."""
+    return _decode(_TO_ENGINE, data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Raises ProtocolError."""
+    return _decode(_FROM_ENGINE, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"the control message cannot be read: {error}") from error

@@ -1,0 +1,39 @@
+"""A finished sample, with everything that the trainer needs to correct each of its tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inflight.core.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One finished sample of a prompt. All arrays but the prompt have one entry per drawn token."""
+
+    request_id: int
+    group_id: int
+    sample: int
+    """Index within the group, 0 … params.n − 1."""
+    params: SamplingParams
+    metadata: dict[str, Any]
+    """What the submitter attached to the prompt."""
+    prompt_token_ids: np.ndarray
+    """i32[P]"""
+    token_ids: np.ndarray
+    """i32[T], the stop token included where one was drawn."""
+    logprobs: np.ndarray
+    """f32[T], behaviour log-probabilities as recorded when each token was drawn."""
+    weight_versions: np.ndarray
+    """i64[T], the weights that drew each token."""
+    sampled_at_ns: np.ndarray
+    """i64[T], CLOCK_MONOTONIC."""
+    finish_reason: str
+    """stop | length | cancelled | error"""
+    prompt: str = ""
+    """The prompt as text, where a tokenizer is at hand."""
+    text: str = ""
+    """The drawn tokens as text without special tokens, where a tokenizer is at hand."""
+    reward: float | None = None
+    """What the score function said."""

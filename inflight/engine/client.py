@@ -1,0 +1,89 @@
+"""A trainer's connection to an engine process: requests and their answers."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import zmq
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import EngineDiedError, ProtocolError, from_wire
+from inflight.core.messages import (
+    Cancel,
+    Done,
+    Failed,
+    FromEngine,
+    GetStatus,
+    Hello,
+    Prompt,
+    Shutdown,
+    Status,
+    Submit,
+    Submitted,
+    ToEngine,
+    Welcome,
+    decode_from_engine,
+    encode,
+)
+
+_POLL_MS = 100
+Answer = TypeVar("Answer", Welcome, Submitted, Done, Status)
+
+
+class EngineClient:
+    """Talks to the control socket of one engine. Not for use from several threads at once.
+
+    `check_engine` raises if the engine is known to be dead; it is called while waiting for an answer.
+    """
+
+    def __init__(self, endpoint: str, *, check_engine: Callable[[], None] = lambda: None):
+        self.endpoint = endpoint
+        self._check_engine = check_engine
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(endpoint)
+        self._ticket = 0
+
+    def hello(self, *, timeout_s: float) -> Welcome:
+        """Wait until the engine has loaded its model. Raises the error that kept it from doing so."""
+        return self._ask(Hello(ticket=self._next_ticket()), Welcome, timeout_s=timeout_s)
+
+    def submit(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Queue prompts and return a group id for each. Raises InvalidRequestError; then none was accepted."""
+        return self._ask(Submit(ticket=self._next_ticket(), prompts=list(prompts)), Submitted).group_ids
+
+    def cancel(self, group_ids: Sequence[int]) -> None:
+        """End the unfinished requests of these groups; they arrive with finish_reason "cancelled"."""
+        self._ask(Cancel(ticket=self._next_ticket(), group_ids=list(group_ids)), Done)
+
+    def status(self) -> Status:
+        return self._ask(GetStatus(ticket=self._next_ticket()), Status)
+
+    def shutdown(self, *, timeout_s: float) -> None:
+        self._ask(Shutdown(ticket=self._next_ticket()), Done, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _next_ticket(self) -> int:
+        self._ticket += 1
+        return self._ticket
+
+    def _ask(self, message: ToEngine, expected: type[Answer], *, timeout_s: float = 60.0) -> Answer:
+        self._socket.send(encode(message))
+        deadline = now_ns() + int(timeout_s * 1e9)
+        while now_ns() < deadline:
+            if not self._socket.poll(_POLL_MS):
+                self._check_engine()
+                continue
+            answer = decode_from_engine(self._socket.recv())
+            if isinstance(answer, Failed) and answer.ticket in (0, message.ticket):
+                raise from_wire(answer.kind, answer.message)
+            if answer.ticket == message.ticket:
+                return _expect(answer, expected)
+        raise EngineDiedError(f"the engine did not answer {type(message).__name__} within {timeout_s:.0f} s")
+
+
+def _expect(answer: FromEngine, expected: type[Answer]) -> Answer:
+    if not isinstance(answer, expected):
+        raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(answer).__name__}")
+    return answer

@@ -1,0 +1,112 @@
+"""From a name to a Transformers model whose attention is ours, with one module per slot."""
+
+import copy
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from inflight.core.errors import ModelLoadError, UnsupportedModelError
+from inflight.core.layout import WeightLayout
+from inflight.engine.attention import ATTENTION_NAME
+from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
+from inflight.weights.receiver import Slot
+from inflight.weights.tensors import published_tensors, slot_views
+
+RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def load_config(model: str) -> PretrainedConfig:
+    """The config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError."""
+    if model in SHAPES:
+        return shape_config(model)
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"cannot load model {model!r}: {_first_line(error)}; expected a directory with config.json, a Hugging Face "
+            f"hub id, or a built-in shape ({', '.join(SHAPES)})"
+        ) from error
+    refuse_unrunnable_layers(config)
+    return config
+
+
+def refuse_unrunnable_layers(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError if the config names a layer that is not attention over a KV cache."""
+    layer_types = getattr(config, "layer_types", None) or []
+    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in RUNNABLE_LAYER_TYPES]
+    if bad:
+        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers that the engine cannot run ({shown}); "
+            f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
+        )
+
+
+def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> PreTrainedModel:
+    """The model with its weights, in eval mode; `dtype=None` is the checkpoint's own dtype.
+
+    Raises ModelLoadError or UnsupportedModelError.
+    """
+    config = load_config(model)
+    try:
+        if model in SHAPES:
+            torch.manual_seed(seed)
+            with torch.device(device):
+                loaded = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype or torch.float32, attn_implementation=ATTENTION_NAME
+                )
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, device_map={"": device}
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelLoadError(f"cannot load model {model!r}: {_first_line(error)}") from error
+    return loaded.eval().requires_grad_(False)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, or None if it has none."""
+    from transformers import AutoTokenizer
+
+    if model in SHAPES:
+        return byte_tokenizer()
+    if os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def modules_over_slots(model: nn.Module, layout: WeightLayout, slots: Sequence[Slot]) -> list[nn.Module]:
+    """One module per slot whose parameters are views of the slot; all other buffers are shared with `model`.
+
+    Nothing is copied: deepcopy is told that each parameter's copy is the view.
+    """
+    modules = []
+    tensors = published_tensors(model)
+    for slot in slots:
+        views = slot_views(slot.buffer, layout)
+        memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+        for name, tensor in tensors.items():
+            view = views[name]
+            memo[id(tensor)] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+        modules.append(copy.deepcopy(model, memo))
+    return modules
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """End-of-sequence ids from the generation config, else from the model's config."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config, "eos_token_id", None)
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,238 @@
+"""The engine process: `python -m inflight.engine.process OPTIONS-AS-JSON`.
+
+It answers the control socket between forward passes, sends every frame to the stream, and ends when it is told to or
+when the process that launched it is gone (its standard input closes).
+"""
+
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError
+from inflight.core.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Detach,
+    Done,
+    Failed,
+    FromEngine,
+    GetStatus,
+    Hello,
+    Shutdown,
+    SlotFree,
+    SlotReady,
+    SlotRequest,
+    Status,
+    Submit,
+    Submitted,
+    ToEngine,
+    Welcome,
+    decode_to_engine,
+    encode,
+)
+from inflight.core.options import Startup
+from inflight.engine.engine import Engine
+from inflight.stream.writer import StreamWriter
+
+logger = logging.getLogger("inflight.engine")
+
+_IDLE_POLL_MS = 50
+
+
+class EngineProcess:
+    """An engine, its control socket and its stream."""
+
+    def __init__(self, engine: Engine, control: zmq.Socket, stream: StreamWriter, publisher_lock: Path):
+        self._engine = engine
+        self._control = control
+        self._stream = stream
+        self._publisher_lock = publisher_lock
+        self._publisher: bytes | None = None
+        self._bad_messages = 0
+        self.stopping = False
+
+    def run(self) -> None:
+        while not self.stopping:
+            self._answer(wait=not self._engine.has_work or self._engine.blocked)
+            frame = self._engine.step()
+            if frame is not None:
+                self._stream.send(frame)
+            else:
+                self._stream.flush()
+            self._lend_slots()
+
+    # ---- control ------------------------------------------------------------------------------------------------
+
+    def _answer(self, *, wait: bool) -> None:
+        """Answer every message that waits; with `wait`, give the first one a while to come."""
+        timeout_ms = _IDLE_POLL_MS if wait else 0
+        while self._control.poll(timeout_ms):
+            sender, *parts = self._control.recv_multipart()
+            self._answer_one(sender, parts)
+            timeout_ms = 0
+
+    def _answer_one(self, sender: bytes, parts: list[bytes]) -> None:
+        ticket = 0
+        try:
+            if len(parts) != 1:
+                raise ProtocolError(f"a control message has one part, got {len(parts)}")
+            message = decode_to_engine(parts[0])
+            ticket = message.ticket
+            reply = self._handle(sender, message)
+        except InflightError as error:
+            self._bad_messages += 1
+            logger.warning("refused a message: %s", error)
+            reply = Failed(ticket=ticket, kind=type(error).__name__, message=str(error))
+        if reply is not None:
+            self._send(sender, reply)
+
+    def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
+        engine, receiver = self._engine, self._engine.receiver
+        match message:
+            case Hello():
+                return self._welcome(message.ticket)
+            case Submit():
+                return Submitted(ticket=message.ticket, group_ids=engine.submit(message.prompts))
+            case Cancel():
+                engine.cancel(message.group_ids)
+                return Done(ticket=message.ticket)
+            case GetStatus():
+                return self._status(message.ticket)
+            case Shutdown():
+                self.stopping = True
+                return Done(ticket=message.ticket)
+            case Attach():
+                return self._attach(sender, message)
+            case SlotRequest():
+                self._check_publisher(sender)
+                receiver.request()
+            case SlotReady():
+                self._check_publisher(sender)
+                receiver.ready(message)
+            case Detach():
+                if sender == self._publisher:
+                    self._publisher = None
+        return None
+
+    def _welcome(self, ticket: int) -> Welcome:
+        engine = self._engine
+        return Welcome(
+            ticket=ticket,
+            engine_id=engine.engine_id,
+            stream_endpoint=self._stream.endpoint,
+            layout=engine.receiver.layout,
+            device=str(engine.device),
+            num_slots=len(engine.receiver.slots),
+            max_sequences=engine.cache.num_rows,
+            max_context=engine.max_context,
+            vocab_size=engine.vocab_size,
+            kv_cache_bytes=engine.cache.nbytes,
+            publisher_lock=str(self._publisher_lock),
+        )
+
+    def _status(self, ticket: int) -> Status:
+        engine = self._engine
+        return Status(
+            ticket=ticket,
+            version=engine.receiver.version,
+            step=engine.step_count,
+            num_waiting=len(engine.scheduler.waiting),
+            num_running=len(engine.scheduler.running),
+            num_tokens=engine.num_tokens,
+            num_swaps=engine.num_swaps,
+            num_swaps_in_flight=engine.num_swaps_in_flight,
+            bad_messages=self._bad_messages,
+        )
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def _attach(self, sender: bytes, message: Attach) -> Attached:
+        """A publisher holds the lock, so any earlier one is gone: it gets all slots that are not in use."""
+        receiver = self._engine.receiver
+        difference = receiver.layout.difference(message.layout, ours="the engine", theirs="the publisher")
+        if difference is not None:
+            raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
+        self._publisher = sender
+        return Attached(
+            ticket=message.ticket,
+            layout=receiver.layout,
+            slots=[slot.descriptor() for slot in receiver.slots],
+            free=receiver.attach(),
+            version=receiver.newest_version,
+        )
+
+    def _check_publisher(self, sender: bytes) -> None:
+        if sender != self._publisher:
+            raise ProtocolError("this publisher is not attached to the engine, or another took its place")
+
+    def _lend_slots(self) -> None:
+        """The step before has finished on the device, so no forward pass reads an idle slot any more."""
+        if self._publisher is not None:
+            for slot in self._engine.receiver.lend():
+                self._send(self._publisher, SlotFree(slot=slot))
+
+    def _send(self, to: bytes, message: FromEngine) -> None:
+        self._control.send_multipart([to, encode(message)])
+
+    def close(self) -> None:
+        for slot in self._engine.receiver.slots:
+            slot.unlink()
+        self._stream.close()
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    startup = msgspec.json.decode(sys.argv[1], type=Startup)
+    directory = Path(startup.directory)
+    control = zmq.Context.instance().socket(zmq.ROUTER)
+    control.sndhwm = 0
+    control.linger = 2000
+    control.bind(f"ipc://{directory}/control")
+    try:
+        engine = Engine(startup.options)
+    except InflightError as error:
+        _refuse(control, error)
+        return 1
+    lock = directory / "publisher.lock"
+    lock.touch()
+    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), lock)
+    _stop_with_parent(process)
+    logger.info("engine %s serves %s", engine.engine_id, startup.options.model)
+    try:
+        process.run()
+    finally:
+        process.close()
+        control.close()
+        zmq.Context.instance().term()
+    return 0
+
+
+def _refuse(control: zmq.Socket, error: InflightError) -> None:
+    """Tell the launcher, who says Hello until it is answered, why there is no engine."""
+    logger.error("the engine did not start: %s", error)
+    if control.poll(10_000):
+        sender = control.recv_multipart()[0]
+        control.send_multipart([sender, encode(Failed(kind=type(error).__name__, message=str(error)))])
+    control.close()
+    zmq.Context.instance().term()
+
+
+def _stop_with_parent(process: EngineProcess) -> None:
+    """End the loop when the launcher's end of our standard input closes, which it does however the launcher dies."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue
+        process.stopping = True
+
+    threading.Thread(target=watch, name="inflight-parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

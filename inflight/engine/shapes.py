@@ -1,0 +1,83 @@
+"""Built-in model shapes: Qwen3 architecture, random weights from a seed, byte-level tokenizer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 0
+    tied: bool = True
+    """Input and output embeddings are one tensor."""
+
+
+SHAPES = {
+    "tiny": Shape(128, 2, 384, 4, 2, 64, 512),
+    "small": Shape(512, 8, 1536, 8, 4, 64, 8192),
+    "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151936),
+    "qwen3-1.7b": Shape(2048, 28, 6144, 16, 8, 128, 151936),
+    "qwen3-8b": Shape(4096, 36, 12288, 32, 8, 128, 151936, tied=False),
+    "tiny-moe": Shape(128, 2, 384, 4, 2, 64, 512, experts=8, experts_per_token=2),
+}
+
+EOS_TOKEN = "<|endoftext|>"
+PAD_TOKEN = "<|pad|>"
+EOS_TOKEN_ID = 256
+PAD_TOKEN_ID = 257
+
+
+def shape_config(name: str) -> PretrainedConfig:
+    """The Transformers config of a built-in shape."""
+    shape = SHAPES[name]
+    common: dict[str, Any] = dict(  # noqa: C408
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=40960,
+        tie_word_embeddings=shape.tied,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=PAD_TOKEN_ID,
+    )
+    if shape.experts:
+        return Qwen3MoeConfig(
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.experts_per_token,
+            moe_intermediate_size=shape.intermediate,
+            norm_topk_prob=True,
+            **common,
+        )
+    return Qwen3Config(intermediate_size=shape.intermediate, **common)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose first 256 ids are the bytes of UTF-8, followed by end-of-text and padding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = _byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS_TOKEN, PAD_TOKEN])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS_TOKEN, pad_token=PAD_TOKEN, clean_up_tokenization_spaces=False
+    )
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE vocabularies (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

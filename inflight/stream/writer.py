@@ -1,0 +1,58 @@
+"""The engine's end of the token stream.
+
+One reader subscribes. Frames drawn before it came wait for it, without bound. Acknowledgements and resumption after a
+lost connection are not there yet: a reader tells what it missed by the gaps in the sequence numbers.
+"""
+
+import logging
+from collections import deque
+
+import msgspec
+import zmq
+
+from inflight.core.frames import TokenFrame
+
+logger = logging.getLogger(__name__)
+
+
+class Subscribe(msgspec.Struct, frozen=True, tag=True):
+    """Reader → writer: send every frame from now on to me."""
+
+
+SUBSCRIBE = msgspec.msgpack.encode(Subscribe())
+_DECODER = msgspec.msgpack.Decoder(Subscribe)
+
+
+class StreamWriter:
+    """Sends frames to the subscribed reader; never blocks the generator."""
+
+    def __init__(self, endpoint: str):
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.sndhwm = 0
+        self._socket.linger = 2000
+        self._socket.bind(endpoint)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._reader: bytes | None = None
+        self._waiting: deque[list[bytes]] = deque()
+
+    def send(self, frame: TokenFrame) -> None:
+        self._waiting.append(frame.encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Let a new reader subscribe and send it what waits."""
+        while self._socket.poll(0):
+            self._take(self._socket.recv_multipart())
+        while self._reader is not None and self._waiting:
+            self._socket.send_multipart([self._reader, *self._waiting.popleft()])
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _take(self, parts: list[bytes]) -> None:
+        try:
+            _DECODER.decode(parts[-1])
+        except (msgspec.DecodeError, ValueError):
+            logger.warning("ignored a message on the stream socket that is not a subscription (%d parts)", len(parts))
+            return
+        self._reader = parts[0]

@@ -1,0 +1,160 @@
+"""The stream as the trainer sees it: finished groups, and batches of them."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+
+from transformers import PreTrainedTokenizerBase
+
+from inflight.core.rollout import Rollout
+from inflight.observability.staleness import StalenessMeter
+from inflight.stream.assembler import Assembler
+from inflight.stream.reader import StreamReader
+from inflight.training.advantages import group_advantages
+from inflight.training.batch import PackedBatch, pack
+
+logger = logging.getLogger(__name__)
+
+Score = Callable[[Rollout], float]
+_POLL_MS = 100
+
+
+class RolloutStream:
+    """Groups in the order in which they finish.
+
+    `check_engine` raises if the engine is known to be dead; it is called while nothing arrives.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        meter: StalenessMeter,
+        check_engine: Callable[[], None],
+    ):
+        self._reader = StreamReader(endpoint)
+        self._assembler = Assembler()
+        self._tokenizer = tokenizer
+        self._meter = meter
+        self._check_engine = check_engine
+        self._ready: deque[list[Rollout]] = deque()
+        self._awaited: set[int] = set()
+        self.num_dropped = 0
+        """Groups that `batches` left out because a sample was cancelled or ended with an error."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received so far, of finished and unfinished samples."""
+        return self._assembler.num_tokens
+
+    @property
+    def num_outstanding(self) -> int:
+        """Groups submitted and not handed out yet."""
+        return len(self._awaited)
+
+    def expect(self, group_ids: Collection[int]) -> None:
+        """These groups were submitted; `groups` ends when all of them were handed out."""
+        self._awaited.update(group_ids)
+
+    def groups(self) -> Iterator[list[Rollout]]:
+        """Every finished group, its samples in order, until nothing that was submitted is outstanding.
+
+        Raises EngineDiedError, or what is wrong with a frame; calling `groups` again goes on behind the damage.
+        """
+        while self._awaited:
+            while not self._ready:
+                self._receive()
+            group = self._ready.popleft()
+            self._awaited.discard(group[0].group_id)
+            yield group
+
+    def collect(self, group_ids: Collection[int]) -> list[list[Rollout]]:
+        """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`."""
+        wanted = set(group_ids)
+        found: dict[int, list[Rollout]] = {}
+        kept: deque[list[Rollout]] = deque()
+        while len(found) < len(wanted):
+            while not self._ready:
+                self._receive()
+            group = self._ready.popleft()
+            if group[0].group_id in wanted:
+                found[group[0].group_id] = group
+            else:
+                kept.append(group)
+        self._ready.extendleft(reversed(kept))
+        self._awaited -= wanted
+        return [found[group_id] for group_id in group_ids]
+
+    def batches(self, *, rollouts: int, score: Score) -> Iterator[PackedBatch]:
+        """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
+
+        Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
+        measured when the next batch is asked for, that is, after the optimizer step.
+        """
+        if rollouts < 1:
+            raise ValueError(f"rollouts must be at least 1, got {rollouts}")
+        pending: list[list[Rollout]] = []
+        for group in self.groups():
+            if not usable(group):
+                self.num_dropped += 1
+                continue
+            pending.append(group)
+            if sum(map(len, pending)) >= rollouts:
+                yield from self._measured(score_and_pack(pending, score))
+                pending = []
+        if pending:
+            yield from self._measured(score_and_pack(pending, score))
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _measured(self, batch: PackedBatch) -> Iterator[PackedBatch]:
+        trainer_version = self._meter.newest_version
+        yield batch
+        consume(self._meter, batch, trainer_version)
+
+    def _receive(self) -> None:
+        frame = self._reader.receive(_POLL_MS)
+        if frame is None:
+            self._check_engine()
+            return
+        self._meter.frame(frame)
+        for group in self._assembler.add(frame):
+            self._add_text(group)
+            self._ready.append(group)
+
+    def _add_text(self, group: list[Rollout]) -> None:
+        if self._tokenizer is None:
+            return
+        prompt = str(self._tokenizer.decode(group[0].prompt_token_ids.tolist(), skip_special_tokens=True))
+        for rollout in group:
+            rollout.prompt = prompt
+            rollout.text = str(self._tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=True))
+
+
+def usable(group: list[Rollout]) -> bool:
+    """Whether every sample of the group ended by itself."""
+    return all(rollout.finish_reason in ("stop", "length") for rollout in group)
+
+
+def score_and_pack(groups: list[list[Rollout]], score: Score) -> PackedBatch:
+    """Score every rollout and pack them with group-relative advantages."""
+    for group in groups:
+        for rollout in group:
+            rollout.reward = float(score(rollout))
+    advantages = group_advantages([[r.reward for r in group if r.reward is not None] for group in groups])
+    return pack([rollout for group in groups for rollout in group], advantages)
+
+
+def consume(meter: StalenessMeter, batch: PackedBatch, trainer_version: int, consumed_ns: int | None = None):
+    """Tell the meter that an optimizer step has consumed the batch, which was trained on at `trainer_version`."""
+    from inflight.core.clock import now_ns
+
+    drawn = batch.loss_mask
+    return meter.consume(
+        batch.weight_versions[drawn].cpu().numpy(),
+        batch.sampled_at_ns[drawn].cpu().numpy(),
+        consumed_ns=consumed_ns or now_ns(),
+        trainer_version=trainer_version,
+    )

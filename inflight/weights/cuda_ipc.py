@@ -1,0 +1,84 @@
+"""Slots in device memory, shared by CUDA IPC between processes on one GPU.
+
+One handle per slot is exported once, when the engine starts; a publish re-exports nothing. What orders the
+publisher's writes before the engine's reads is an inter-process event that the publisher records after its copy and
+the engine's stream waits for.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from inflight.core.errors import DeviceMemoryError, ProtocolError
+from inflight.core.messages import CudaIpcDescriptor
+
+
+class CudaSlot:
+    """`nbytes` of device memory as `buffer`, u8[nbytes]."""
+
+    def __init__(self, buffer: torch.Tensor):
+        self.buffer = buffer
+        self.nbytes = buffer.numel()
+
+    @classmethod
+    def create(cls, nbytes: int, device: torch.device) -> "CudaSlot":
+        """Raises DeviceMemoryError if it does not fit or could not be shared."""
+        config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        if "expandable_segments:True" in config.replace(" ", ""):
+            raise DeviceMemoryError(
+                "slots in expandable segments cannot be shared by CUDA IPC; "
+                "remove expandable_segments:True from PYTORCH_ALLOC_CONF for the engine process"
+            )
+        free, _ = torch.cuda.mem_get_info(device)
+        try:
+            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        except torch.cuda.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {device} has {free / 2**20:,.1f} MiB left; "
+                "launch with slots=1 or a smaller dtype"
+            ) from error
+
+    @classmethod
+    def attach(cls, descriptor: CudaIpcDescriptor) -> "CudaSlot":
+        """Map a slot of another process on the same GPU. Raises ProtocolError if this process cannot see that GPU."""
+        device = _device_with_uuid(descriptor.device_uuid)
+        return cls(
+            rebuild_cuda_tensor(
+                torch.Tensor,
+                (descriptor.nbytes,),
+                (1,),
+                0,
+                torch.UntypedStorage,
+                torch.uint8,
+                device,
+                descriptor.handle,
+                descriptor.storage_bytes,
+                descriptor.storage_offset_bytes,
+                False,
+                descriptor.ref_counter_handle,
+                descriptor.ref_counter_offset,
+                descriptor.event_handle,
+                descriptor.event_sync_required,
+            )
+        )
+
+    def descriptor(self) -> CudaIpcDescriptor:
+        """Export the slot. Each export may be attached to once."""
+        args: Any = reduce_tensor(self.buffer)[1]
+        *_, handle, size, offset, _, counter, counter_offset, event, sync = args
+        uuid = str(torch.cuda.get_device_properties(self.buffer.device).uuid)
+        return CudaIpcDescriptor(uuid, self.nbytes, handle, size, offset, counter, counter_offset, event, sync)
+
+    def unlink(self) -> None:
+        """Device memory has no name; it lives until the engine process ends."""
+
+
+def _device_with_uuid(uuid: str) -> int:
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    raise ProtocolError(
+        f"the engine's slots are on GPU {uuid}, which this process does not see; check CUDA_VISIBLE_DEVICES"
+    )

@@ -1,0 +1,108 @@
+"""The engine's side of the weights: who owns which slot, and when a version becomes visible.
+
+A slot is LIVE (the engine computes with it), READY (it holds a whole newer version), LENT (the publisher may write to
+it) or IDLE (nobody needs it). It changes hands by message only:
+
+    IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE ──the next take()──► IDLE
+
+A publisher that dies leaves its slots LENT; what it wrote there was never announced, so it is never read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from inflight.core.errors import ProtocolError
+from inflight.core.layout import WeightLayout
+from inflight.core.messages import SlotReady
+from inflight.weights.cuda_ipc import CudaSlot
+from inflight.weights.shared_memory import SharedMemorySlot
+
+Slot = SharedMemorySlot | CudaSlot
+
+
+class SlotState(Enum):
+    LIVE = "live"
+    READY = "ready"
+    LENT = "lent"
+    IDLE = "idle"
+
+
+@dataclass(slots=True)
+class Ready:
+    """A whole version that waits for the next forward boundary."""
+
+    slot: int
+    version: int
+    published_ns: int
+    event_handle: bytes | None
+
+
+class Receiver:
+    """Slots of one engine. Slot 0 starts LIVE with version 0; the other slots start IDLE."""
+
+    def __init__(self, layout: WeightLayout, slots: Sequence[Slot]):
+        self.layout = layout
+        self.slots = list(slots)
+        self.states = [SlotState.LIVE] + [SlotState.IDLE] * (len(slots) - 1)
+        self.live: int | None = 0
+        """None while the only slot is lent."""
+        self.version = 0
+        self._ready: Ready | None = None
+        self._wanted = False
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that the engine holds whole, live or not."""
+        return self._ready.version if self._ready else self.version
+
+    def attach(self) -> list[int]:
+        """A publisher arrives, and any earlier one is gone: the slots that are its own from now on."""
+        self._wanted = False
+        lent = [slot for slot, state in enumerate(self.states) if state in (SlotState.LENT, SlotState.IDLE)]
+        for slot in lent:
+            self.states[slot] = SlotState.LENT
+        return lent
+
+    def request(self) -> None:
+        """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
+        self._wanted = len(self.slots) == 1
+
+    def ready(self, message: SlotReady) -> None:
+        """The publisher gives a slot back with a whole version in it. Raises ProtocolError and changes nothing if
+        the slot was not the publisher's, the layout is another, or the version is not newer."""
+        if not 0 <= message.slot < len(self.slots) or self.states[message.slot] is not SlotState.LENT:
+            raise ProtocolError(f"slot {message.slot} is not lent to a publisher")
+        if message.fingerprint != self.layout.fingerprint:
+            raise ProtocolError(
+                f"slot {message.slot} was filled in layout {message.fingerprint[:12]}, "
+                f"the engine has {self.layout.fingerprint[:12]}"
+            )
+        if message.version <= self.newest_version:
+            raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
+        if self._ready is not None:  # latest wins: the version before it is never seen
+            self.states[self._ready.slot] = SlotState.IDLE
+        self.states[message.slot] = SlotState.READY
+        self._ready = Ready(message.slot, message.version, message.published_ns, message.event_handle)
+
+    def take(self) -> Ready | None:
+        """At a forward boundary: make the newest whole version live. The slot it replaces becomes IDLE."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            if self.live is not None:
+                self.states[self.live] = SlotState.IDLE
+            self.states[ready.slot] = SlotState.LIVE
+            self.live, self.version = ready.slot, ready.version
+        elif self._wanted and self.live is not None:
+            self.states[self.live] = SlotState.IDLE
+            self.live = None
+        if self.live is None:
+            self._wanted = False
+        return ready
+
+    def lend(self) -> list[int]:
+        """Idle slots, lent to the publisher from now on. Call it when no forward pass reads them any more."""
+        idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE]
+        for slot in idle:
+            self.states[slot] = SlotState.LENT
+        return idle

@@ -1,0 +1,104 @@
+"""Slots in memory that processes of one machine share.
+
+A slot is a file in the shared-memory file system, mapped by engine and publisher. Its pages are reserved when it is
+made, so a full /dev/shm is an error at start and not a bus error in the middle of a run. The engine holds a lock on
+each of its files; the kernel drops the lock when the engine dies, and the next engine to start removes such orphans.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from inflight.core.errors import ProtocolError, SharedMemoryError
+from inflight.core.messages import SharedMemoryDescriptor
+
+_PREFIX = "inflight-slot-"
+
+
+def default_directory() -> Path:
+    """/dev/shm where it exists, else the directory for temporary files."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class SharedMemorySlot:
+    """`nbytes` of shared memory as `buffer`, u8[nbytes]."""
+
+    def __init__(self, path: Path, file: int, nbytes: int):
+        self.path = path
+        self.nbytes = nbytes
+        self._file = file
+        self._mapping = mmap.mmap(file, nbytes)
+        self.buffer = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
+        """Raises SharedMemoryError, with the size needed and the size left, if it does not fit."""
+        directory = directory or default_directory()
+        remove_orphans(directory)
+        left = _bytes_left(directory)
+        if nbytes > left:
+            raise SharedMemoryError(_too_small(directory, nbytes, left))
+        file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(file, 0, nbytes)
+            return cls(Path(name), file, nbytes)
+        except OSError as error:
+            left = _bytes_left(directory)
+            os.close(file)
+            os.unlink(name)
+            raise SharedMemoryError(_too_small(directory, nbytes, left)) from error
+
+    @classmethod
+    def attach(cls, descriptor: SharedMemoryDescriptor) -> "SharedMemorySlot":
+        """Map a slot that another process made. Raises ProtocolError if the file is not what the descriptor says."""
+        try:
+            file = os.open(descriptor.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ProtocolError(f"the engine's slot {descriptor.path} cannot be opened: {error}") from error
+        size = os.fstat(file).st_size
+        if size != descriptor.nbytes:
+            os.close(file)
+            raise ProtocolError(f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.nbytes}")
+        return cls(Path(descriptor.path), file, size)
+
+    def descriptor(self) -> SharedMemoryDescriptor:
+        return SharedMemoryDescriptor(str(self.path), self.nbytes)
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives until the last process unmaps it."""
+        self.path.unlink(missing_ok=True)
+
+
+def remove_orphans(directory: Path) -> None:
+    """Remove slots whose engine is dead: those that nobody holds a lock on."""
+    for path in directory.glob(_PREFIX + "*"):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # another user's, or gone by now
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:  # its engine lives
+            continue
+        finally:
+            os.close(file)
+
+
+def _bytes_left(directory: Path) -> int:
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _too_small(directory: Path, needed: int, left: int) -> str:
+    return (
+        f"a weight slot needs {needed / 2**20:,.1f} MiB and {directory} has {left / 2**20:,.1f} MiB left; "
+        f"enlarge it (`mount -o remount,size=… {directory}`, or `--shm-size` for a container), free some, "
+        "or launch with slots=1 or a smaller dtype"
+    )

@@ -1,0 +1,60 @@
+"""Between a model and its layout: which tensors a model publishes, and views of a slot as those tensors."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from inflight.core.errors import LayoutMismatchError
+from inflight.core.layout import DTYPE_BYTES, WeightLayout
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` → "bfloat16". Raises LayoutMismatchError for a dtype that no slot can hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise LayoutMismatchError(f"dtype {dtype} cannot be published; supported: {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers under the model's own names, in the model's order, tied tensors once."""
+    model = unwrap(model)
+    persistent = model.state_dict(keep_vars=True)
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors.update({name: buffer for name, buffer in model.named_buffers() if name in persistent})
+    return tensors
+
+
+def layout_of(model: nn.Module) -> WeightLayout:
+    """The layout of a slot that holds this model in its own dtypes."""
+    tensors = published_tensors(model)
+    return WeightLayout.build((name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
+
+
+def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, torch.Tensor]:
+    """View a slot (u8[total_bytes]) as the tensors of its layout. Nothing is copied."""
+    return {
+        spec.name: buffer_bytes[spec.offset : spec.offset + spec.nbytes]
+        .view(getattr(torch, spec.dtype))
+        .view(spec.shape)
+        for spec in layout.tensors
+    }
+
+
+@torch.no_grad()
+def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy every tensor into its view, cast to the view's dtype."""
+    names = list(views)
+    torch._foreach_copy_([views[name] for name in names], [tensors[name].detach() for name in names])

@@ -1,0 +1,1 @@
+"""Triton kernels of inflight, each beside its plain PyTorch reference."""
