@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from inflight.core.rollout import Rollout
     from inflight.core.sampling import SamplingParams
     from inflight.engine.engine import Engine
-    from inflight.launch import LaunchedEngine, launch
+    from inflight.session import LaunchedEngine, launch
     from inflight.training.advantages import group_advantages
     from inflight.training.batch import PackedBatch, pack
     from inflight.training.grpo import GRPOConfig, grpo
@@ -27,8 +27,8 @@ _HOME = {
     "Rollout": "inflight.core.rollout",
     "SamplingParams": "inflight.core.sampling",
     "Engine": "inflight.engine.engine",
-    "LaunchedEngine": "inflight.launch",
-    "launch": "inflight.launch",
+    "LaunchedEngine": "inflight.session",
+    "launch": "inflight.session",
     "group_advantages": "inflight.training.advantages",
     "PackedBatch": "inflight.training.batch",
     "pack": "inflight.training.batch",

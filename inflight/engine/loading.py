@@ -60,8 +60,9 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
                 )
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, device_map={"": device}
+                model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME
             )
+            nn.Module.to(loaded, device)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"cannot load model {model!r}: {_first_line(error)}") from error
     return loaded.eval().requires_grad_(False)

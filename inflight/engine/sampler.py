@@ -28,7 +28,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 def sample_seed(seed: int, sample: int) -> int:
     """The seed of one sample of a group."""
-    return int(mix64(np.array([seed], _U64) + _U64(sample) * _GOLDEN)[0])
+    return int(mix64(np.array([(seed + sample * int(_GOLDEN)) % 2**64], _U64))[0])
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,0 +1,102 @@
+"""Tiny random models on disk, and engines over them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.rollout import Rollout
+from inflight.engine.engine import Engine
+from inflight.stream.assembler import Assembler
+
+torch.set_num_threads(1)
+
+VOCABULARY = 199
+
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 7,
+    "pad_token_id": None,
+    "initializer_range": 0.2,  # peaked enough that distributions differ from position to position
+}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": lambda: Qwen3Config(intermediate_size=96, tie_word_embeddings=True, **_COMMON),
+    "llama": lambda: LlamaConfig(intermediate_size=96, **_COMMON),
+    "mistral-sliding": lambda: MistralConfig(intermediate_size=96, sliding_window=8, **_COMMON),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, **_COMMON
+    ),
+}
+
+
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Directory of a saved model, by the name of its config."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> str:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            make_model(name).save_pretrained(made[name])
+        return str(made[name])
+
+    return get
+
+
+@pytest.fixture
+def make_engine(model_dir: Callable[[str], str]) -> Iterator[Callable[..., Engine]]:
+    """Engines in this process; their slots are removed at the end of the test."""
+    engines: list[Engine] = []
+
+    def make(name: str = "qwen3", **options: object) -> Engine:
+        defaults: dict = {"max_sequences": 8, "max_context": 128, "device": "cpu"}
+        engines.append(Engine(EngineOptions(model=model_dir(name), **(defaults | options))))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        for slot in engine.receiver.slots:
+            slot.unlink()
+
+
+def run(engine: Engine, prompts: list[Prompt], *, arrivals: list[int] | None = None) -> list[Rollout]:
+    """Submit each prompt at its arrival step, run to the end, and return the rollouts in order of request id."""
+    assembler = Assembler()
+    arrivals = arrivals or [0] * len(prompts)
+    waiting = sorted(range(len(prompts)), key=lambda index: arrivals[index])
+    rollouts: list[Rollout] = []
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and arrivals[waiting[0]] <= step:
+            engine.submit([prompts[waiting.pop(0)]])
+        frame = engine.step()
+        if frame is not None:
+            for group in assembler.add(frame):
+                rollouts += group
+        step += 1
+    return sorted(rollouts, key=lambda rollout: rollout.request_id)

@@ -1,0 +1,85 @@
+"""Every token is stamped with the version that drew it, whatever publishers do."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from truth_teller import make_truth_teller
+
+import inflight
+from inflight.core.rollout import Rollout
+
+
+@pytest.fixture(scope="module")
+def truth_teller_dir(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("truth-teller")
+    make_truth_teller().save_pretrained(directory)
+    return str(directory)
+
+
+def generate_until_done(engine: inflight.LaunchedEngine, publisher: subprocess.Popen) -> Iterator[Rollout]:
+    """Keep the engine under load, requests joining and leaving all the time, until the publisher ends."""
+    rng = random.Random(0)
+
+    def submit(count: int) -> None:
+        for _ in range(count):
+            params = inflight.SamplingParams(max_tokens=rng.randint(1, 60), temperature=0, n=rng.randint(1, 3))
+            engine.submit([[rng.randrange(1000)] * rng.randint(1, 20)], params)
+
+    submit(24)
+    for group in engine.stream.groups():
+        yield from group
+        if publisher.poll() is None:
+            submit(1)
+
+
+def start_publisher(engine: inflight.LaunchedEngine, *command: str) -> subprocess.Popen:
+    endpoint = engine._launcher.client.endpoint
+    program = Path(__file__).with_name("truth_teller.py")
+    return subprocess.Popen([sys.executable, program, endpoint, *command], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
+def test_truth_teller(truth_teller_dir, slots):
+    num_versions = 2500
+    seen, num_tokens, spanning = set(), 0, 0
+    with inflight.launch(truth_teller_dir, slots=slots, max_sequences=32, max_context=128, threads=1) as engine:
+        publisher = start_publisher(engine, "publish", str(num_versions), "1")
+        for rollout in generate_until_done(engine, publisher):
+            assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+            seen.update(rollout.weight_versions.tolist())
+            num_tokens += len(rollout.token_ids)
+            spanning += rollout.weight_versions[0] != rollout.weight_versions[-1]
+        status = engine.status()
+    assert publisher.wait() == 0
+    assert status.version == num_versions
+    assert status.num_swaps_in_flight > 1000
+    assert len(seen) > 1000
+    assert spanning > 100
+    print(f"slots={slots}: {num_tokens} tokens, {status.num_swaps} swaps, {status.num_swaps_in_flight} in flight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
+def test_torn_write(truth_teller_dir, slots):
+    """Publishers die in the middle of a publish, 50 times; no token comes from what they left, and life goes on."""
+    with inflight.launch(truth_teller_dir, slots=slots, max_sequences=16, max_context=128, threads=1) as engine:
+        publisher = start_publisher(engine, "kill", "50", "2")
+        versions = set()
+        for rollout in generate_until_done(engine, publisher):
+            assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+            versions.update(rollout.weight_versions.tolist())
+        out, _ = publisher.communicate()
+        assert publisher.returncode == 0
+        report = json.loads(out)
+        assert engine.status().version == report["version"]
+        [[after]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=4, temperature=0))
+        assert set(after.token_ids.tolist()) == {report["version"] + 1}
+    assert report["torn"] >= 5, "the kills did not hit a publish in its middle"
+    assert len(versions) > 50
+    print(f"slots={slots}: {report}")

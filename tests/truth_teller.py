@@ -1,0 +1,149 @@
+"""A model whose greedy tokens proclaim the version of its weights, and a process that publishes it.
+
+Each of several tensors far apart in the slot puts its own sign of the version into the hidden state: the embedding in
+block 0, the MLP of layer l in block l + 1. The output row of token v + 1 adds up the signs of version v; if one of them
+is of another version, that row loses to row 0, whose token proclaims a torn model. So token − 1 is the version, and
+token 0 says that a forward pass read two versions.
+
+Run as a program it is the publisher: `truth_teller.py ENDPOINT publish COUNT SEED` publishes COUNT versions at random
+moments; `truth_teller.py ENDPOINT kill COUNT SEED` forks COUNT publishers that are killed in the middle of a publish, then
+publishes once more and prints {"torn": slots found half-written, "version": the last one} as JSON.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from inflight.weights.publisher import Publisher
+
+TORN = 0
+HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE = 64, 2, 8192, 1024
+BLOCK = HIDDEN // (LAYERS + 1)
+_SIGNS = (BLOCK, BLOCK - 2, BLOCK - 4)  # of each block; coprime, so that the signs together tell versions apart
+
+
+def make_truth_teller() -> PreTrainedModel:
+    """The model at version 0."""
+    config = Qwen3Config(
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        intermediate_size=INTERMEDIATE,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.weight.zero_()  # attention computes, and adds nothing
+        layer.mlp.gate_proj.weight.zero_()
+        layer.mlp.up_proj.weight.zero_()
+        # The RMSNorm of a hidden state of index + 1 ones sums up to this, so that gate and up become 1.
+        total = (index + 1) * (HIDDEN / (index + 1)) ** 0.5
+        layer.mlp.gate_proj.weight[0] = layer.mlp.up_proj.weight[0] = 1 / total
+    teach(model, 0)
+    return model
+
+
+def _signs(version: int) -> list[int]:
+    return [block * BLOCK + version % count for block, count in enumerate(_SIGNS)]
+
+
+@torch.no_grad()
+def teach(model: PreTrainedModel, version: int, before: int | None = None) -> None:
+    """Make the model proclaim a version (below VOCABULARY − 1) instead of the one that it proclaimed before."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    downs = [layer.mlp.down_proj.weight for layer in model.model.layers]
+    if before is None:
+        for weight in (embedding, head, *downs):
+            weight.zero_()
+        head[TORN] = 0.84  # 3 signs beat 3 · 0.84, 2 signs do not beat it
+        before = version
+    for old_or_new, on in ((before, 0.0), (version, 1.0)):
+        signs = _signs(old_or_new)
+        embedding[:, signs[0]] = on
+        for down, sign in zip(downs, signs[1:], strict=True):
+            down[sign, 0] = on / torch.nn.functional.silu(torch.ones(()))
+        head[old_or_new + 1, signs] = on
+
+
+def proclaimed_by(views: dict[str, torch.Tensor]) -> list[int]:
+    """The sign of each tensor of a slot, and the version of its output rows (−1 if there are several)."""
+    rows = views["lm_head.weight"][1:].sum(-1).nonzero()[:, 0].tolist()
+    signs = [int(views["model.embed_tokens.weight"][0].argmax())]
+    signs += [int(views[f"model.layers.{i}.mlp.down_proj.weight"][:, 0].argmax()) for i in range(LAYERS)]
+    version = rows[0] if len(rows) == 1 else -1
+    return signs if version >= 0 and signs == _signs(version) else []
+
+
+def _publish_randomly(endpoint: str, count: int, seed: int) -> None:
+    model, rng = make_truth_teller(), random.Random(seed)
+    with Publisher(endpoint, model) as publisher:
+        for version in range(1, count + 1):
+            publisher.wait_copied()
+            teach(model, version, before=version - 1)
+            assert publisher.publish() == version
+            time.sleep(rng.random() ** 4 * 0.01)
+
+
+def _die_during_a_publish(publisher: Publisher, rng: random.Random) -> None:
+    """SIGKILL this process at a random moment of a random publish, from its copy to a little after its message."""
+    time.sleep(rng.random() * 0.05)
+    while not publisher._copying:
+        time.sleep(0)
+    time.sleep(rng.random() * 0.002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _publish_until_killed(endpoint: str, pipe: int, rng: random.Random) -> None:
+    model = make_truth_teller()
+    publisher = Publisher(endpoint, model)
+    free_slots = [slot for slot in range(len(publisher._slots)) if slot in publisher._free]
+    torn = any(not proclaimed_by(publisher._views[slot]) for slot in free_slots)
+    os.write(pipe, b"T" if torn else b"W")
+    threading.Thread(target=_die_during_a_publish, args=(publisher, rng), daemon=True).start()
+    before = 0
+    while True:
+        publisher.wait_copied()
+        teach(model, publisher.version + 1, before)
+        before = publisher.publish()
+
+
+def _kill_publishers(endpoint: str, count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    torn = 0
+    for _ in range(count):
+        reading, writing = os.pipe()
+        child_rng = random.Random(rng.random())
+        child = os.fork()
+        if child == 0:
+            _publish_until_killed(endpoint, writing, child_rng)
+        torn += os.read(reading, 1) == b"T"
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        os.close(reading)
+        os.close(writing)
+    model = make_truth_teller()
+    with Publisher(endpoint, model) as publisher:
+        teach(model, publisher.version + 1, before=0)
+        version = publisher.publish()
+    print(json.dumps({"torn": torn, "version": version}))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    command = {"publish": _publish_randomly, "kill": _kill_publishers}[sys.argv[2]]
+    command(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
