@@ -1,10 +1,13 @@
 """What a user holds: an engine in its own process, its stream, and publishers to it."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
-from inflight.core.errors import InvalidRequestError
+from inflight.core.clock import now_ns
+from inflight.core.errors import EngineDiedError, InvalidRequestError
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -104,7 +107,7 @@ class LaunchedEngine:
             raise InvalidRequestError(f"{len(prompts)} prompts need as many metadata, got {len(metadata)}")
         params = params or SamplingParams()
         messages = [
-            Prompt(self._token_ids(prompt), params, dict(metadata[index]) if metadata else {})
+            Prompt(self._token_ids(index, prompt), params, dict(metadata[index]) if metadata else {})
             for index, prompt in enumerate(prompts)
         ]
         group_ids = self._launcher.client.submit(messages)
@@ -121,9 +124,17 @@ class LaunchedEngine:
         """Submit prompts and wait for their groups; what else is in flight goes on and waits in the stream."""
         return self.stream.collect(self.submit(prompts, params, metadata=metadata))
 
-    def cancel(self, group_ids: Sequence[int]) -> None:
-        """End the unfinished samples of these groups; they arrive with finish_reason "cancelled"."""
-        self._launcher.client.cancel(group_ids)
+    def cancel(self, group_ids: Sequence[int] | None = None) -> None:
+        """End the unfinished samples of these groups (None: of all); they arrive with finish_reason "cancelled"."""
+        self._launcher.client.cancel(self.stream.outstanding if group_ids is None else group_ids)
+
+    def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
+        """Return when the engine draws with this version or a newer one; what a synchronous loop does after a publish."""
+        deadline = now_ns() + int(timeout_s * 1e9)
+        while self.status().version < version:
+            if now_ns() > deadline:
+                raise EngineDiedError(f"version {version} did not go live within {timeout_s:.0f} s")
+            sleep(0.001)
 
     def publisher(self, model: "nn.Module") -> "Publisher":
         """A publisher of this model's parameters to the engine. At most one lives at a time.
@@ -165,9 +176,15 @@ class LaunchedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _token_ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError as error:
+                bad = next(token for token in prompt if not hasattr(token, "__index__"))
+                raise InvalidRequestError(
+                    f"prompt {index} holds {bad!r}, expected text or a list of token ids"
+                ) from error
         if self.tokenizer is None:
             raise InvalidRequestError(
                 f"{self.options.model!r} has no tokenizer; submit token ids, or add its tokenizer files to it"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from inflight.core.frames import FrameHeader, TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
@@ -100,3 +102,13 @@ def run(engine: Engine, prompts: list[Prompt], *, arrivals: list[int] | None = N
                 rollouts += group
         step += 1
     return sorted(rollouts, key=lambda rollout: rollout.request_id)
+
+
+def make_frame(num_tokens: int = 3, sequence: int = 0, **header: object) -> TokenFrame:
+    """A frame of requests 0, 1, … that drew the tokens 100, 101, …"""
+    return TokenFrame(
+        FrameHeader("engine", sequence, 5, 123, 9, num_tokens, **header),  # type: ignore[arg-type]
+        np.arange(num_tokens, dtype=np.uint64),
+        np.arange(num_tokens, dtype=np.int32) + 100,
+        -np.arange(num_tokens, dtype=np.float32),
+    )

@@ -63,7 +63,7 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
                 model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME
             )
             nn.Module.to(loaded, device)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever the libraries below raise, the caller's news is the same
         raise ModelLoadError(f"cannot load model {model!r}: {_first_line(error)}") from error
     return loaded.eval().requires_grad_(False)
 

@@ -95,6 +95,6 @@ def _mixer_name(layer: nn.Module) -> str:
     """The class of the layer's first child that is not a norm or an MLP: what mixes its tokens."""
     for child in layer.children():
         name = type(child).__name__
-        if not any(word in name for word in ("Norm", "MLP", "Linear(", "Dropout")):
+        if not any(word in name for word in ("Norm", "MLP", "Dropout")):
             return name
     return type(layer).__name__

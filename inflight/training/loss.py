@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import torch
+from inflight_kernels import selective_logprobs
 from torch import nn
 
 from inflight.training.batch import PackedBatch, padded
@@ -79,9 +80,8 @@ def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
     logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
     drawn = batch.loss_mask
     # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
-    logits_nV = logits_BSV[row_T[drawn], column_T[drawn] - 1].float() / batch.temperatures[drawn, None]
-    chosen_n = logits_nV.gather(1, batch.input_ids[drawn, None])[:, 0]
-    return chosen_n - torch.logsumexp(logits_nV, -1)
+    logits_nV = logits_BSV[row_T[drawn], column_T[drawn] - 1]
+    return selective_logprobs(logits_nV, batch.input_ids[drawn], batch.temperatures[drawn])
 
 
 def _statistics(loss: torch.Tensor, log_ratios: torch.Tensor, ratios: torch.Tensor, clipped: torch.Tensor) -> LossStats:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterator
 
 from transformers import PreTrainedTokenizerBase
 
+from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
-from inflight.observability.staleness import StalenessMeter
+from inflight.observability.staleness import StalenessMeter, TokenStaleness
 from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.training.advantages import group_advantages
@@ -49,9 +50,9 @@ class RolloutStream:
         return self._assembler.num_tokens
 
     @property
-    def num_outstanding(self) -> int:
-        """Groups submitted and not handed out yet."""
-        return len(self._awaited)
+    def outstanding(self) -> list[int]:
+        """Ids of the groups that were submitted and not handed out yet."""
+        return sorted(self._awaited)
 
     def expect(self, group_ids: Collection[int]) -> None:
         """These groups were submitted; `groups` ends when all of them were handed out."""
@@ -101,15 +102,17 @@ class RolloutStream:
                 continue
             pending.append(group)
             if sum(map(len, pending)) >= rollouts:
-                yield from self._measured(score_and_pack(pending, score))
+                yield from self._measured(pending, score)
                 pending = []
         if pending:
-            yield from self._measured(score_and_pack(pending, score))
+            yield from self._measured(pending, score)
 
     def close(self) -> None:
         self._reader.close()
 
-    def _measured(self, batch: PackedBatch) -> Iterator[PackedBatch]:
+    def _measured(self, groups: list[list[Rollout]], score: Score) -> Iterator[PackedBatch]:
+        score_groups(groups, score)
+        batch = pack_groups(groups)
         trainer_version = self._meter.newest_version
         yield batch
         consume(self._meter, batch, trainer_version)
@@ -138,19 +141,23 @@ def usable(group: list[Rollout]) -> bool:
     return all(rollout.finish_reason in ("stop", "length") for rollout in group)
 
 
-def score_and_pack(groups: list[list[Rollout]], score: Score) -> PackedBatch:
-    """Score every rollout and pack them with group-relative advantages."""
+def score_groups(groups: list[list[Rollout]], score: Score) -> None:
+    """Write down the reward of every rollout."""
     for group in groups:
         for rollout in group:
             rollout.reward = float(score(rollout))
+
+
+def pack_groups(groups: list[list[Rollout]]) -> PackedBatch:
+    """Pack scored groups with group-relative advantages."""
     advantages = group_advantages([[r.reward for r in group if r.reward is not None] for group in groups])
     return pack([rollout for group in groups for rollout in group], advantages)
 
 
-def consume(meter: StalenessMeter, batch: PackedBatch, trainer_version: int, consumed_ns: int | None = None):
+def consume(
+    meter: StalenessMeter, batch: PackedBatch, trainer_version: int, consumed_ns: int | None = None
+) -> TokenStaleness:
     """Tell the meter that an optimizer step has consumed the batch, which was trained on at `trainer_version`."""
-    from inflight.core.clock import now_ns
-
     drawn = batch.loss_mask
     return meter.consume(
         batch.weight_versions[drawn].cpu().numpy(),

@@ -40,7 +40,7 @@ class SharedMemorySlot:
         """Raises SharedMemoryError, with the size needed and the size left, if it does not fit."""
         directory = directory or default_directory()
         remove_orphans(directory)
-        left = _bytes_left(directory)
+        left = bytes_left(directory)
         if nbytes > left:
             raise SharedMemoryError(_too_small(directory, nbytes, left))
         file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
@@ -49,7 +49,7 @@ class SharedMemorySlot:
             os.posix_fallocate(file, 0, nbytes)
             return cls(Path(name), file, nbytes)
         except OSError as error:
-            left = _bytes_left(directory)
+            left = bytes_left(directory)
             os.close(file)
             os.unlink(name)
             raise SharedMemoryError(_too_small(directory, nbytes, left)) from error
@@ -91,7 +91,8 @@ def remove_orphans(directory: Path) -> None:
             os.close(file)
 
 
-def _bytes_left(directory: Path) -> int:
+def bytes_left(directory: Path) -> int:
+    """Bytes that a file system has left for this user."""
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize
 

@@ -1,0 +1,188 @@
+"""The `inflight` command."""
+
+import json
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from inflight.core.errors import InflightError
+
+app = typer.Typer(
+    help="Reinforcement learning of language models in which the generator never stops.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure; every benchmark prints one JSON line last.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+console = Console()
+errors = Console(stderr=True)
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
+    task: Annotated[str, typer.Option(help="A reasoning-gym task.")] = "spell_backward",
+    data: Annotated[
+        Path | None, typer.Option(help='Instead of a task: JSON lines, each {"prompt": …, "answer": …}.')
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where trainer and generator run.")] = Device.auto,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of reinforcement learning.")] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Supervised steps before it; by default none for a model of your own.")
+    ] = None,
+    sync: Annotated[bool, typer.Option(help="Generate and train in turn, for comparison.")] = False,
+    group_size: Annotated[int | None, typer.Option(min=2, help="Samples per prompt.")] = None,
+    groups_per_step: Annotated[int | None, typer.Option(min=1, help="Prompts per optimizer step.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(min=0, help="Of reinforcement learning.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Length of an answer at most.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, data and draws.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Directory for steps.jsonl, summary.json and demo.png.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the summary here.")] = None,
+) -> None:
+    """The whole loop on this machine: warm up a small model, then improve it while the generator never stops."""
+    from inflight.demo.run import DemoConfig, run_demo
+    from inflight.demo.tasks import file_task, gym_task
+    from inflight.engine.shapes import SHAPES
+    from inflight.observability.environment import write_json
+
+    given = {
+        "steps": steps,
+        "group_size": group_size,
+        "groups_per_step": groups_per_step,
+        "learning_rate": learning_rate,
+        "warmup_steps": warmup_steps if warmup_steps is not None or model in SHAPES else 0,
+    }
+    with _reported():
+        chosen = (
+            file_task(data, max_tokens=max_tokens or 64) if data else gym_task(task, seed=seed, max_tokens=max_tokens)
+        )
+        mode = "sync" if sync else "inflight"
+        config = DemoConfig(
+            model=model,
+            out=out or Path("runs") / f"{chosen.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}",
+            device=device.value,
+            sync=sync,
+            seed=seed,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        summary = run_demo(chosen, config, console)
+    if json_file:
+        write_json(json_file, summary)
+    _print_summary(summary, config.out)
+    _print_json(summary)
+    if summary["interrupted"]:
+        raise typer.Exit(130)
+
+
+@bench.command()
+def staleness(
+    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the engine's weights; masters are fp32.")] = Dtype.auto,
+    sequences: Annotated[int, typer.Option(min=1, help="Drawn at a time, and consumed per step.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Drawn per sequence.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, each followed by a publish.")] = 40,
+    slots: Annotated[int, typer.Option(min=1, help="Copies of the weights in the engine.")] = 2,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
+    ] = None,
+) -> None:
+    """How old are the tokens that an optimizer step consumes? All names are those of the README's table."""
+    from inflight.bench.staleness import StalenessBench, measure_staleness
+
+    with _reported():
+        settings = StalenessBench(
+            model=model,
+            device=device.value,
+            dtype=dtype.value,
+            sequences=sequences,
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            steps=steps,
+            slots=slots,
+            seed=seed,
+        )
+        result = measure_staleness(settings)
+    _finish_bench(result, json_file)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine can do, and what to change."""
+    from inflight.doctor import print_report
+
+    raise typer.Exit(print_report(console))
+
+
+class _reported:
+    """Errors that a user can cause are told in a sentence, without a traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (InflightError, ValueError)):
+            errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(2) from error
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(130) from error
+
+
+def _print_summary(summary: dict, out: Path) -> None:
+    def number(value: float | None, form: str = "{:.3f}") -> str:
+        return "–" if value is None else form.format(value)
+
+    def spread(name: str) -> str:
+        values = summary.get(name) or {}
+        return " / ".join(f"{key} {value:,.2f}" for key, value in values.items()) or "–"
+
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    console.print()
+    console.print(f"held-out accuracy  {number(before)} before, {number(after)} after reinforcement learning")
+    console.print(f"swaps              {summary['num_swaps']}, of which {summary['num_swaps_in_flight']} in flight")
+    console.print(f"swap_ms            {spread('swap_ms')}")
+    console.print(f"weight_lag_ms      {spread('weight_lag_ms')}")
+    console.print(f"token_age_ms       {spread('token_age_ms')}")
+    console.print(f"version_lag        {spread('version_lag')}")
+    console.print(
+        f"time               {summary['seconds']:.0f} s, {number(summary['seconds_rl'], '{:.0f}')} s of them RL"
+    )
+    console.print(f"written            {out}/steps.jsonl, summary.json, demo.png")
+
+
+def _finish_bench(result: dict, json_file: Path | None) -> None:
+    from inflight.observability.environment import environment, write_json
+
+    if json_file:
+        write_json(json_file, result | {"environment": environment()})
+    _print_json(result)
+
+
+def _print_json(result: dict) -> None:
+    """The last line of output, for programs."""
+    print(json.dumps({key: value for key, value in result.items() if key != "environment"}), flush=True)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,229 @@
+"""`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement learning improved."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, ModelLoadError
+from inflight.core.sampling import SamplingParams
+from inflight.demo.display import Display
+from inflight.demo.record import StepRecord, append_step, plot
+from inflight.demo.tasks import Task
+from inflight.demo.warmup import WarmupConfig, warm_up
+from inflight.engine.loading import load_tokenizer
+from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
+from inflight.observability.environment import environment, write_json
+from inflight.session import LaunchedEngine, launch
+from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    model: str
+    """A built-in shape, a directory or a hub id."""
+    out: Path
+    device: str = "auto"
+    sync: bool = False
+    seed: int = 0
+    steps: int = 150
+    warmup_steps: int = 250
+    learning_rate: float = 5e-4
+    groups_per_step: int = 32
+    group_size: int = 16
+    evaluate_every: int = 25
+    max_sequences: int = 128
+
+
+def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]:
+    """Warm up, train by GRPO, evaluate; returns the summary that is also written to `config.out`.
+
+    Ctrl-C ends the run early; what was measured by then is summarised and written all the same.
+    """
+    config.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    began_ns = now_ns()
+    model, tokenizer = _load(config.model, device)
+    mode = "sync" if config.sync else "inflight"
+    title = f"{task.name}, {_parameters(model)} parameters, {mode}"
+    steps_file = config.out / "steps.jsonl"
+    steps_file.unlink(missing_ok=True)
+    with Display(title, console=console) as display, tempfile.TemporaryDirectory(prefix="inflight-demo-") as directory:
+        if config.warmup_steps:
+            display.phase("warm-up", config.warmup_steps)
+            warm_up(
+                model,
+                tokenizer,
+                task.train,
+                WarmupConfig(steps=config.warmup_steps),
+                seed=config.seed,
+                on_step=lambda _, loss: display.advance(f"loss {loss:.3f}"),
+            )
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        run = _Run(task, config, display, steps_file)
+        with _share_cores(device) as engine_threads, _launch(directory, config, engine_threads) as engine:
+            run.train(engine, model)
+    summary = run.summary() | {
+        "mode": mode,
+        "task": task.name,
+        "model": config.model,
+        "seed": config.seed,
+        "steps": len(run.records),
+        "seconds": (now_ns() - began_ns) / 1e9,
+        "environment": environment(),
+    }
+    write_json(config.out / "summary.json", summary)
+    if run.records and run.accuracy_before is not None:
+        plot(config.out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
+    return summary
+
+
+class _Run:
+    """The reinforcement-learning part, and what is known of it so far."""
+
+    def __init__(self, task: Task, config: DemoConfig, display: Display, steps_file: Path):
+        self._task, self._config, self._display, self._steps_file = task, config, display, steps_file
+        self.records: list[StepRecord] = []
+        self.accuracy_before: float | None = None
+        self.accuracy_after: float | None = None
+        self.interrupted = False
+        self._status: dict[str, Any] = {}
+        self._staleness: dict[str, Any] = {}
+        self._num_tokens = 0
+        self._began_ns = 0
+
+    def train(self, engine: LaunchedEngine, model: PreTrainedModel) -> None:
+        config = self._config
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+        grpo_config = GRPOConfig(
+            steps=config.steps,
+            groups_per_step=config.groups_per_step,
+            sampling=SamplingParams(n=config.group_size, max_tokens=self._task.max_tokens),
+            sync=config.sync,
+        )
+        try:
+            self._display.phase("evaluation", 1)
+            self.accuracy_before = self.accuracy_after = self._accuracy(engine, self._task.held_out)
+            self._display.phase("GRPO", config.steps)
+            with engine.publisher(model) as publisher:
+                self._began_ns = last_ns = now_ns()
+                examples = self._task.shuffled(config.seed)
+                last_tokens = engine.stream.num_tokens
+                for report in grpo(engine, publisher, model, optimizer, examples, self._task.score, grpo_config):
+                    tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
+                    last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
+                    accuracy = None
+                    if report.step % config.evaluate_every == 0 or report.step == config.steps:
+                        engine.wait_for_version(report.version)
+                        accuracy = self.accuracy_after = self._accuracy(engine, self._task.held_out)
+                    self._record(engine, report, tokens / seconds, accuracy)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        if not self.interrupted:
+            status = engine.status()
+            self._status = {"num_swaps": status.num_swaps, "num_swaps_in_flight": status.num_swaps_in_flight}
+        else:
+            swaps = engine.staleness.swaps
+            self._status = {"num_swaps": len(swaps), "num_swaps_in_flight": sum(s.num_in_flight > 0 for s in swaps)}
+        self._staleness = engine.staleness.summary()
+        self._num_tokens = engine.stream.num_tokens
+
+    def summary(self) -> dict[str, Any]:
+        last = self.records[-1] if self.records else None
+        tail = self.records[-10:]
+        return {
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "reward_last_10_steps": float(np.mean([r.reward for r in tail])) if tail else None,
+            **self._status,
+            "num_tokens": self._num_tokens,
+            "tokens_per_s": self._num_tokens / last.seconds if last else None,
+            "seconds_rl": last.seconds if last else None,
+            "interrupted": self.interrupted,
+            **self._staleness,
+        }
+
+    def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
+        staleness, stats = report.staleness, report.stats
+        swaps = [swap.swap_ms for swap in engine.staleness.swaps[-2:] if swap.swap_ms is not None]
+        record = StepRecord(
+            step=report.step,
+            seconds=(report.finished_ns - self._began_ns) / 1e9,
+            reward=report.reward,
+            accuracy=accuracy,
+            num_tokens=report.num_tokens,
+            tokens_per_s=tokens_per_s,
+            swap_ms=swaps[-1] if swaps else None,
+            weight_lag_ms=float(staleness.weight_lag_ms.mean()) if staleness else None,
+            token_age_ms=float(staleness.token_age_ms.mean()) if staleness else None,
+            version_lag=float(staleness.version_lag.mean()) if staleness else None,
+            ess=stats.ess if stats else None,
+            kl=stats.kl if stats else None,
+            ratio_mean=stats.ratio_mean if stats else None,
+        )
+        self.records.append(record)
+        append_step(self._steps_file, record)
+        self._display.add(record)
+
+    def _accuracy(self, engine: LaunchedEngine, examples: Sequence[Example]) -> float:
+        """Share of held-out prompts whose greedy answer scores 1."""
+        params = SamplingParams(max_tokens=self._task.max_tokens, temperature=0)
+        groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
+        return float(np.mean([self._task.score(group[0]) >= 1 for group in groups]))
+
+
+class _share_cores:
+    """Split the CPU's cores between trainer and engine for a while; gives the engine's number of threads."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._before = torch.get_num_threads()
+
+    def __enter__(self) -> int:
+        if self._device.type == "cuda":
+            return 0
+        torch.set_num_threads(max(1, self._before // 2))
+        return max(1, self._before - self._before // 2)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _launch(directory: str, config: DemoConfig, threads: int) -> LaunchedEngine:
+    return launch(directory, device=config.device, max_sequences=config.max_sequences, max_context=0, threads=threads)
+
+
+def _load(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The trainer's model, fp32, with gradient, and its tokenizer."""
+    if name in SHAPES:
+        return AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32).to(device), byte_tokenizer()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise ModelLoadError(f"model {name!r} has no tokenizer, which the demo needs to read and write text")
+    return model, tokenizer
+
+
+def _parameters(model: PreTrainedModel) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
+
+
+def check(config: DemoConfig) -> None:
+    """Raise InflightError for numbers that make no run."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type is int and field.name not in ("seed", "warmup_steps") and value < 1:
+            raise InflightError(f"{field.name} must be at least 1, got {value}")

@@ -1,0 +1,68 @@
+"""The short supervised phase that gives the demo's model something for reinforcement learning to improve."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from inflight.training.grpo import Example
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupConfig:
+    steps: int
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+
+
+def warm_up(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    config: WarmupConfig,
+    *,
+    seed: int,
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Next-token prediction on the answers (not the prompts), a cosine learning rate, and then a stop."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.learning_rate, total_steps=max(config.steps, 2), pct_start=0.1
+    )
+    device = next(model.parameters()).device
+    rows = [_encode(tokenizer, example) for example in examples]
+    model.train()
+    for step in range(1, config.steps + 1):
+        chosen = torch.randint(len(rows), (config.batch_size,), generator=generator).tolist()
+        ids_BS, targets_BS = (x.to(device) for x in _collate([rows[index] for index in chosen]))
+        logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+        loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), targets_BS[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        on_step(step, loss.item())
+    model.eval()
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[int]]:
+    """Token ids of prompt, answer and end of text; and the same as targets, with −100 on the prompt."""
+    prompt = list(tokenizer(example.prompt)["input_ids"])
+    answer = [*tokenizer(example.metadata["answer"])["input_ids"], tokenizer.eos_token_id]
+    return prompt + answer, [-100] * len(prompt) + answer
+
+
+def _collate(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """i64[B, S] each, padded on the right, where causality hides the padding from what is before it."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
+    targets_BS = torch.full((len(rows), longest), -100)
+    for row, (ids, targets) in enumerate(rows):
+        ids_BS[row, : len(ids)] = torch.tensor(ids)
+        targets_BS[row, : len(targets)] = torch.tensor(targets)
+    return ids_BS, targets_BS

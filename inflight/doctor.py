@@ -1,0 +1,115 @@
+"""`inflight doctor`: what this machine can do, and what to change."""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal, NamedTuple
+
+import torch
+from rich.console import Console
+
+from inflight.core.errors import InflightError
+from inflight.engine.shapes import SHAPES, shape_config
+from inflight.weights.shared_memory import SharedMemorySlot, bytes_left, default_directory
+
+Verdict = Literal["ok", "note", "fail"]
+
+
+class Finding(NamedTuple):
+    verdict: Verdict
+    subject: str
+    text: str
+
+
+def print_report(console: Console) -> int:
+    """Print one line per finding; returns 1 if something keeps inflight from working, else 0."""
+    findings = examine()
+    styles = {"ok": "green", "note": "yellow", "fail": "red"}
+    for finding in findings:
+        console.print(f"[{styles[finding.verdict]}]{finding.verdict:<4}[/] {finding.subject:<16} ", end="")
+        console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+    failed = any(finding.verdict == "fail" for finding in findings)
+    console.print("inflight cannot run here; see the lines marked fail" if failed else "inflight runs here")
+    return int(failed)
+
+
+def examine() -> list[Finding]:
+    """Every check of this machine, most basic first."""
+    return [_python(), *_packages(), _cores(), _shared_memory(), _gpu(), *_optional(), _shapes()]
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= (3, 11):
+        return Finding("ok", "python", found)
+    return Finding("fail", "python", f"{found}; inflight needs 3.11 or later")
+
+
+def _packages() -> list[Finding]:
+    findings = []
+    for name, least in (("torch", (2, 11)), ("transformers", (5, 17))):
+        found = version(name)
+        numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+        if numbers >= least:
+            findings.append(Finding("ok", name, found))
+        else:
+            wanted = ".".join(map(str, least))
+            findings.append(Finding("fail", name, f"{found}; needs {wanted} or later: pip install '{name}>={wanted}'"))
+    return findings
+
+
+def _cores() -> Finding:
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if cores < 2:
+        return Finding("note", "cpu", "1 core: trainer and generator take turns; 2 let them run at the same time")
+    if threads > cores:
+        return Finding("note", "cpu", f"torch uses {threads} threads on {cores} cores; set OMP_NUM_THREADS={cores}")
+    return Finding("ok", "cpu", f"{cores} cores; on a CPU the demo gives half to the trainer, half to the generator")
+
+
+def _shared_memory() -> Finding:
+    directory = default_directory()
+    left = bytes_left(directory)
+    try:
+        SharedMemorySlot.create(1 << 20).unlink()
+    except InflightError as error:
+        return Finding("fail", "shared memory", str(error))
+    text = f"{directory}, {left / 2**30:.1f} GiB left: on a CPU, two slots of up to {left / 2**32:.1f} B parameters in bf16"
+    if left < 1 << 30:
+        return Finding("note", "shared memory", f"{text}; enlarge it for larger models (--shm-size for a container)")
+    return Finding("ok", "shared memory", text)
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        reason = "torch is a CPU build" if torch.version.cuda is None else "torch sees none"
+        return Finding("note", "gpu", f"none ({reason}); everything runs on the CPU")
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" in config:
+        return Finding(
+            "note", "gpu", f"{names}; remove expandable_segments:True from PYTORCH_ALLOC_CONF, CUDA IPC needs it off"
+        )
+    return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC")
+
+
+def _optional() -> list[Finding]:
+    findings = []
+    for package, extra, purpose in (
+        ("reasoning-gym", "demo", "the demo's tasks"),
+        ("matplotlib", "demo", "the demo's plot"),
+        ("trl", "trl", "inflight.integrations.trl"),
+    ):
+        try:
+            findings.append(Finding("ok", package, version(package)))
+        except PackageNotFoundError:
+            findings.append(Finding("note", package, f"not installed; for {purpose}: pip install 'inflight[{extra}]'"))
+    return findings
+
+
+def _shapes() -> Finding:
+    described = []
+    for name in SHAPES:
+        config = shape_config(name)
+        described.append(f"{name} ({config.num_hidden_layers} layers, hidden {config.hidden_size})")
+    return Finding("ok", "built-in shapes", ", ".join(described))

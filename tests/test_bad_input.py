@@ -1,0 +1,331 @@
+"""Bad input gets a named error, and the engine serves on."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+from conftest import VOCABULARY, make_frame, make_model
+from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+
+import inflight
+from inflight.core.errors import (
+    EngineDiedError,
+    FrameError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    ModelLoadError,
+    PublisherConflictError,
+    SharedMemoryError,
+    UnsupportedModelError,
+)
+from inflight.core.messages import Failed, Prompt, SlotReady, Submit, decode_from_engine, encode
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.attention import ATTENTION_NAME
+from inflight.engine.engine import Engine
+from inflight.engine.model_runner import probe_layers
+from inflight.stream.reader import StreamReader
+from inflight.stream.writer import StreamWriter
+from inflight.weights.publisher import Publisher
+from inflight.weights.shared_memory import SharedMemorySlot, default_directory
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    with inflight.launch(model_dir("qwen3"), max_sequences=8, max_context=64, threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def serves_on(request):
+    """After each test that uses the shared engine, it still draws tokens and accepts a publisher."""
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        [[rollout]] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert (len(rollout.token_ids), rollout.finish_reason) == (5, "length")
+        with engine.publisher(make_model("qwen3")) as publisher:
+            engine.wait_for_version(publisher.publish())
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], [2] * 64], "prompt 1 has 64 tokens and the context holds 64"),
+        ([[1], [1, VOCABULARY]], f"prompt 1 has token id {VOCABULARY}; the vocabulary is 0 … {VOCABULARY - 1}"),
+        ([[1, -3]], "prompt 0 has token id -3"),
+        ([[]], "prompt 0 is empty"),
+        ([["text"]], "prompt 0 holds 'text'"),
+        (["text"], "has no tokenizer; submit token ids"),
+        ("text", "takes a list of prompts"),
+    ],
+)
+def test_bad_prompts(engine, prompts, message):
+    before = engine.status().num_tokens
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.submit(prompts, SamplingParams(max_tokens=2))
+    assert engine.stream.outstanding == []  # all or none
+    assert engine.status().num_tokens == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"n": 0}, "n must be at least 1"),
+        ({"temperature": -1.0}, "temperature must be finite and at least 0"),
+        ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\]"),
+        ({"seed": -1}, "seed must be in"),
+    ],
+)
+def test_bad_sampling_parameters(engine, fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+    # The engine does not trust the client to have checked.
+    raw = msgspec.msgpack.decode(encode(Submit(ticket=9, prompts=[Prompt([1], SamplingParams())])))
+    raw["prompts"][0]["params"] |= fields
+    assert "cannot be read" in send_raw(engine, msgspec.msgpack.encode(raw)).message
+
+
+# ---- sockets ----------------------------------------------------------------------------------------------------
+
+
+def send_raw(engine: inflight.LaunchedEngine, *parts: bytes) -> Failed:
+    """Send bytes to the control socket and return the refusal."""
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(engine._launcher.client.endpoint)
+        socket.send_multipart(parts)
+        assert socket.poll(5000), "the engine did not answer"
+        answer = decode_from_engine(socket.recv())
+    assert isinstance(answer, Failed)
+    assert answer.kind == "ProtocolError"
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([b""], "cannot be read"),
+        ([b"\xff\x00garbage"], "cannot be read"),
+        ([msgspec.msgpack.encode({"type": "Explode"})], "Invalid value 'Explode'"),
+        ([msgspec.msgpack.encode({"type": "Submit", "ticket": "one"})], "Expected `int`, got `str`"),
+        ([b"two", b"parts"], "has one part, got 2"),
+        ([encode(SlotReady(slot=1, version=99, fingerprint="x", published_ns=0))], "not attached"),
+    ],
+)
+def test_malformed_control_messages(engine, parts, message):
+    bad_before = engine.status().bad_messages
+    assert message in send_raw(engine, *parts).message
+    assert engine.status().bad_messages == bad_before + 1
+
+
+def test_garbage_on_the_stream_socket_is_ignored(engine):
+    assert engine.stream.outstanding == []
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.connect(engine.info.stream_endpoint)
+        socket.send_multipart([b"garbage", b"more"])
+        [[rollout]] = engine.generate([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert not socket.poll(100)  # it did not become the reader
+    assert len(rollout.token_ids) == 3
+
+
+def test_a_garbage_frame_is_named_and_the_next_ones_are_read(tmp_path):
+
+    writer = StreamWriter(f"ipc://{tmp_path}/stream")
+    reader = StreamReader(writer.endpoint)
+    try:
+        writer.send(make_frame(sequence=0))
+        writer._waiting.append([b"garbage"])
+        writer.send(make_frame(sequence=1))
+        while writer._waiting:
+            writer.flush()
+        assert reader.receive(5000).header.sequence == 0
+        with pytest.raises(FrameError, match="header cannot be read"):
+            reader.receive(5000)
+        assert reader.receive(5000).header.sequence == 1
+    finally:
+        reader.close()
+        writer.close()
+
+
+# ---- publishers -------------------------------------------------------------------------------------------------
+
+
+def test_a_publisher_with_another_layout(engine):
+    other = make_model("qwen3")
+    other.model.layers[1].mlp.down_proj = torch.nn.Linear(10, 64, bias=False)
+    del other.model.layers[2].self_attn.q_norm
+    with pytest.raises(LayoutMismatchError) as error:
+        engine.publisher(other)
+    assert "model.layers.2.self_attn.q_norm.weight: only in the engine" in str(error.value)
+    assert "model.layers.1.mlp.down_proj.weight: shape [64, 96] in the engine, [64, 10] in the publisher" in str(
+        error.value
+    )
+
+
+def test_two_publishers_at_once(engine):
+    with engine.publisher(make_model("qwen3")) as first:
+        with pytest.raises(PublisherConflictError, match=r"another publisher is attached.*close\(\) it first"):
+            Publisher(engine._launcher.client.endpoint, make_model("qwen3"))
+        engine.wait_for_version(first.publish())
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/no/such/directory", "cannot load model '/no/such/directory'"),
+        ("tinny", "a Hugging Face hub id, or a built-in shape (tiny, small"),
+    ],
+)
+def test_a_model_that_does_not_exist(monkeypatch, model, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelLoadError) as error:
+        inflight.launch(model)
+    assert message in str(error.value)
+
+
+def test_a_model_whose_weights_are_damaged(tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelLoadError, match="cannot load model"):
+        inflight.launch(str(tmp_path))
+
+
+def test_layers_that_cannot_run_are_named(tmp_path):
+    small = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 64}
+    hybrid = Qwen3NextConfig(
+        **small,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    hybrid.save_pretrained(tmp_path / "hybrid")
+    with pytest.raises(UnsupportedModelError, match="layer 0: linear_attention, layer 1: linear_attention"):
+        Engine(EngineOptions(model=str(tmp_path / "hybrid")))
+    AutoModelForCausalLM.from_config(MambaConfig(**small, state_size=4)).save_pretrained(tmp_path / "mamba")
+    with pytest.raises(UnsupportedModelError, match=r"mamba has layers that the engine cannot run \(layer 0"):
+        Engine(EngineOptions(model=str(tmp_path / "mamba")))
+
+
+class RunningMean(torch.nn.Module):
+    """Mixes tokens without attention, and says so nowhere."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return hidden_states.cumsum(1), None
+
+
+def test_layers_that_do_not_announce_themselves_are_found_by_a_probe(model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), attn_implementation=ATTENTION_NAME)
+    model.model.layers[1].self_attn = RunningMean()
+    with pytest.raises(UnsupportedModelError, match=r"cannot run: model\.layers\.1 \(RunningMean\)"):
+        probe_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"slots": 0}, "slots must be at least 1"),
+        ({"max_sequences": 0}, "max_sequences must be at least 1"),
+        ({"max_context": 1}, "max_context must be 0"),
+        ({"dtype": "int8"}, "dtype must be auto, float32, bfloat16 or float16"),
+    ],
+)
+def test_bad_options(fields, message):
+    with pytest.raises(ValueError, match=message):
+        inflight.launch("tiny", **fields)
+
+
+def test_a_device_that_is_not_there():
+    for device in ("quantum", "cuda" if not torch.cuda.is_available() else "xpu"):
+        with pytest.raises(ModelLoadError, match=f"device '{device}'"):
+            inflight.launch("tiny", device=device)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_no_shared_memory_left_names_both_sizes():
+    left = os.statvfs(default_directory())
+    needed = left.f_bavail * left.f_frsize + (1 << 30)
+    with pytest.raises(
+        SharedMemoryError, match=r"a weight slot needs [\d,.]+ MiB and .* has [\d,.]+ MiB left"
+    ) as error:
+        SharedMemorySlot.create(needed)
+    assert f"{needed / 2**20:,.1f} MiB" in str(error.value)
+    assert not list(default_directory().glob(f"inflight-slot-*-{needed}"))
+
+
+def test_an_engine_without_shared_memory_fails_to_launch_by_name(model_dir, monkeypatch, tmp_path):
+    """A file system that fills up between the check and the reservation: the reservation itself fails."""
+    monkeypatch.setattr("inflight.weights.shared_memory.bytes_left", lambda directory: 1 << 62)
+    left = os.statvfs(tmp_path)
+    with pytest.raises(SharedMemoryError, match="a weight slot needs"):
+        SharedMemorySlot.create(left.f_blocks * left.f_frsize * 2, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kv_cache_that_does_not_fit_is_named(model_dir):
+    with pytest.raises(inflight.InflightError, match=r"the KV cache for \d+ sequences of 256 tokens needs [\d,]+ MiB"):
+        Engine(EngineOptions(model=model_dir("qwen3"), max_sequences=50_000_000))
+
+
+# ---- processes --------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_killed_is_reported_and_leaves_nothing_behind(model_dir):
+    before = set(default_directory().glob("inflight-slot-*"))
+    engine = inflight.launch(model_dir("llama"), max_sequences=4, max_context=64, threads=1)
+    directory = engine._launcher.directory
+    engine.submit([[1]], SamplingParams(max_tokens=60, n=4, ignore_eos=True))
+    os.kill(engine.pid, 9)
+    with pytest.raises(EngineDiedError, match="ended with code -9"):
+        list(engine.stream.groups())
+    engine.close()
+    engine.close()
+    assert set(default_directory().glob("inflight-slot-*")) <= before
+    assert not directory.exists()
+
+
+def test_an_engine_ends_when_its_trainer_is_killed(model_dir):
+    program = (
+        "import inflight, os, signal\n"
+        f"engine = inflight.launch({model_dir('llama')!r}, max_sequences=4, threads=1)\n"
+        "print(engine.pid, engine._launcher.directory, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    pid, directory = done.stdout.split()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the engine outlived its trainer")
+    shutil.rmtree(directory, ignore_errors=True)

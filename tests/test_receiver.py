@@ -1,0 +1,123 @@
+"""Slots change hands by message only; no version becomes visible by halves. Random histories against a model."""
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from inflight.core.errors import ProtocolError
+from inflight.core.layout import WeightLayout
+from inflight.core.messages import SlotReady
+from inflight.weights.cuda_ipc import CudaSlot
+from inflight.weights.receiver import Receiver, SlotState
+
+LAYOUT = WeightLayout.build([("w", (4,), "float32")])
+
+
+def make_receiver(num_slots: int) -> Receiver:
+    return Receiver(LAYOUT, [CudaSlot(torch.empty(LAYOUT.total_bytes, dtype=torch.uint8)) for _ in range(num_slots)])
+
+
+def ready(slot: int, version: int, fingerprint: str = LAYOUT.fingerprint) -> SlotReady:
+    return SlotReady(slot=slot, version=version, fingerprint=fingerprint, published_ns=0)
+
+
+class SlotHistory(RuleBasedStateMachine):
+    """The publisher writes garbage into what it was lent, then a whole version, then gives it back; or it dies."""
+
+    @initialize(num_slots=st.integers(1, 4))
+    def start(self, num_slots: int) -> None:
+        self.receiver = make_receiver(num_slots)
+        self.contents: list[int | None] = [0] + [None] * (num_slots - 1)  # None: half-written
+        self.lent: set[int] = set(self.receiver.attach())
+        self.published = 0
+
+    @rule()
+    def publisher_dies_and_another_attaches(self) -> None:
+        self.lent = set(self.receiver.attach())
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def write_half(self, data: st.DataObject) -> None:
+        self.contents[data.draw(st.sampled_from(sorted(self.lent)))] = None
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.lent)))
+        self.published += 1
+        self.contents[slot] = self.published
+        self.receiver.ready(ready(slot, self.published))
+        self.lent.remove(slot)
+
+    @rule()
+    def ask_for_a_slot(self) -> None:
+        self.receiver.request()
+
+    @rule()
+    def forward_boundary(self) -> None:
+        before = self.receiver.newest_version
+        taken = self.receiver.take()
+        assert self.receiver.version == before
+        assert (taken.version if taken else self.receiver.version) == self.receiver.version
+        freed = self.receiver.lend()
+        assert not self.lent & set(freed)
+        self.lent |= set(freed)
+
+    @rule(slot=st.integers(-1, 4), version=st.integers(0, 3))
+    def bad_message(self, slot: int, version: int) -> None:
+        """A slot that was not lent, or a version that is not newer, changes nothing."""
+        if slot in self.lent and version > self.receiver.newest_version:
+            return
+        states = list(self.receiver.states)
+        with pytest.raises(ProtocolError):
+            self.receiver.ready(ready(slot, version))
+        assert self.receiver.states == states
+
+    @invariant()
+    def the_live_slot_holds_a_whole_version_and_belongs_to_the_engine(self) -> None:
+        receiver = self.receiver
+        if receiver.live is not None:
+            assert self.contents[receiver.live] == receiver.version
+            assert receiver.live not in self.lent
+        assert receiver.states.count(SlotState.LIVE) == (receiver.live is not None)
+        assert receiver.states.count(SlotState.READY) <= 1
+        assert {slot for slot, state in enumerate(receiver.states) if state is SlotState.LENT} == self.lent
+
+
+TestSlotHistory = SlotHistory.TestCase
+TestSlotHistory.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_another_layout_is_refused():
+    receiver = make_receiver(2)
+    [slot] = receiver.attach()
+    with pytest.raises(ProtocolError, match="filled in layout"):
+        receiver.ready(ready(slot, 1, fingerprint="0" * 64))
+    receiver.ready(ready(slot, 1))
+
+
+def test_with_one_slot_the_engine_hands_it_over_only_when_asked():
+    receiver = make_receiver(1)
+    assert receiver.attach() == []
+    receiver.take()
+    assert receiver.live == 0
+    receiver.request()
+    receiver.take()
+    assert receiver.live is None
+    assert receiver.lend() == [0]
+    receiver.ready(ready(0, 1))
+    receiver.take()
+    assert (receiver.live, receiver.version) == (0, 1)
+
+
+def test_the_latest_version_wins():
+    receiver = make_receiver(3)
+    first, second = receiver.attach()
+    receiver.ready(ready(first, 1))
+    receiver.ready(ready(second, 2))
+    taken = receiver.take()
+    assert taken is not None
+    assert (taken.slot, taken.version) == (second, 2)
+    assert sorted(receiver.lend()) == [0, first]
