@@ -1,4 +1,4 @@
-"""`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement learning improved."""
+"""`inflight demo`: the whole loop on this machine, from random weights to a model improved by reinforcement learning."""
 
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.demo.display import Display
 from inflight.demo.record import StepRecord, append_step, plot
 from inflight.demo.tasks import Task
-from inflight.demo.warmup import WarmupConfig, warm_up
+from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
 from inflight.engine.loading import load_tokenizer
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.observability.environment import environment, write_json
@@ -33,12 +33,14 @@ class DemoConfig:
     device: str = "auto"
     sync: bool = False
     seed: int = 0
-    steps: int = 150
+    steps: int = 200
     warmup_steps: int = 250
-    learning_rate: float = 5e-4
-    groups_per_step: int = 32
-    group_size: int = 16
+    learning_rate: float = 3e-4
+    groups_per_step: int = 128
+    group_size: int = 8
     evaluate_every: int = 25
+    quick_evaluation: int = 128
+    """Held-out prompts of the evaluations in between; before and after all of them are used."""
     max_sequences: int = 128
 
 
@@ -103,7 +105,8 @@ class _Run:
 
     def train(self, engine: LaunchedEngine, model: PreTrainedModel) -> None:
         config = self._config
-        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+        scheduler = ramp_and_decay(optimizer, ramp=10, steps=config.steps, floor=0.1)
         grpo_config = GRPOConfig(
             steps=config.steps,
             groups_per_step=config.groups_per_step,
@@ -112,20 +115,24 @@ class _Run:
         )
         try:
             self._display.phase("evaluation", 1)
-            self.accuracy_before = self.accuracy_after = self._accuracy(engine, self._task.held_out)
+            self.accuracy_before = self._accuracy(engine, self._task.held_out)
             self._display.phase("GRPO", config.steps)
             with engine.publisher(model) as publisher:
                 self._began_ns = last_ns = now_ns()
                 examples = self._task.shuffled(config.seed)
                 last_tokens = engine.stream.num_tokens
-                for report in grpo(engine, publisher, model, optimizer, examples, self._task.score, grpo_config):
+                reports = grpo(engine, publisher, model, optimizer, examples, self._task.score, grpo_config, scheduler)
+                for report in reports:
                     tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
                     last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
                     accuracy = None
-                    if report.step % config.evaluate_every == 0 or report.step == config.steps:
-                        engine.wait_for_version(report.version)
-                        accuracy = self.accuracy_after = self._accuracy(engine, self._task.held_out)
+                    if report.step % config.evaluate_every == 0 and report.step < config.steps:
+                        accuracy = self._accuracy(engine, self._task.held_out[: config.quick_evaluation])
                     self._record(engine, report, tokens / seconds, accuracy)
+                engine.wait_for_version(publisher.version)
+                self._display.phase("evaluation", 1)
+                self.accuracy_after = self._accuracy(engine, self._task.held_out)
+                self.records[-1].accuracy = self.accuracy_after
         except KeyboardInterrupt:
             self.interrupted = True
         if not self.interrupted:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ class Task:
     max_tokens: int
 
     def score(self, rollout: Rollout) -> float:
-        """Reward of a rollout: the score of its text."""
+        """Reward of a rollout: the score of its text; 0 if it did not come to an end."""
+        if rollout.finish_reason != "stop":
+            return 0.0
         return self.score_answer(rollout.text, Example(rollout.prompt, rollout.metadata))
 
     def shuffled(self, seed: int) -> Iterator[Example]:
@@ -39,7 +41,7 @@ class Task:
             yield from order
 
 
-def file_task(path: Path, *, max_tokens: int, held_out: int = 128) -> Task:
+def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
     """A JSON-lines file, each line {"prompt": …, "answer": …}; an answer scores 1 if it is equal, stripped, else 0.
 
     The last lines, `held_out` of them but at most a quarter, are held out. Raises TaskError, naming the line.
@@ -65,35 +67,65 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 128) -> Task:
     return Task(path.name, examples[:cut], examples[cut:], _equal_answer, max_tokens)
 
 
-def gym_task(name: str, *, size: int, seed: int, held_out: int, config: dict[str, Any] | None = None) -> Task:
-    """A reasoning-gym task (Stojanovski et al. 2025, arXiv 2505.24760), scored by its own verifier.
+def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int = 20_000, held_out: int = 512) -> Task:
+    """A reasoning-gym task (Stojanovski et al. 2025, arXiv 2505.24760) at its default difficulty.
 
-    Prompts are the task's questions; the built-in formats of `COMPACT` shorten some to what a byte-level model of half a
-    million parameters can read in a minute of training. Raises TaskError if the task is unknown or not installed.
+    An answer scores 1 if the task's own verifier gives it exactly 1.0, else 0; partial credit is not used, because
+    verifiers give it to answers that a reader would call wrong. Held-out prompts are drawn with a seed of their own,
+    and training prompts that equal one of them are dropped. Raises TaskError if the task is unknown or not installed.
     """
     try:
         import reasoning_gym
     except ImportError as error:
         raise TaskError("tasks come from reasoning-gym; install it with `pip install 'inflight[demo]'`") from error
-    compact = COMPACT.get(name)
-    options = dict(config if config is not None else compact.config if compact else {})
     try:
-        dataset = reasoning_gym.create_dataset(name, size=size + held_out, seed=seed, **options)
+        train = reasoning_gym.create_dataset(name, size=size, seed=1 + 10_000_000 * seed)
+        test = reasoning_gym.create_dataset(name, size=2 * held_out, seed=900_000_000)
     except (ValueError, KeyError, TypeError) as error:
-        known = ", ".join(sorted(COMPACT))
-        raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}; tried and tested here: {known}") from error
-    entries: dict[str, Any] = {}
-    for entry in dataset:
-        prompt = compact.prompt(entry) if compact else entry["question"].strip() + "\n"
-        entries.setdefault(prompt, entry)
-    examples = [Example(prompt, {"answer": str(entry["answer"])}) for prompt, entry in entries.items()]
+        raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}") from error
+    write_prompt, default_tokens = _FORMATS.get(name, (_question, 64))
+    test_entries = _by_prompt(test, write_prompt, count=held_out)
+    taken = {prompt.lower() for prompt in test_entries}
+    train_entries = {p: e for p, e in _by_prompt(train, write_prompt).items() if p.lower() not in taken}
+    entries = train_entries | test_entries
 
     def score(text: str, example: Example) -> float:
         answer = text.strip()
-        return float(dataset.score_answer(answer=answer, entry=entries[example.prompt])) if answer else 0.0
+        return float(bool(answer) and train.score_answer(answer=answer, entry=entries[example.prompt]) == 1.0)
 
-    cut = max(len(examples) - held_out, len(examples) * 3 // 4)
-    return Task(name, examples[:cut], examples[cut:], score, compact.max_tokens if compact else 64)
+    def examples(of: dict[str, Any]) -> list[Example]:
+        return [Example(prompt, {"answer": str(entry["answer"])}) for prompt, entry in of.items()]
+
+    return Task(name, examples(train_entries), examples(test_entries), score, max_tokens or default_tokens)
+
+
+def _by_prompt(
+    entries: Iterable[Any], write_prompt: Callable[[Any], str], *, count: int | None = None
+) -> dict[str, Any]:
+    """The first `count` entries with prompts that differ in more than case."""
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    for entry in entries:
+        prompt = write_prompt(entry)
+        if prompt.lower() not in seen:
+            seen.add(prompt.lower())
+            found[prompt] = entry
+        if len(found) == count:
+            break
+    return found
+
+
+def _question(entry: Any) -> str:
+    return entry["question"].strip() + "\n"
+
+
+def _word(entry: Any) -> str:
+    return f"{entry['metadata']['word']} -> "
+
+
+_FORMATS: dict[str, tuple[Callable[[Any], str], int]] = {"spell_backward": (_word, 12)}
+"""Tasks whose question is cut down to what differs, for models that read bytes: how it is written, and the tokens that
+the longest answer needs."""
 
 
 def _equal_answer(text: str, example: Example) -> float:

@@ -14,6 +14,8 @@ from inflight.training.grpo import Example
 @dataclass(frozen=True, slots=True)
 class WarmupConfig:
     steps: int
+    demonstrations: int = 300
+    """Worked examples that it sees, over and over; few, so that much is left to learn."""
     batch_size: int = 64
     learning_rate: float = 2e-3
 
@@ -27,14 +29,13 @@ def warm_up(
     seed: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Next-token prediction on the answers (not the prompts), a cosine learning rate, and then a stop."""
+    """Next-token prediction on the answers, not the prompts, of a few demonstrations."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=max(config.steps, 2), pct_start=0.1
-    )
+    picked = torch.randperm(len(examples), generator=generator)[: config.demonstrations].tolist()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    scheduler = ramp_and_decay(optimizer, ramp=20, steps=config.steps, floor=0.05)
     device = next(model.parameters()).device
-    rows = [_encode(tokenizer, example) for example in examples]
+    rows = [_encode(tokenizer, examples[index]) for index in picked]
     model.train()
     for step in range(1, config.steps + 1):
         chosen = torch.randint(len(rows), (config.batch_size,), generator=generator).tolist()
@@ -48,6 +49,19 @@ def warm_up(
         scheduler.step()
         on_step(step, loss.item())
     model.eval()
+
+
+def ramp_and_decay(
+    optimizer: torch.optim.Optimizer, *, ramp: int, steps: int, floor: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning rate that rises over `ramp` steps and then falls linearly to `floor` times its peak at `steps`."""
+
+    def factor(step: int) -> float:
+        if step < ramp:
+            return (step + 1) / ramp
+        return max(floor, 1 - (1 - floor) * (step - ramp) / max(1, steps - ramp))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[int]]:
