@@ -39,10 +39,7 @@ def examine() -> list[Finding]:
 
 
 def _python() -> Finding:
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info >= (3, 11):
-        return Finding("ok", "python", found)
-    return Finding("fail", "python", f"{found}; inflight needs 3.11 or later")
+    return Finding("ok", "python", ".".join(map(str, sys.version_info[:3])))  # pip refuses versions before 3.11
 
 
 def _packages() -> list[Finding]:
@@ -74,7 +71,7 @@ def _shared_memory() -> Finding:
         SharedMemorySlot.create(1 << 20).unlink()
     except InflightError as error:
         return Finding("fail", "shared memory", str(error))
-    text = f"{directory}, {left / 2**30:.1f} GiB left: on a CPU, two slots of up to {left / 2**32:.1f} B parameters in bf16"
+    text = f"{directory}, {left / 2**30:.1f} GiB left: two slots of up to {left / 2**32:.1f} B parameters in bf16"
     if left < 1 << 30:
         return Finding("note", "shared memory", f"{text}; enlarge it for larger models (--shm-size for a container)")
     return Finding("ok", "shared memory", text)
@@ -87,9 +84,8 @@ def _gpu() -> Finding:
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments:True" in config:
-        return Finding(
-            "note", "gpu", f"{names}; remove expandable_segments:True from PYTORCH_ALLOC_CONF, CUDA IPC needs it off"
-        )
+        advice = "remove expandable_segments:True from PYTORCH_ALLOC_CONF; CUDA IPC cannot share such memory"
+        return Finding("note", "gpu", f"{names}; {advice}")
     return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC")
 
 

@@ -129,7 +129,7 @@ class LaunchedEngine:
         self._launcher.client.cancel(self.stream.outstanding if group_ids is None else group_ids)
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
-        """Return when the engine draws with this version or a newer one; what a synchronous loop does after a publish."""
+        """Return when the engine draws with this version or a newer one: the pause of a synchronous loop."""
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
             if now_ns() > deadline:

@@ -30,8 +30,9 @@ def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarra
     return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_recorded_logprobs_equal_a_full_forward(make_engine, name):
+def test_recorded_logprobs_equal_a_full_forward(make_engine, name, device):
     model = make_model(name)
     model.set_attn_implementation("eager")
     params = [
@@ -40,7 +41,7 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name):
     ]
     prompts = ragged_prompts(24, params)
     arrivals = [random.Random(1).randrange(60) for _ in prompts]
-    rollouts = run(make_engine(name), prompts, arrivals=arrivals)
+    rollouts = run(make_engine(name, device=device), prompts, arrivals=arrivals)
     assert len(rollouts) == sum(prompt.params.n for prompt in prompts)
     worst = max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts)
     assert worst < 1e-5

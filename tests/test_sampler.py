@@ -51,7 +51,7 @@ def test_draws_follow_the_filtered_distribution(name):
 
 
 def test_rows_with_different_parameters_do_not_disturb_each_other():
-    params = list(FILTERS.values()) + [SamplingParams(temperature=0)]
+    params = [*FILTERS.values(), SamplingParams(temperature=0)]
     logits = torch.randn(len(params), 50, generator=torch.Generator().manual_seed(0)) * 2
     seeds = np.arange(len(params), dtype=np.uint64)
     positions = np.arange(len(params))

@@ -13,6 +13,9 @@ from truth_teller import make_truth_teller
 import inflight
 from inflight.core.rollout import Rollout
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""The slots lie in shared memory, or in device memory shared by CUDA IPC."""
+
 
 @pytest.fixture(scope="module")
 def truth_teller_dir(tmp_path_factory) -> str:
@@ -44,12 +47,15 @@ def start_publisher(engine: inflight.LaunchedEngine, *command: str) -> subproces
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [1, 2])
-def test_truth_teller(truth_teller_dir, slots):
+def test_truth_teller(truth_teller_dir, slots, device):
     num_versions = 2500
     seen, num_tokens, spanning = set(), 0, 0
-    with inflight.launch(truth_teller_dir, slots=slots, max_sequences=32, max_context=128, threads=1) as engine:
-        publisher = start_publisher(engine, "publish", str(num_versions), "1")
+    with inflight.launch(
+        truth_teller_dir, slots=slots, max_sequences=32, max_context=128, threads=1, device=device
+    ) as engine:
+        publisher = start_publisher(engine, "publish", str(num_versions), "1", device)
         for rollout in generate_until_done(engine, publisher):
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
             seen.update(rollout.weight_versions.tolist())
@@ -65,11 +71,14 @@ def test_truth_teller(truth_teller_dir, slots):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [1, 2])
-def test_torn_write(truth_teller_dir, slots):
+def test_torn_write(truth_teller_dir, slots, device):
     """Publishers die in the middle of a publish, 50 times; no token comes from what they left, and life goes on."""
-    with inflight.launch(truth_teller_dir, slots=slots, max_sequences=16, max_context=128, threads=1) as engine:
-        publisher = start_publisher(engine, "kill", "50", "2")
+    with inflight.launch(
+        truth_teller_dir, slots=slots, max_sequences=16, max_context=128, threads=1, device=device
+    ) as engine:
+        publisher = start_publisher(engine, "kill", "50", "2", device)
         versions = set()
         for rollout in generate_until_done(engine, publisher):
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()

@@ -5,9 +5,9 @@ block 0, the MLP of layer l in block l + 1. The output row of token v + 1 adds u
 is of another version, that row loses to row 0, whose token proclaims a torn model. So token − 1 is the version, and
 token 0 says that a forward pass read two versions.
 
-Run as a program it is the publisher: `truth_teller.py ENDPOINT publish COUNT SEED` publishes COUNT versions at random
-moments; `truth_teller.py ENDPOINT kill COUNT SEED` forks COUNT publishers that are killed in the middle of a publish, then
-publishes once more and prints {"torn": slots found half-written, "version": the last one} as JSON.
+Run as a program it is the publisher: `truth_teller.py ENDPOINT publish COUNT SEED DEVICE` publishes COUNT versions at
+random moments; `truth_teller.py ENDPOINT kill COUNT SEED DEVICE` forks COUNT publishers that are killed in the middle of
+a publish, then publishes once more and prints {"torn": slots found half-written, "version": the last one} as JSON.
 """
 
 import json
@@ -89,8 +89,8 @@ def proclaimed_by(views: dict[str, torch.Tensor]) -> list[int]:
     return signs if version >= 0 and signs == _signs(version) else []
 
 
-def _publish_randomly(endpoint: str, count: int, seed: int) -> None:
-    model, rng = make_truth_teller(), random.Random(seed)
+def _publish_randomly(endpoint: str, count: int, seed: int, device: str) -> None:
+    model, rng = make_truth_teller().to(device), random.Random(seed)
     with Publisher(endpoint, model) as publisher:
         for version in range(1, count + 1):
             publisher.wait_copied()
@@ -108,8 +108,8 @@ def _die_during_a_publish(publisher: Publisher, rng: random.Random) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _publish_until_killed(endpoint: str, pipe: int, rng: random.Random) -> None:
-    model = make_truth_teller()
+def _publish_until_killed(endpoint: str, pipe: int, rng: random.Random, device: str) -> None:
+    model = make_truth_teller().to(device)
     publisher = Publisher(endpoint, model)
     free_slots = [slot for slot in range(len(publisher._slots)) if slot in publisher._free]
     torn = any(not proclaimed_by(publisher._views[slot]) for slot in free_slots)
@@ -122,7 +122,7 @@ def _publish_until_killed(endpoint: str, pipe: int, rng: random.Random) -> None:
         before = publisher.publish()
 
 
-def _kill_publishers(endpoint: str, count: int, seed: int) -> None:
+def _kill_publishers(endpoint: str, count: int, seed: int, device: str) -> None:
     rng = random.Random(seed)
     torn = 0
     for _ in range(count):
@@ -130,13 +130,13 @@ def _kill_publishers(endpoint: str, count: int, seed: int) -> None:
         child_rng = random.Random(rng.random())
         child = os.fork()
         if child == 0:
-            _publish_until_killed(endpoint, writing, child_rng)
+            _publish_until_killed(endpoint, writing, child_rng, device)
         torn += os.read(reading, 1) == b"T"
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL
         os.close(reading)
         os.close(writing)
-    model = make_truth_teller()
+    model = make_truth_teller().to(device)
     with Publisher(endpoint, model) as publisher:
         teach(model, publisher.version + 1, before=0)
         version = publisher.publish()
@@ -146,4 +146,4 @@ def _kill_publishers(endpoint: str, count: int, seed: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command = {"publish": _publish_randomly, "kill": _kill_publishers}[sys.argv[2]]
-    command(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
+    command(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -30,9 +30,10 @@ class StalenessBench:
 def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
     """Train on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a time.
 
-    On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice as
-    many are outstanding: a trainer slower than the generator lets it idle at that bound. The result holds {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms,
-    version_lag {p50, max}, and the counts of tokens and swaps.
+    On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice
+    as many are outstanding: a trainer slower than the generator lets it idle at that bound. The result holds
+    {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms, version_lag {p50, max},
+    and the counts of tokens and swaps.
     """
     torch.manual_seed(settings.seed)
     cores = torch.get_num_threads()
@@ -64,15 +65,15 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
             submit(2 * groups)
             began_ns = now_ns()
             batches = engine.stream.batches(rollouts=groups * group, score=_parity_of_tokens)
-            for _ in range(settings.steps):
-                batch = next(batches).to(next(model.parameters()).device)
+            for step, batch in enumerate(batches):
+                if step == settings.steps:
+                    break
                 submit(groups)
-                loss, _ = policy_loss(model, batch)
+                loss, _ = policy_loss(model, batch.to(next(model.parameters()).device))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 publisher.publish()
-            batches.send(None)  # measures the last batch
             seconds = (now_ns() - began_ns) / 1e9
             status = engine.status()
         summary = engine.staleness.summary()
@@ -96,7 +97,7 @@ def _trainer_model(settings: StalenessBench, device: str) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_config(shape_config(settings.model), dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-    return model.to(device)
+    return torch.nn.Module.to(model, device)
 
 
 def _parity_of_tokens(rollout: Rollout) -> float:

@@ -51,7 +51,7 @@ class Display:
         """Begin a phase of `total` steps."""
         self._progress.reset(self._task, description=name, total=total, note="")
         if not self._redraws:
-            self._console.print(f"{name} ({total} steps)")
+            self._console.print(name if total == 1 else f"{name}, {total} steps")
         self._refresh()
 
     def advance(self, note: str = "") -> None:

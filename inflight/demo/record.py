@@ -58,9 +58,9 @@ def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: 
     top.legend(loc="lower right")
     top.set_title(title, loc="left", fontsize=10)
     for name, color, label in (
-        ("token_age_ms", "tab:green", "token age: drawn → consumed"),
-        ("swap_ms", "tab:red", "swap: publish() → first token of the new weights"),
-        ("weight_lag_ms", "tab:purple", "weight lag: drawn after newer weights were published"),
+        ("token_age_ms", "tab:green", "token_age_ms: drawn → consumed"),
+        ("swap_ms", "tab:red", "swap_ms: publish() → first token under it"),
+        ("weight_lag_ms", "tab:purple", "weight_lag_ms: newer weights published → drawn"),
     ):
         values = [(r.seconds, getattr(r, name)) for r in records if getattr(r, name)]
         if values:
@@ -68,7 +68,7 @@ def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: 
     bottom.set_yscale("log")
     bottom.set_ylabel("milliseconds (mean of the step)")
     bottom.set_xlabel("seconds of reinforcement learning")
-    bottom.legend(loc="center right", fontsize=8)
+    bottom.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize=8, frameon=False)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     figure.tight_layout()

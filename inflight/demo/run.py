@@ -1,25 +1,27 @@
-"""`inflight demo`: the whole loop on this machine, from random weights to a model improved by reinforcement learning."""
+"""`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement improved."""
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, ModelLoadError
+from inflight.core.errors import ModelLoadError
 from inflight.core.sampling import SamplingParams
 from inflight.demo.display import Display
 from inflight.demo.record import StepRecord, append_step, plot
 from inflight.demo.tasks import Task
 from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
 from inflight.engine.loading import load_tokenizer
-from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
+from inflight.engine.shapes import SHAPES, shape_config
 from inflight.observability.environment import environment, write_json
 from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
@@ -49,6 +51,7 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
 
     Ctrl-C ends the run early; what was measured by then is summarised and written all the same.
     """
+    disable_progress_bar()  # of Transformers; the run has its own
     config.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -211,26 +214,20 @@ def _launch(directory: str, config: DemoConfig, threads: int) -> LaunchedEngine:
 
 def _load(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The trainer's model, fp32, with gradient, and its tokenizer."""
-    if name in SHAPES:
-        return AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32).to(device), byte_tokenizer()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
     tokenizer = load_tokenizer(name)
+    if name in SHAPES:
+        model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
     if tokenizer is None:
         raise ModelLoadError(f"model {name!r} has no tokenizer, which the demo needs to read and write text")
+    nn.Module.to(model, device)
     return model, tokenizer
 
 
 def _parameters(model: PreTrainedModel) -> str:
     count = sum(p.numel() for p in model.parameters())
     return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
-
-
-def check(config: DemoConfig) -> None:
-    """Raise InflightError for numbers that make no run."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.type is int and field.name not in ("seed", "warmup_steps") and value < 1:
-            raise InflightError(f"{field.name} must be at least 1, got {value}")

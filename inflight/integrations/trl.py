@@ -12,7 +12,7 @@ trl itself is not imported here.
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -23,9 +23,6 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.session import LaunchedEngine
 from inflight.weights.publisher import Publisher
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 Prompt = str | list[dict[str, Any]]
 """Plain text, or chat messages."""
@@ -53,7 +50,7 @@ class EngineRollouts:
         self._epoch: list[list[Prompt]] = []
         self._position = -1
 
-    def __call__(self, prompts: list[Prompt], trainer: "GRPOTrainer") -> dict[str, list]:
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         """One completion for each entry of `prompts`, in its order; TRL repeats a prompt once per completion.
 
         Returns lists of len(prompts): prompt_ids, completion_ids, logprobs (one per completion token), and for the
@@ -88,7 +85,7 @@ class EngineRollouts:
         self._engine.stream.collect(stale)
         return None
 
-    def _submit(self, prompts: list[Prompt], trainer: "GRPOTrainer") -> list[int]:
+    def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
         """Each run of equal prompts becomes a group; the group ids, in the order of the prompts."""
         params = _sampling_params(trainer)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
@@ -99,7 +96,7 @@ class EngineRollouts:
             group_ids += self._engine.submit(ids, msgspec.structs.replace(params, n=n))
         return group_ids
 
-    def _plan(self, prompts: list[Prompt], trainer: "GRPOTrainer") -> None:
+    def _plan(self, prompts: list[Prompt], trainer: Any) -> None:
         """Submit the batches that will follow `prompts`, until `ahead` of them are in flight."""
         n = trainer.num_generations
         if not self._epoch:
@@ -161,7 +158,7 @@ def _check(rollouts: Sequence[Rollout]) -> None:
             raise InflightError(f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it")
 
 
-def _sampling_params(trainer: "GRPOTrainer") -> SamplingParams:
+def _sampling_params(trainer: Any) -> SamplingParams:
     if trainer.repetition_penalty != 1.0 or trainer.args.generation_kwargs:
         raise InvalidRequestError("the engine has no repetition_penalty and no generation_kwargs; leave them unset")
     return SamplingParams(

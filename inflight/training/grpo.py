@@ -4,7 +4,7 @@ The reference loop: groups of rollouts come in, are scored, their advantages are
 policy-gradient step is taken, and the new weights are published while the generator goes on drawing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ class Example(NamedTuple):
     metadata: Mapping[str, Any]
 
 
-class Generator(Protocol):
+class RolloutEngine(Protocol):
     """What the loop asks of an engine; `inflight.launch` returns one."""
 
     @property
@@ -85,8 +85,11 @@ class StepReport:
     finished_ns: int
 
 
+Groups = Generator[list[list[Rollout]], None, None]
+
+
 def grpo(
-    engine: Generator,
+    engine: RolloutEngine,
     publisher: Publisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -126,7 +129,7 @@ def grpo(
     source.close()
 
 
-def _inflight(engine: Generator, examples: Iterator[Example], config: GRPOConfig) -> Iterator[list[list[Rollout]]]:
+def _inflight(engine: RolloutEngine, examples: Iterator[Example], config: GRPOConfig) -> Groups:
     """Groups as they finish, while as many others stay in flight."""
     in_flight = config.groups_in_flight or 2 * config.groups_per_step
     try:
@@ -142,8 +145,8 @@ def _inflight(engine: Generator, examples: Iterator[Example], config: GRPOConfig
 
 
 def _alternating(
-    engine: Generator, publisher: Publisher, examples: Iterator[Example], config: GRPOConfig
-) -> Iterator[list[list[Rollout]]]:
+    engine: RolloutEngine, publisher: Publisher, examples: Iterator[Example], config: GRPOConfig
+) -> Groups:
     """Generate a whole batch under the newest weights, then nothing until it has been trained on."""
     while True:
         _submit(engine, examples, config.groups_per_step, config)
@@ -151,13 +154,13 @@ def _alternating(
         engine.wait_for_version(publisher.version)
 
 
-def _submit(engine: Generator, examples: Iterator[Example], count: int, config: GRPOConfig) -> None:
+def _submit(engine: RolloutEngine, examples: Iterator[Example], count: int, config: GRPOConfig) -> None:
     chosen = [next(examples) for _ in range(count)]
     if chosen:
         engine.submit([e.prompt for e in chosen], config.sampling, metadata=[e.metadata for e in chosen])
 
 
-def _take(engine: Generator, count: int) -> list[list[Rollout]]:
+def _take(engine: RolloutEngine, count: int) -> list[list[Rollout]]:
     """The next `count` groups in which every sample ended by itself."""
     groups: list[list[Rollout]] = []
     for group in engine.stream.groups():

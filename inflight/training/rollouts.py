@@ -4,6 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.clock import now_ns
@@ -43,6 +44,8 @@ class RolloutStream:
         self._awaited: set[int] = set()
         self.num_dropped = 0
         """Groups that `batches` left out because a sample was cancelled or ended with an error."""
+        self.last_reward = float("nan")
+        """Mean reward of the batch that `batches` yielded last."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +115,7 @@ class RolloutStream:
 
     def _measured(self, groups: list[list[Rollout]], score: Score) -> Iterator[PackedBatch]:
         score_groups(groups, score)
+        self.last_reward = float(np.mean([rollout.reward or 0.0 for group in groups for rollout in group]))
         batch = pack_groups(groups)
         trainer_version = self._meter.newest_version
         yield batch

@@ -120,7 +120,7 @@ class Publisher:
             self._on_publish(record.version, record.called_ns)
             if self._on_gpu:
                 self._copied_event = None
-                self._written_event = torch.cuda.current_stream().record_event()
+                self._written_event = torch.cuda.current_stream(self._slots[0].buffer.device).record_event()
             self._pending = record
             self._condition.notify_all()
         return record.version
@@ -134,7 +134,7 @@ class Publisher:
             if self._error is not None:
                 raise self._error
         if self._copied_event is not None:
-            torch.cuda.current_stream().wait_event(self._copied_event)
+            torch.cuda.current_stream(self._slots[0].buffer.device).wait_event(self._copied_event)
 
     def close(self) -> None:
         """Finish the publish in progress and detach. The engine serves on with the newest whole version."""

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_V = 4096
+BLOCK_V: Any = 4096
 
 
 @triton.jit

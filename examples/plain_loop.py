@@ -1,0 +1,50 @@
+"""The ten lines of the README, for real: a training loop of one's own with a generator that never stops.
+
+    python examples/plain_loop.py [MODEL]
+
+MODEL is a directory, a Hugging Face hub id or a built-in shape (default: tiny, random weights, trained from scratch
+to answer with digits, so that it runs anywhere in half a minute).
+"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import inflight
+from inflight.engine.shapes import SHAPES, shape_config
+
+
+def reward(rollout: inflight.Rollout) -> float:
+    """The share of digits in the answer."""
+    return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
+
+
+def main(name: str = "tiny") -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the other half of the cores is the generator's
+    torch.manual_seed(0)
+    if name in SHAPES:
+        model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prompts = [f"Number {i}: " for i in range(400)]
+
+    with inflight.launch(name, threads=torch.get_num_threads()) as engine:
+        publisher = engine.publisher(model)
+        publisher.publish()  # the engine starts from the trainer's weights
+        engine.submit(prompts, inflight.SamplingParams(n=8, max_tokens=16))
+        for step, batch in enumerate(engine.stream.batches(rollouts=64, score=reward), 1):
+            loss, stats = inflight.policy_loss(model, batch, correction="tis")
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.publish()  # returns at once; the generator never stops
+            if step % 10 == 0:
+                print(f"step {step}  reward {engine.stream.last_reward:.3f}  ESS {stats.ess:.3f}")
+        for metric, values in engine.staleness.summary().items():
+            print(metric, {key: round(value, 2) for key, value in values.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,45 @@
+"""Slots in device memory, seen from two processes. Run by `make gpu-check`."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+
+from inflight.core.errors import DeviceMemoryError
+from inflight.core.messages import CudaIpcDescriptor
+from inflight.weights.cuda_ipc import CudaSlot
+
+pytestmark = pytest.mark.gpu
+
+WRITER = """
+import sys, msgspec, torch
+from inflight.core.messages import CudaIpcDescriptor
+from inflight.weights.cuda_ipc import CudaSlot
+slot = CudaSlot.attach(msgspec.json.decode(sys.stdin.read(), type=CudaIpcDescriptor))
+slot.buffer.copy_(torch.arange(slot.nbytes, device=slot.buffer.device) % 251)
+torch.cuda.synchronize()
+"""
+
+
+def test_what_another_process_writes_is_seen_without_another_export():
+    slot = CudaSlot.create(1 << 20, torch.device("cuda:0"))
+    slot.buffer.zero_()
+    torch.cuda.synchronize()
+    sent = msgspec.json.encode(slot.descriptor())
+    assert msgspec.json.decode(sent, type=CudaIpcDescriptor).nbytes == 1 << 20
+    subprocess.run([sys.executable, "-c", WRITER], input=sent, check=True)
+    expected = (torch.arange(1 << 20, device="cuda:0") % 251).to(torch.uint8)
+    assert torch.equal(slot.buffer, expected)
+
+
+def test_a_slot_that_does_not_fit_names_both_sizes():
+    with pytest.raises(DeviceMemoryError, match=r"a weight slot needs [\d,.]+ MiB and cuda:0 has [\d,.]+ MiB left"):
+        CudaSlot.create(1 << 50, torch.device("cuda:0"))
+
+
+def test_expandable_segments_are_refused(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(DeviceMemoryError, match="cannot be shared by CUDA IPC"):
+        CudaSlot.create(1 << 20, torch.device("cuda:0"))

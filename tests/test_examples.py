@@ -1,0 +1,127 @@
+"""What the README shows runs as it stands."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "160"}
+
+
+def run_program(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240, **options
+    )
+
+
+def inflight(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return run_program("-m", "inflight.cli", *arguments, **options)
+
+
+@pytest.mark.slow
+def test_the_plain_loop_learns():
+    done = run_program(str(ROOT / "examples" / "plain_loop.py"))
+    assert done.returncode == 0, done.stderr
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert rewards[-1] > rewards[0] + 0.3, done.stdout
+
+
+@pytest.mark.slow
+def test_trl_learns():
+    done = run_program(str(ROOT / "examples" / "trl_grpo.py"))
+    assert done.returncode == 0, done.stderr
+    assert int(re.search(r"swaps: (\d+)", done.stdout).group(1)) >= 15
+    rewards = [float(reward) for reward in re.findall(r"'reward': '?([\d.e-]+)", done.stdout)]
+    assert rewards[-1] > rewards[0], done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [[], ["--sync"]], ids=["inflight", "sync"])
+def test_a_short_demo_writes_what_it_says(tmp_path, mode):
+    options = ["--steps", "6", "--warmup-steps", "150", "--groups-per-step", "16", "--out", str(tmp_path)]
+    done = inflight("demo", *options, *mode, "--json", str(tmp_path / "copy.json"))
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout.splitlines()[-1])
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written == json.loads((tmp_path / "copy.json").read_text())
+    for key in ("accuracy_before", "accuracy_after", "num_swaps", "num_swaps_in_flight", "seconds"):
+        assert printed[key] == written[key]
+    assert 5 <= written["num_swaps"] <= 6
+    assert (written["num_swaps_in_flight"] > 0) == (mode == [])
+    assert written["version_lag"]["max"] == 0 or mode == []
+    assert {"command", "commit", "machine", "versions"} <= set(written["environment"])
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 6
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_control_c_ends_both_processes_and_keeps_what_was_written(tmp_path):
+    command = [sys.executable, "-m", "inflight.cli", "demo", "--warmup-steps", "5", "--out", str(tmp_path)]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    steps = tmp_path / "steps.jsonl"
+    for _ in range(600):
+        if steps.exists() and len(steps.read_text().splitlines()) >= 2:
+            break
+        time.sleep(0.1)
+    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+    assert children
+    demo.send_signal(signal.SIGINT)
+    out, err = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert "Traceback" not in err
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["interrupted"] is True
+    assert summary["steps"] >= 2
+    assert json.loads(out.splitlines()[-1])["interrupted"] is True
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_bench_staleness_prints_one_json_line_last(tmp_path):
+    path = tmp_path / "staleness.json"
+    done = inflight("bench", "staleness", "--steps", "4", "--sequences", "8", "--tokens", "16", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    for key in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms"):
+        assert set(result[key]) == {"p50", "p90", "p99"}
+    assert set(result["version_lag"]) == {"p50", "max"}
+    assert result["num_swaps"] >= 3
+    assert json.loads(path.read_text())["environment"]["machine"]["cores"] >= 1
+
+
+def test_doctor_says_that_inflight_runs_here():
+    done = inflight("doctor")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "inflight runs here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--data", "/no/such/file"], "cannot read /no/such/file: No such file or directory"),
+        (["demo", "--task", "no_such_task"], "reasoning-gym cannot make task 'no_such_task'"),
+        (["demo", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
+        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
+        (["bench", "staleness", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
+        (["bench", "staleness", "--slots", "0"], "Invalid value for '--slots'"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments, message, tmp_path):
+    done = inflight(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_bad_line_of_data_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')
+    done = inflight("demo", "--data", str(path), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "line 2: expected" in done.stderr
