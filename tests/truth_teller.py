@@ -5,9 +5,9 @@ block 0, the MLP of layer l in block l + 1. The output row of token v + 1 adds u
 is of another version, that row loses to row 0, whose token proclaims a torn model. So token − 1 is the version, and
 token 0 says that a forward pass read two versions.
 
-Run as a program it is the publisher: `truth_teller.py ENDPOINT publish COUNT SEED DEVICE` publishes COUNT versions at
-random moments; `truth_teller.py ENDPOINT kill COUNT SEED DEVICE` forks COUNT publishers that are killed in the middle of
-a publish, then publishes once more and prints {"torn": slots found half-written, "version": the last one} as JSON.
+Run as a program it is the publisher. `truth_teller.py ENDPOINT publish COUNT SEED DEVICE` publishes COUNT versions at
+random moments. `truth_teller.py ENDPOINT kill COUNT SEED DEVICE` forks COUNT publishers that are killed in the middle
+of a publish, then publishes once more and prints {"torn": slots found half-written, "version": the last one} as JSON.
 """
 
 import json

@@ -1,0 +1,77 @@
+"""Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 25 minutes on 2 cores.
+
+    python benchmarks/run.py [demo|staleness …]
+
+Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+RESULTS = Path(__file__).parent / "results" / "cpu"
+SEEDS = (0, 1, 2)
+
+
+def inflight(*arguments: str) -> None:
+    """Run a command of inflight and show what it prints."""
+    print("$ inflight", *arguments, flush=True)
+    subprocess.run([sys.executable, "-m", "inflight.cli", *arguments], check=True)
+
+
+def demo() -> None:
+    for mode in ("inflight", "sync"):
+        for seed in SEEDS:
+            out = RESULTS / f"demo-{mode}-seed{seed}"
+            inflight("demo", "--seed", str(seed), "--out", str(out), *(["--sync"] if mode == "sync" else []))
+    write_json(RESULTS / "demo.json", {mode: summarise_demo(mode) for mode in ("inflight", "sync")})
+
+
+def summarise_demo(mode: str) -> dict:
+    runs = [json.loads((RESULTS / f"demo-{mode}-seed{seed}" / "summary.json").read_text()) for seed in SEEDS]
+    keys = (
+        "accuracy_before",
+        "accuracy_after",
+        "num_swaps",
+        "num_swaps_in_flight",
+        "seconds",
+        "seconds_rl",
+        "num_tokens",
+    )
+    means = {key: float(np.mean([run[key] for run in runs])) for key in keys}
+    gains = [run["accuracy_after"] - run["accuracy_before"] for run in runs]
+    medians = {
+        name: float(np.median([run[name]["p50"] for run in runs]))
+        for name in ("swap_ms", "stall_ms", "weight_lag_ms", "token_age_ms")
+    }
+    return {
+        "seeds": list(SEEDS),
+        **means,
+        "gain": float(np.mean(gains)),
+        "gains": gains,
+        "p50_median_of_seeds": medians,
+        "environment": runs[0]["environment"],
+    }
+
+
+def staleness() -> None:
+    for model in ("tiny", "small"):
+        for slots in ("2", "1"):
+            path = RESULTS / f"staleness-{model}-slots{slots}.json"
+            inflight("bench", "staleness", "--model", model, "--slots", slots, "--steps", "30", "--json", str(path))
+
+
+def write_json(path: Path, data: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    benchmarks = {"staleness": staleness, "demo": demo}
+    for name in sys.argv[1:] or benchmarks:
+        if name not in benchmarks:
+            sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")
+        benchmarks[name]()
