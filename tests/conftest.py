@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,10 +105,10 @@ def run(engine: Engine, prompts: list[Prompt], *, arrivals: list[int] | None = N
     return sorted(rollouts, key=lambda rollout: rollout.request_id)
 
 
-def make_frame(num_tokens: int = 3, sequence: int = 0, **header: object) -> TokenFrame:
+def make_frame(num_tokens: int = 3, sequence: int = 0, time_ns: int = 123, **header: Any) -> TokenFrame:
     """A frame of requests 0, 1, … that drew the tokens 100, 101, …"""
     return TokenFrame(
-        FrameHeader("engine", sequence, 5, 123, 9, num_tokens, **header),  # type: ignore[arg-type]
+        FrameHeader("engine", sequence, 5, time_ns, 9, num_tokens, **header),
         np.arange(num_tokens, dtype=np.uint64),
         np.arange(num_tokens, dtype=np.int32) + 100,
         -np.arange(num_tokens, dtype=np.float32),

@@ -4,6 +4,8 @@ import math
 
 import msgspec
 
+MAX_SAMPLES = 65536
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one prompt.
@@ -34,8 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Go on past the model's own end-of-sequence ids (benchmarks)."""
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}")
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise ValueError(f"n must be at least 1 and at most {MAX_SAMPLES}, got {self.n}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

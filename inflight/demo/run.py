@@ -101,7 +101,7 @@ class _Run:
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
         self.interrupted = False
-        self._status: dict[str, Any] = {}
+        self._swaps: dict[str, int] = {}
         self._staleness: dict[str, Any] = {}
         self._num_tokens = 0
         self._began_ns = 0
@@ -138,13 +138,9 @@ class _Run:
                 self.records[-1].accuracy = self.accuracy_after
         except KeyboardInterrupt:
             self.interrupted = True
-        if not self.interrupted:
-            status = engine.status()
-            self._status = {"num_swaps": status.num_swaps, "num_swaps_in_flight": status.num_swaps_in_flight}
-        else:
-            swaps = engine.staleness.swaps
-            self._status = {"num_swaps": len(swaps), "num_swaps_in_flight": sum(s.num_in_flight > 0 for s in swaps)}
-        self._staleness = engine.staleness.summary()
+        meter = engine.staleness
+        self._swaps = {"num_swaps": meter.num_swaps, "num_swaps_in_flight": meter.num_swaps_in_flight}
+        self._staleness = meter.summary()
         self._num_tokens = engine.stream.num_tokens
 
     def summary(self) -> dict[str, Any]:
@@ -154,7 +150,7 @@ class _Run:
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
             "reward_last_10_steps": float(np.mean([r.reward for r in tail])) if tail else None,
-            **self._status,
+            **self._swaps,
             "num_tokens": self._num_tokens,
             "tokens_per_s": self._num_tokens / last.seconds if last else None,
             "seconds_rl": last.seconds if last else None,
@@ -164,7 +160,6 @@ class _Run:
 
     def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
         staleness, stats = report.staleness, report.stats
-        swaps = [swap.swap_ms for swap in engine.staleness.swaps[-2:] if swap.swap_ms is not None]
         record = StepRecord(
             step=report.step,
             seconds=(report.finished_ns - self._began_ns) / 1e9,
@@ -172,7 +167,7 @@ class _Run:
             accuracy=accuracy,
             num_tokens=report.num_tokens,
             tokens_per_s=tokens_per_s,
-            swap_ms=swaps[-1] if swaps else None,
+            swap_ms=engine.staleness.last_swap_ms,
             weight_lag_ms=float(staleness.weight_lag_ms.mean()) if staleness else None,
             token_age_ms=float(staleness.token_age_ms.mean()) if staleness else None,
             version_lag=float(staleness.version_lag.mean()) if staleness else None,

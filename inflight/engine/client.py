@@ -6,7 +6,7 @@ from typing import TypeVar
 import zmq
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import EngineDiedError, ProtocolError, from_wire
+from inflight.core.errors import EngineDiedError, InvalidRequestError, ProtocolError, from_wire
 from inflight.core.messages import (
     Cancel,
     Done,
@@ -49,7 +49,12 @@ class EngineClient:
 
     def submit(self, prompts: Sequence[Prompt]) -> list[int]:
         """Queue prompts and return a group id for each. Raises InvalidRequestError; then none was accepted."""
-        return self._ask(Submit(ticket=self._next_ticket(), prompts=list(prompts)), Submitted).group_ids
+        message = Submit(ticket=self._next_ticket(), prompts=list(prompts))
+        try:
+            encode(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"a prompt or its metadata cannot be sent: {error}") from error
+        return self._ask(message, Submitted).group_ids
 
     def cancel(self, group_ids: Sequence[int]) -> None:
         """End the unfinished requests of these groups; they arrive with finish_reason "cancelled"."""

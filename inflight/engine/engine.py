@@ -136,7 +136,8 @@ class Engine:
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         since_ns, self._stalled_since_ns = self._stalled_since_ns or began_ns, None
-        stall_ns = now_ns() - since_ns if self.scheduler.has_work else 0
+        handling_ns, self.receiver.handling_ns = self.receiver.handling_ns, 0
+        stall_ns = now_ns() - since_ns + handling_ns if self.scheduler.has_work else 0
         return Switch(ready.version, ready.published_ns, stall_ns, num_in_flight)
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError
 from inflight.core.messages import (
     Attach,
@@ -78,13 +79,15 @@ class EngineProcess:
             timeout_ms = 0
 
     def _answer_one(self, sender: bytes, parts: list[bytes]) -> None:
-        ticket = 0
+        ticket, began_ns = 0, now_ns()
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"a control message has one part, got {len(parts)}")
             message = decode_to_engine(parts[0])
             ticket = message.ticket
             reply = self._handle(sender, message)
+            if isinstance(message, (SlotReady, SlotRequest)):
+                self._engine.receiver.handling_ns += now_ns() - began_ns
         except InflightError as error:
             self._bad_messages += 1
             logger.warning("refused a message: %s", error)
@@ -173,9 +176,12 @@ class EngineProcess:
 
     def _lend_slots(self) -> None:
         """The step before has finished on the device, so no forward pass reads an idle slot any more."""
+        receiver = self._engine.receiver
         if self._publisher is not None:
-            for slot in self._engine.receiver.lend():
+            began_ns = now_ns()
+            for slot in receiver.lend():
                 self._send(self._publisher, SlotFree(slot=slot))
+                receiver.handling_ns += now_ns() - began_ns
 
     def _send(self, to: bytes, message: FromEngine) -> None:
         self._control.send_multipart([to, encode(message)])

@@ -1,6 +1,5 @@
 """Which sequences take part in the next forward pass."""
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from inflight.core.sampling import SamplingParams
@@ -51,7 +50,8 @@ class Scheduler:
     def __init__(self, cache: KVCache, *, max_prefill_tokens: int):
         self._cache = cache
         self._max_prefill_tokens = max_prefill_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: dict[int, Sequence] = {}
+        """By request id, in the order of arrival."""
         self.running: dict[int, Sequence] = {}
         """By row."""
 
@@ -60,7 +60,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting[sequence.request_id] = sequence
 
     def schedule(self) -> Schedule:
         """Admit waiting prompts and return the next pass."""
@@ -68,10 +68,11 @@ class Scheduler:
         joining: list[Sequence] = []
         longest = 0
         while self.waiting and self._cache.num_free:
-            longest = max(longest, len(self.waiting[0].prompt))
+            sequence = next(iter(self.waiting.values()))
+            longest = max(longest, len(sequence.prompt))
             if joining and longest * (len(joining) + 1) > self._max_prefill_tokens:
                 break
-            sequence = self.waiting.popleft()
+            del self.waiting[sequence.request_id]
             sequence.row = self._cache.take_row()
             self.running[sequence.row] = sequence
             joining.append(sequence)
@@ -80,7 +81,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, running or waiting; its row is free again."""
         if sequence.row < 0:
-            self.waiting.remove(sequence)
+            del self.waiting[sequence.request_id]
             return
         del self.running[sequence.row]
         self._cache.give_back(sequence.row)

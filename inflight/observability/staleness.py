@@ -11,6 +11,7 @@ and per swap: swap_ms, `publish()` called → first token drawn with that versio
 work and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
 """
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,84 +31,101 @@ class TokenStaleness:
     version_lag: np.ndarray
 
 
-@dataclass(slots=True)
-class Swap:
-    """One change of weights in the engine."""
+class Histogram:
+    """Counts of non-negative values in buckets 1 % apart: percentiles of any number of values in constant memory."""
 
-    version: int
-    stall_ms: float
-    num_in_flight: int
-    """Requests that had drawn tokens under older weights and went on."""
-    swap_ms: float | None = None
-    """None until the first token of the version was drawn."""
+    _LEAST = 1e-4
+    _LOG_STEP = np.log(1.01)
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(3200, np.int64)  # up to 1e-4 · 1.01^3199 ≈ 6.6e9; bucket 0 holds what is below 1e-4
+
+    def add(self, values: np.ndarray | Sequence[float]) -> None:
+        clipped = np.maximum(np.asarray(values, np.float64), self._LEAST)
+        buckets = np.ceil(np.log(clipped / self._LEAST) / self._LOG_STEP).astype(np.int64)
+        self._counts += np.bincount(np.minimum(buckets, len(self._counts) - 1), minlength=len(self._counts))
+
+    def percentiles(self) -> dict[str, float]:
+        """{"p50": …, "p90": …, "p99": …}, each at most 1 % too high; empty if there are no values."""
+        total = int(self._counts.sum())
+        if not total:
+            return {}
+        ranks = np.searchsorted(np.cumsum(self._counts), np.array([0.5, 0.9, 0.99]) * total)
+        values = np.where(ranks == 0, 0.0, self._LEAST * np.exp(ranks * self._LOG_STEP))
+        return {f"p{point}": float(f"{value:.4g}") for point, value in zip((50, 90, 99), values, strict=True)}
 
 
 class StalenessMeter:
-    """Learns of publishes and frames, and measures tokens and swaps against them.
+    """Learns of publishes and frames, and measures tokens and swaps against them, in constant memory.
 
     Version 0, the weights that the engine was launched with, counts as published when the meter was made.
     """
 
+    _REMEMBERED_VERSIONS = 4096
+
     def __init__(self) -> None:
-        self._versions = [0]
-        self._published_ns = [now_ns()]
-        self._switch_published_ns = 0
-        self.swaps: list[Swap] = []
-        self.records: list[TokenStaleness] = []
+        self._published: deque[tuple[int, int]] = deque([(0, now_ns())], maxlen=self._REMEMBERED_VERSIONS)
+        self._histograms = {
+            name: Histogram() for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms", "stall_ms")
+        }
+        self._version_lags: Counter[int] = Counter()
+        self._switch_published_ns: int | None = None
+        self.num_swaps = 0
+        self.num_swaps_in_flight = 0
+        """Swaps while requests that had drawn tokens under older weights went on."""
+        self.last_swap_ms: float | None = None
 
     @property
     def newest_version(self) -> int:
         """The last version that was published: the trainer's own, between two optimizer steps."""
-        return self._versions[-1]
+        return self._published[-1][0]
 
     def published(self, version: int, called_ns: int) -> None:
         """`publish()` was called for this version; versions rise."""
-        self._versions.append(version)
-        self._published_ns.append(called_ns)
+        self._published.append((version, called_ns))
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""
         header = frame.header
         if header.switch is not None:
-            self.swaps.append(
-                Swap(header.switch.version, header.switch.stall_ns / NS_PER_MS, header.switch.num_in_flight)
-            )
+            self.num_swaps += 1
+            self.num_swaps_in_flight += header.switch.num_in_flight > 0
+            self._histograms["stall_ms"].add([header.switch.stall_ns / NS_PER_MS])
             self._switch_published_ns = header.switch.published_ns
-        if header.num_tokens and self.swaps and self.swaps[-1].swap_ms is None:
-            self.swaps[-1].swap_ms = (header.time_ns - self._switch_published_ns) / NS_PER_MS
+        if header.num_tokens and self._switch_published_ns is not None:
+            self.last_swap_ms = (header.time_ns - self._switch_published_ns) / NS_PER_MS
+            self._histograms["swap_ms"].add([self.last_swap_ms])
+            self._switch_published_ns = None
 
     def consume(
         self, weight_versions: np.ndarray, sampled_at_ns: np.ndarray, *, consumed_ns: int, trainer_version: int
     ) -> TokenStaleness:
-        """Measure and keep the tokens of one optimizer step. Both columns are i64[n] over drawn tokens."""
-        versions, published = np.array(self._versions), np.array(self._published_ns)
-        own = np.searchsorted(versions, weight_versions, side="right") - 1
-        newer = own + 1
-        has_newer = newer < len(versions)
-        newer_ns = np.where(has_newer, published[np.minimum(newer, len(versions) - 1)], sampled_at_ns)
+        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens."""
+        versions, published = np.array(self._published).T
+        own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)
+        newer = np.minimum(own + 1, len(versions) - 1)
+        newer_ns = np.where(newer > own, published[newer], sampled_at_ns)
         staleness = TokenStaleness(
             weight_lag_ms=np.maximum(sampled_at_ns - newer_ns, 0) / NS_PER_MS,
             policy_age_ms=(sampled_at_ns - published[own]) / NS_PER_MS,
             token_age_ms=(consumed_ns - sampled_at_ns) / NS_PER_MS,
             version_lag=trainer_version - weight_versions,
         )
-        self.records.append(staleness)
+        for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
+            self._histograms[name].add(getattr(staleness, name))
+        self._version_lags.update(staleness.version_lag.tolist())
         return staleness
 
     def summary(self) -> dict[str, dict[str, float]]:
         """{name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
-        out = {}
-        for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
-            out[name] = percentiles(np.concatenate([getattr(r, name) for r in self.records] or [np.empty(0)]))
-        out["swap_ms"] = percentiles([s.swap_ms for s in self.swaps if s.swap_ms is not None])
-        out["stall_ms"] = percentiles([s.stall_ms for s in self.swaps])
-        lags = np.concatenate([r.version_lag for r in self.records] or [np.zeros(0)])
-        out["version_lag"] = {"p50": float(np.median(lags)), "max": float(lags.max())} if len(lags) else {}
-        return out
+        summary = {name: histogram.percentiles() for name, histogram in self._histograms.items()}
+        summary["version_lag"] = self._version_lag()
+        return summary
 
-
-def percentiles(values: Sequence[float] | np.ndarray, points: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
-    """{"p50": …, "p90": …, "p99": …}; empty if there are no values."""
-    if len(values) == 0:
+    def _version_lag(self) -> dict[str, float]:
+        half, below = sum(self._version_lags.values()) / 2, 0
+        for lag in sorted(self._version_lags):
+            below += self._version_lags[lag]
+            if below >= half:
+                return {"p50": float(lag), "max": float(max(self._version_lags))}
         return {}
-    return {f"p{point}": float(np.percentile(values, point)) for point in points}

@@ -48,6 +48,8 @@ class Receiver:
         self.live: int | None = 0
         """None while the only slot is lent."""
         self.version = 0
+        self.handling_ns = 0
+        """Time spent on messages about slots since the last switch."""
         self._ready: Ready | None = None
         self._wanted = False
 

@@ -43,9 +43,8 @@ class SharedMemorySlot:
         left = bytes_left(directory)
         if nbytes > left:
             raise SharedMemoryError(_too_small(directory, nbytes, left))
-        file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        file, name = _make_locked_file(directory)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(file, 0, nbytes)
             return cls(Path(name), file, nbytes)
         except OSError as error:
@@ -89,6 +88,16 @@ def remove_orphans(directory: Path) -> None:
             continue
         finally:
             os.close(file)
+
+
+def _make_locked_file(directory: Path) -> tuple[int, str]:
+    """A new file that we hold the lock on; made again if an engine that starts now took it for an orphan."""
+    while True:
+        file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return file, name
+        os.close(file)
 
 
 def bytes_left(directory: Path) -> int:
