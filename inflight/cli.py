@@ -159,6 +159,8 @@ def _print_summary(summary: dict, out: Path) -> None:
 
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     console.print()
+    if summary["interrupted"]:
+        console.print(f"interrupted after {summary['steps']} steps")
     console.print(f"held-out accuracy  {number(before)} before, {number(after)} after reinforcement learning")
     console.print(f"swaps              {summary['num_swaps']}, of which {summary['num_swaps_in_flight']} in flight")
     console.print(f"swap_ms            {spread('swap_ms')}")

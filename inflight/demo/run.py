@@ -59,6 +59,13 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
     model, tokenizer = _load(config.model, device)
     mode = "sync" if config.sync else "inflight"
     title = f"{task.name}, {_parameters(model)} parameters, {mode}"
+    example = task.train[0]
+    console.print(
+        f"{task.name}: {example.prompt!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to train "
+        f"on, {len(task.held_out)} held out; {config.model}, {_parameters(model)} parameters, {device.type}",
+        highlight=False,
+        soft_wrap=True,
+    )
     steps_file = config.out / "steps.jsonl"
     steps_file.unlink(missing_ok=True)
     with Display(title, console=console) as display, tempfile.TemporaryDirectory(prefix="inflight-demo-") as directory:
