@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from time import sleep
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import EngineDiedError, InvalidRequestError
+from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -66,7 +67,7 @@ class LaunchedEngine:
         """What the engine said of itself: layout, device, limits, vocabulary."""
         self.staleness = StalenessMeter()
         self._stream: RolloutStream | None = None
-        self._publishers: list[Publisher] = []
+        self._publishers: WeakSet[Publisher] = WeakSet()
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -132,8 +133,10 @@ class LaunchedEngine:
         """Return when the engine draws with this version or a newer one: the pause of a synchronous loop."""
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
+            for publisher in self._publishers:
+                publisher.check()
             if now_ns() > deadline:
-                raise EngineDiedError(f"version {version} did not go live within {timeout_s:.0f} s")
+                raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
 
     def publisher(self, model: "nn.Module") -> "Publisher":
@@ -149,7 +152,7 @@ class LaunchedEngine:
             check_engine=self._launcher.check,
             on_publish=self.staleness.published,
         )
-        self._publishers.append(publisher)
+        self._publishers.add(publisher)
         return publisher
 
     def status(self) -> Status:
@@ -163,7 +166,7 @@ class LaunchedEngine:
 
     def close(self) -> None:
         """End the generator and everything attached to it. Safe to call twice."""
-        for publisher in self._publishers:
+        for publisher in list(self._publishers):
             publisher.close()
         self._publishers.clear()
         if self._stream is not None:
@@ -181,12 +184,14 @@ class LaunchedEngine:
             try:
                 return [operator.index(token) for token in prompt]
             except TypeError as error:
-                bad = next(token for token in prompt if not hasattr(token, "__index__"))
-                raise InvalidRequestError(
-                    f"prompt {index} holds {bad!r}, expected text or a list of token ids"
-                ) from error
+                raise InvalidRequestError(f"prompt {index} is {_short(prompt)}, expected text or token ids") from error
         if self.tokenizer is None:
             raise InvalidRequestError(
                 f"{self.options.model!r} has no tokenizer; submit token ids, or add its tokenizer files to it"
             )
         return list(self.tokenizer(prompt)["input_ids"])
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -83,8 +83,7 @@ def make_engine(model_dir: Callable[[str], str]) -> Iterator[Callable[..., Engin
 
     yield make
     for engine in engines:
-        for slot in engine.receiver.slots:
-            slot.unlink()
+        engine.close()
 
 
 def run(engine: Engine, prompts: list[Prompt], *, arrivals: list[int] | None = None) -> list[Rollout]:

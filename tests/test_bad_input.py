@@ -1,7 +1,6 @@
 """Bad input gets a named error, and the engine serves on."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import pytest
 import torch
 import zmq
 from conftest import VOCABULARY, make_frame, make_model
-from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3NextConfig
 
 import inflight
 from inflight.core.errors import (
@@ -21,8 +20,10 @@ from inflight.core.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     ModelLoadError,
+    ProtocolError,
     PublisherConflictError,
     SharedMemoryError,
+    StreamGapError,
     UnsupportedModelError,
 )
 from inflight.core.messages import Failed, Prompt, SlotReady, Submit, decode_from_engine, encode
@@ -30,7 +31,9 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention import ATTENTION_NAME
 from inflight.engine.engine import Engine
+from inflight.engine.loading import context_limit
 from inflight.engine.model_runner import probe_layers
+from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
 from inflight.weights.publisher import Publisher
@@ -65,7 +68,10 @@ def serves_on(request):
         ([[1], [1, VOCABULARY]], f"prompt 1 has token id {VOCABULARY}; the vocabulary is 0 … {VOCABULARY - 1}"),
         ([[1, -3]], "prompt 0 has token id -3"),
         ([[]], "prompt 0 is empty"),
-        ([["text"]], "prompt 0 holds 'text'"),
+        ([["text"]], r"prompt 0 is \['text'\], expected text or token ids"),
+        ([1, 2, 3], "prompt 0 is 1, expected text or token ids"),
+        ([torch.tensor([1.0])], r"prompt 0 is tensor\(\[1.\]\)"),
+        ([[2**70]], "cannot be sent"),
         (["text"], "has no tokenizer; submit token ids"),
         ("text", "takes a list of prompts"),
     ],
@@ -82,11 +88,14 @@ def test_bad_prompts(engine, prompts, message):
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ({"n": 0}, "n must be at least 1"),
-        ({"temperature": -1.0}, "temperature must be finite and at least 0"),
-        ({"temperature": float("nan")}, "temperature must be finite"),
+        ({"n": 0}, "n must be at least 1 and at most 65536, got 0"),
+        ({"n": 2**62}, "n must be at least 1 and at most 65536"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": 1e-30}, "or finite and at least 1e-06"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
-        ({"top_k": -1}, "top_k must be at least 0"),
+        ({"top_k": -1}, r"top_k must be in \[0, 2\*\*31\)"),
+        ({"top_k": 2**63}, r"top_k must be in \[0, 2\*\*31\)"),
         ({"min_p": 1.5}, r"min_p must be in \[0, 1\]"),
         ({"seed": -1}, "seed must be in"),
     ],
@@ -124,6 +133,8 @@ def send_raw(engine: inflight.LaunchedEngine, *parts: bytes) -> Failed:
         ([msgspec.msgpack.encode({"type": "Explode"})], "Invalid value 'Explode'"),
         ([msgspec.msgpack.encode({"type": "Submit", "ticket": "one"})], "Expected `int`, got `str`"),
         ([b"two", b"parts"], "has one part, got 2"),
+        ([bytes(33 << 20)], "has at most 32 MiB, got 33.0 MiB"),
+        ([b"\x82\xa4type\xa6Submit\xa7prompts" + b"\x91" * 200_000], "cannot be read"),
         ([encode(SlotReady(slot=1, version=99, fingerprint="x", published_ns=0))], "not attached"),
     ],
 )
@@ -131,6 +142,16 @@ def test_malformed_control_messages(engine, parts, message):
     bad_before = engine.status().bad_messages
     assert message in send_raw(engine, *parts).message
     assert engine.status().bad_messages == bad_before + 1
+
+
+def test_metadata_that_no_message_can_hold_is_named(engine):
+    with pytest.raises(InvalidRequestError, match="a prompt or its metadata cannot be sent"):
+        engine.submit([[1]], metadata=[{"model": torch.nn.Linear(1, 1)}])
+
+
+def test_too_many_samples_in_one_call(engine):
+    with pytest.raises(InvalidRequestError, match="1048576 samples in one call; submit at most 1000000"):
+        engine.submit([[1]] * 16, SamplingParams(n=65536))
 
 
 def test_garbage_on_the_stream_socket_is_ignored(engine):
@@ -162,6 +183,41 @@ def test_a_garbage_frame_is_named_and_the_next_ones_are_read(tmp_path):
         writer.close()
 
 
+def test_a_second_reader_is_refused_and_the_first_reads_on(engine):
+    second = StreamReader(engine.info.stream_endpoint)
+    try:
+        with pytest.raises(ProtocolError, match="has a reader already"):
+            second.receive(5000)
+        [[rollout]] = engine.generate([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(rollout.token_ids) == 3
+    finally:
+        second.close()
+
+
+def test_frames_for_a_reader_that_is_gone_wait_for_the_next(tmp_path):
+    writer = StreamWriter(f"ipc://{tmp_path}/stream")
+    first = StreamReader(writer.endpoint)
+    writer.send(make_frame(sequence=0))
+    while writer._waiting:
+        writer.flush()
+    assert first.receive(5000) is not None
+    first.close()
+    time.sleep(0.2)
+    writer.send(make_frame(sequence=1))
+    second = StreamReader(writer.endpoint)
+    try:
+        while writer._waiting:
+            writer.flush()
+        with pytest.raises(StreamGapError, match="frames 0 to 0 of engine engine are lost"):
+            second.receive(5000)
+        frame = second.receive(5000)
+        assert frame is not None
+        assert frame.header.sequence == 1
+    finally:
+        second.close()
+        writer.close()
+
+
 # ---- publishers -------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +238,34 @@ def test_two_publishers_at_once(engine):
         with pytest.raises(PublisherConflictError, match=r"another publisher is attached.*close\(\) it first"):
             Publisher(engine._launcher.client.endpoint, make_model("qwen3"))
         engine.wait_for_version(first.publish())
+
+
+def test_a_closed_publisher_does_not_publish(engine):
+    publisher = engine.publisher(make_model("qwen3"))
+    publisher.close()
+    with pytest.raises(inflight.InflightError, match="this publisher is closed"):
+        publisher.publish()
+    publisher.wait_copied()
+
+
+def test_optimizers_of_other_models_do_not_wait(engine):
+    model, other = make_model("qwen3"), torch.nn.Linear(2, 2)
+    with engine.publisher(model) as publisher:
+        publisher._copying = True  # as in the middle of a long copy
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        publisher._copying = False
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_publishers_come_and_go_without_leaving_files_open(engine):
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    engine.publisher(make_model("qwen3")).close()
+    before = open_files()
+    for _ in range(5):
+        engine.publisher(make_model("qwen3")).close()
+    assert open_files() <= before + 1
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
@@ -268,6 +352,16 @@ def test_a_device_that_is_not_there():
             inflight.launch("tiny", device=device)
 
 
+def test_longrope_is_refused_beyond_where_sequences_would_change_each_other():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    config = LlamaConfig(max_position_embeddings=512)
+    config.rope_parameters = rope
+    assert context_limit(config, 0) == 64
+    assert context_limit(config, 40) == 40
+    with pytest.raises(UnsupportedModelError, match="uses longrope, which the engine can run up to 64 tokens"):
+        context_limit(config, 65)
+
+
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
@@ -313,10 +407,25 @@ def test_an_engine_that_is_killed_is_reported_and_leaves_nothing_behind(model_di
     assert not directory.exists()
 
 
+def test_cancelled_requests_arrive_while_the_only_slot_is_lent(make_engine):
+    engine = make_engine(slots=1)
+    assembler = Assembler()
+    [group] = engine.submit([Prompt([1, 2], SamplingParams(max_tokens=50, ignore_eos=True))])
+    assembler.add(engine.step())
+    engine.receiver.request()
+    assert engine.step() is None
+    assert engine.blocked
+    engine.cancel([group])
+    [[rollout]] = assembler.add(engine.step())
+    assert (rollout.finish_reason, len(rollout.token_ids)) == ("cancelled", 1)
+    assert engine.step() is None
+
+
 def test_an_engine_ends_when_its_trainer_is_killed(model_dir):
     program = (
         "import inflight, os, signal\n"
         f"engine = inflight.launch({model_dir('llama')!r}, max_sequences=4, threads=1)\n"
+        "if os.fork() == 0: import time; time.sleep(20); os._exit(0)\n"  # like a data loader's worker
         "print(engine.pid, engine._launcher.directory, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -328,4 +437,4 @@ def test_an_engine_ends_when_its_trainer_is_killed(model_dir):
         time.sleep(0.1)
     else:
         pytest.fail("the engine outlived its trainer")
-    shutil.rmtree(directory, ignore_errors=True)
+    assert not Path(directory).exists()

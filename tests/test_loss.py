@@ -127,6 +127,13 @@ def test_advantages_are_relative_to_the_group():
     assert scaled.std() == pytest.approx(1)
 
 
+def test_rollouts_drawn_with_a_filter_are_warned_about():
+    rollouts = make_rollouts(1)
+    rollouts[0].params = SamplingParams(top_p=0.9)
+    with pytest.warns(UserWarning, match="importance ratios are biased"):
+        pack(rollouts, [0.0])
+
+
 def test_bad_batches_are_named():
     rollouts = make_rollouts(2)
     with pytest.raises(ValueError, match="2 rollouts need as many advantages, got 1"):

@@ -89,3 +89,12 @@ def test_uniforms_depend_on_seed_and_position_and_fill_the_interval():
 
 def test_mix64_is_splitmix64():
     assert int(mix64(np.zeros(1, np.uint64))[0]) == 0xE220A8397B1DCDAF  # first output of SplitMix64 seeded with 0
+
+
+def test_a_tiny_temperature_is_almost_greedy_and_finite():
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(4)) * 40
+    tokens, logprobs = draw(
+        logits, [SamplingParams(temperature=1e-6)] * 50, np.arange(50, dtype=np.uint64), np.zeros(50)
+    )
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.allclose(logprobs, torch.zeros(50))

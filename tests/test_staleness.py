@@ -31,7 +31,7 @@ def test_ages_of_tokens():
     assert staleness.token_age_ms.tolist() == [350, 270, 160, 100]
     assert staleness.version_lag.tolist() == [3, 3, 2, 0]
     assert meter.summary()["version_lag"] == {"p50": 2, "max": 3}
-    assert meter.newest_version == 3
+    assert meter.published_version == 3
 
 
 def test_a_swap_ends_with_the_first_token_of_its_version():
@@ -57,3 +57,11 @@ def test_a_histogram_gives_percentiles_to_a_percent():
     assert zeros.percentiles() == {}
     zeros.add([0.0, 0.0])
     assert zeros.percentiles()["p99"] == 0
+
+
+def test_versions_that_were_announced_and_never_drawn_are_forgotten_when_numbers_go_back():
+    meter = make_meter()
+    meter.published(2, 600 * MS)
+    staleness = meter.consume(np.array([1, 2]), np.array([650, 650]) * MS, consumed_ns=700 * MS, trainer_version=2)
+    assert staleness.policy_age_ms.tolist() == [550, 50]
+    assert staleness.weight_lag_ms.tolist() == [50, 0]

@@ -10,7 +10,7 @@ from inflight.core.errors import FrameError
 from inflight.core.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
-MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 1 << 30
 
 # Columns of a frame: name → little-endian dtype. All are one-dimensional with one row per token.
 _COLUMNS = {"request_ids": "<u8", "token_ids": "<i4", "logprobs": "<f4"}
@@ -63,6 +63,8 @@ class FrameHeader(msgspec.Struct, frozen=True):
     """Ids of requests whose prompt was prefilled in this pass."""
     finishes: list[Finish] = []
     switch: Switch | None = None
+    next_group_id: int = 0
+    """Groups accepted so far: all with a smaller id were announced in this frame or before it."""
     columns: list[str] = []
 
 
@@ -92,7 +94,7 @@ class TokenFrame:
             raise FrameError(f"a frame needs a header of at most {MAX_HEADER_BYTES} bytes")
         try:
             header = _HEADER_DECODER.decode(parts[0])
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise FrameError(f"the frame's header cannot be read: {error}") from error
         if header.columns != list(_COLUMNS):
             raise FrameError(f"the frame has columns {header.columns}, expected {list(_COLUMNS)}")

@@ -91,14 +91,12 @@ class SlotRequest(_Message, frozen=True):
 
 
 class SlotReady(_Message, frozen=True):
-    """The slot holds a whole version now and belongs to the engine again."""
+    """The slot holds a whole version now, its copy done on the device, and belongs to the engine again."""
 
     slot: int
     version: int
     fingerprint: str
     published_ns: int
-    event_handle: bytes | None = None
-    """CUDA IPC event to wait for before reading the slot; None on CPU."""
 
 
 class Detach(_Message, frozen=True):
@@ -187,5 +185,5 @@ def decode_from_engine(data: bytes) -> FromEngine:
 def _decode(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"the control message cannot be read: {error}") from error

@@ -48,3 +48,5 @@ class Startup(msgspec.Struct, frozen=True):
     options: EngineOptions
     directory: str
     """For its sockets and the publisher's lock."""
+    parent_pid: int
+    """The launcher, with which the engine ends."""

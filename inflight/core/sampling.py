@@ -5,6 +5,7 @@ import math
 import msgspec
 
 MAX_SAMPLES = 65536
+LEAST_TEMPERATURE = 1e-6
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,10 +41,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"n must be at least 1 and at most {MAX_SAMPLES}, got {self.n}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
+        if not math.isfinite(self.temperature) or (self.temperature != 0 and self.temperature < LEAST_TEMPERATURE):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or finite and at least {LEAST_TEMPERATURE}, got {self.temperature}"
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be in [0, 2**31) (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:

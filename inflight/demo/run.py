@@ -61,8 +61,8 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
     title = f"{task.name}, {_parameters(model)} parameters, {mode}"
     example = task.train[0]
     console.print(
-        f"{task.name}: {example.prompt!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to train "
-        f"on, {len(task.held_out)} held out; {config.model}, {_parameters(model)} parameters, {device.type}",
+        f"{task.name}: {example.prompt!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
+        f"train on, {len(task.held_out)} held out; {config.model}, {_parameters(model)} parameters, {device.type}",
         highlight=False,
         soft_wrap=True,
     )

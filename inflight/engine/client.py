@@ -73,19 +73,24 @@ class EngineClient:
         self._ticket += 1
         return self._ticket
 
-    def _ask(self, message: ToEngine, expected: type[Answer], *, timeout_s: float = 60.0) -> Answer:
+    def _ask(self, message: ToEngine, expected: type[Answer], *, timeout_s: float | None = None) -> Answer:
+        """Without a timeout, wait as long as the engine lives: it answers between two forward passes."""
         self._socket.send(encode(message))
-        deadline = now_ns() + int(timeout_s * 1e9)
-        while now_ns() < deadline:
+        deadline = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
+        while deadline is None or now_ns() < deadline:
             if not self._socket.poll(_POLL_MS):
-                self._check_engine()
+                try:
+                    self._check_engine()
+                except EngineDiedError:
+                    if not self._socket.poll(0):  # else it said why before it ended
+                        raise
                 continue
             answer = decode_from_engine(self._socket.recv())
             if isinstance(answer, Failed) and answer.ticket in (0, message.ticket):
                 raise from_wire(answer.kind, answer.message)
             if answer.ticket == message.ticket:
                 return _expect(answer, expected)
-        raise EngineDiedError(f"the engine did not answer {type(message).__name__} within {timeout_s:.0f} s")
+        raise TimeoutError(f"the engine did not answer {type(message).__name__} within {timeout_s:.0f} s")
 
 
 def _expect(answer: FromEngine, expected: type[Answer]) -> Answer:

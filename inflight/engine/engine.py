@@ -3,7 +3,6 @@
 import secrets
 import uuid
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,9 +12,9 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError, ModelLoadError
 from inflight.core.frames import Finish, FrameHeader, GroupStart, Switch, TokenFrame
 from inflight.core.messages import Prompt
-from inflight.core.options import DEFAULT_MAX_CONTEXT, EngineOptions
+from inflight.core.options import EngineOptions
 from inflight.engine.kv_cache import KVCache
-from inflight.engine.loading import eos_token_ids, load_model, modules_over_slots
+from inflight.engine.loading import context_limit, eos_token_ids, load_model, modules_over_slots
 from inflight.engine.model_runner import ModelRunner, probe_layers
 from inflight.engine.sampler import draw, sample_seed
 from inflight.engine.scheduler import Scheduler, Sequence
@@ -24,6 +23,8 @@ from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.receiver import Receiver, Slot
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+
+MAX_REQUESTS_PER_SUBMIT = 1_000_000
 
 
 class Engine:
@@ -44,8 +45,7 @@ class Engine:
         )
         layers = probe_layers(model)
         text_config = model.config.get_text_config()
-        own_limit = int(getattr(text_config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
-        self.max_context = min(own_limit, options.max_context or DEFAULT_MAX_CONTEXT)
+        self.max_context = context_limit(text_config, options.max_context)
         self.vocab_size = int(text_config.vocab_size)
         self._eos_ids = eos_token_ids(model)
 
@@ -67,7 +67,6 @@ class Engine:
         self._groups: dict[int, list[int]] = {}
         self._next_request_id = 0
         self._next_group_id = 0
-        self._events: dict[bytes, Any] = {}
         self._stalled_since_ns: int | None = None
         self._new_groups: list[GroupStart] = []
         self._finishes: list[Finish] = []
@@ -77,10 +76,26 @@ class Engine:
         self.num_swaps = 0
         self.num_swaps_in_flight = 0
 
+    def close(self) -> None:
+        """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
+        for slot in self.receiver.slots:
+            slot.unlink()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, prompts: Seq[Prompt]) -> list[int]:
         """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError."""
+        total = sum(prompt.params.n for prompt in prompts)
+        if total > MAX_REQUESTS_PER_SUBMIT:
+            raise InvalidRequestError(
+                f"{total} samples in one call; submit at most {MAX_REQUESTS_PER_SUBMIT} at a time"
+            )
         for index, prompt in enumerate(prompts):
             self._check(index, prompt)
         return [self._accept(prompt) for prompt in prompts]
@@ -110,8 +125,8 @@ class Engine:
         not None none may be dropped: their sequence numbers have no gaps.
         """
         switch = self._swap()
-        if self.blocked:
-            return None
+        if self.blocked:  # no forward pass, but cancellations are still news
+            return self._frame([], [], np.empty(0), None) if self._new_groups or self._finishes else None
         schedule = self.scheduler.schedule()
         if not schedule.sequences:
             return self._frame([], [], np.empty(0), switch) if self.has_work or switch else None
@@ -127,11 +142,11 @@ class Engine:
         began_ns = now_ns()
         ready = self.receiver.take()
         if ready is None:
-            if self.blocked and self._stalled_since_ns is None:
+            if not (self.blocked and self.scheduler.has_work):
+                self._stalled_since_ns = None
+            elif self._stalled_since_ns is None:
                 self._stalled_since_ns = began_ns
             return None
-        if ready.event_handle is not None:
-            self._wait_for_event(ready.event_handle)
         num_in_flight = sum(bool(s.tokens) for s in self.scheduler.running.values())
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
@@ -183,6 +198,7 @@ class Engine:
             starts=[s.request_id for s in starts],
             finishes=self._finishes,
             switch=switch,
+            next_group_id=self._next_group_id,
         )
         self._new_groups, self._finishes = [], []
         self._num_frames += 1
@@ -235,11 +251,6 @@ class Engine:
         if not members:
             del self._groups[sequence.group_id]
         self._finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
-
-    def _wait_for_event(self, handle: bytes) -> None:
-        if handle not in self._events:
-            self._events[handle] = torch.cuda.Event.from_ipc_handle(self.device, handle)
-        torch.cuda.current_stream(self.device).wait_event(self._events[handle])
 
     def _make_slot(self, nbytes: int) -> Slot:
         return CudaSlot.create(nbytes, self.device) if self.device.type == "cuda" else SharedMemorySlot.create(nbytes)

@@ -1,6 +1,7 @@
 """Starts an engine in a process of its own and watches over it."""
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -23,9 +24,9 @@ class EngineLauncher:
     """
 
     def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0):
-        self.directory = Path(tempfile.mkdtemp(prefix="inflight-"))
+        self.directory = _socket_directory()
         self._log = self.directory / "engine.log"
-        startup = msgspec.json.encode(Startup(options, str(self.directory))).decode()
+        startup = msgspec.json.encode(Startup(options, str(self.directory), os.getpid())).decode()
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "inflight.engine.process", startup],
@@ -54,7 +55,7 @@ class EngineLauncher:
     def close(self) -> None:
         """Ask the engine to end, then make it. Safe to call twice."""
         if self._process.poll() is None:
-            with contextlib.suppress(InflightError):  # it did not answer: terminate() below
+            with contextlib.suppress(InflightError, TimeoutError):  # it did not answer: terminate() below
                 self.client.shutdown(timeout_s=5)
         self.client.close()
         if self._process.stdin is not None:
@@ -71,3 +72,12 @@ class EngineLauncher:
         if not self._log.exists():
             return "(no log)"
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _socket_directory() -> Path:
+    """A new temporary directory whose path leaves room for a socket's name: Unix allows 107 bytes in all."""
+    directory = Path(tempfile.mkdtemp(prefix="inflight-"))
+    if len(os.fsencode(directory)) > 90:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="inflight-", dir="/tmp"))
+    return directory

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
+from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.attention import ATTENTION_NAME
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.weights.receiver import Slot
@@ -43,6 +44,28 @@ def refuse_unrunnable_layers(config: PretrainedConfig) -> None:
             f"{config.model_type} has layers that the engine cannot run ({shown}); "
             f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
         )
+
+
+def context_limit(config: PretrainedConfig, asked: int) -> int:
+    """Tokens that a sequence may have: what was asked for (0: at most 4096), within what the model was made for.
+
+    The rotary embedding of "longrope" depends on the longest sequence of a batch once one is longer than
+    original_max_position_embeddings, so that sequences would change each other. The context ends there.
+    Raises UnsupportedModelError if more was asked for.
+    """
+    limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", limit
+        )
+        if asked > original:
+            raise UnsupportedModelError(
+                f"{config.model_type} uses longrope, which the engine can run up to {original} tokens; "
+                f"max_context is {asked}"
+            )
+        limit = min(limit, int(original))
+    return min(limit, asked or DEFAULT_MAX_CONTEXT)
 
 
 def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> PreTrainedModel:

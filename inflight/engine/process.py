@@ -6,6 +6,8 @@ when the process that launched it is gone (its standard input closes).
 
 import logging
 import os
+import select
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -44,6 +46,8 @@ from inflight.stream.writer import StreamWriter
 logger = logging.getLogger("inflight.engine")
 
 _IDLE_POLL_MS = 50
+_MESSAGES_PER_STEP = 16
+_MAX_MESSAGE_BYTES = 32 << 20
 
 
 class EngineProcess:
@@ -71,9 +75,11 @@ class EngineProcess:
     # ---- control ------------------------------------------------------------------------------------------------
 
     def _answer(self, *, wait: bool) -> None:
-        """Answer every message that waits; with `wait`, give the first one a while to come."""
+        """Answer the messages that wait; with `wait`, give the first one a while to come."""
         timeout_ms = _IDLE_POLL_MS if wait else 0
-        while self._control.poll(timeout_ms):
+        for _ in range(_MESSAGES_PER_STEP):  # a flood of messages slows the generator down, but cannot stop it
+            if not self._control.poll(timeout_ms):
+                break
             sender, *parts = self._control.recv_multipart()
             self._answer_one(sender, parts)
             timeout_ms = 0
@@ -83,6 +89,11 @@ class EngineProcess:
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"a control message has one part, got {len(parts)}")
+            if len(parts[0]) > _MAX_MESSAGE_BYTES:
+                raise ProtocolError(
+                    f"a control message has at most {_MAX_MESSAGE_BYTES >> 20} MiB, "
+                    f"got {len(parts[0]) / 2**20:.1f} MiB; submit fewer prompts at a time"
+                )
             message = decode_to_engine(parts[0])
             ticket = message.ticket
             reply = self._handle(sender, message)
@@ -187,8 +198,7 @@ class EngineProcess:
         self._control.send_multipart([to, encode(message)])
 
     def close(self) -> None:
-        for slot in self._engine.receiver.slots:
-            slot.unlink()
+        self._engine.close()
         self._stream.close()
 
 
@@ -208,7 +218,7 @@ def main() -> int:
     lock = directory / "publisher.lock"
     lock.touch()
     process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), lock)
-    _stop_with_parent(process)
+    orphaned = _stop_with_parent(process, startup.parent_pid)
     logger.info("engine %s serves %s", engine.engine_id, startup.options.model)
     try:
         process.run()
@@ -216,6 +226,8 @@ def main() -> int:
         process.close()
         control.close()
         zmq.Context.instance().term()
+        if orphaned.is_set():  # nobody else will
+            shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 
@@ -229,15 +241,21 @@ def _refuse(control: zmq.Socket, error: InflightError) -> None:
     zmq.Context.instance().term()
 
 
-def _stop_with_parent(process: EngineProcess) -> None:
-    """End the loop when the launcher's end of our standard input closes, which it does however the launcher dies."""
+def _stop_with_parent(process: EngineProcess, parent_pid: int) -> threading.Event:
+    """End the loop when the launcher is gone, and set the event. Its end of our standard input closes then, unless a
+    process that it forked holds it open; so its process id is watched too."""
+    orphaned = threading.Event()
 
     def watch() -> None:
-        while os.read(0, 4096):
-            continue
+        while os.getppid() == parent_pid:
+            readable, _, _ = select.select([0], [], [], 0.5)
+            if readable and not os.read(0, 4096):
+                break
+        orphaned.set()
         process.stopping = True
 
     threading.Thread(target=watch, name="inflight-parent-watch", daemon=True).start()
+    return orphaned
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def draw(
     """
     device = logits.device
     temperatures = torch.tensor([1.0 if p.greedy else p.temperature for p in params], device=device)
-    scaled_NV = logits.float() / temperatures[:, None]
+    logits = logits.float()
+    scaled_NV = (logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]  # small temperatures do not overflow
     uniform_N = torch.from_numpy(uniforms(seeds, positions)).to(device)
     filtered = [i for i, p in enumerate(params) if p.filtered]
     if len(filtered) == len(params):
@@ -75,7 +76,7 @@ def _draw_filtered(
     scaled_NV: torch.Tensor, params: Sequence[SamplingParams], uniform_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """With tokens sorted by probability every filter keeps a prefix, so the kept set is the shortest of them."""
-    sorted_NV, order_NV = scaled_NV.sort(-1, descending=True)
+    sorted_NV, order_NV = torch.sort(scaled_NV, dim=-1, descending=True, stable=True)
     kept_NV = kept_prefix(torch.softmax(sorted_NV, -1), params)
     logprobs_NV = torch.log_softmax(sorted_NV.masked_fill(~kept_NV, float("-inf")), -1)
     rank_N = _invert_cdf(logprobs_NV.exp(), uniform_N)

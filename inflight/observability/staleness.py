@@ -76,12 +76,15 @@ class StalenessMeter:
         self.last_swap_ms: float | None = None
 
     @property
-    def newest_version(self) -> int:
+    def published_version(self) -> int:
         """The last version that was published: the trainer's own, between two optimizer steps."""
         return self._published[-1][0]
 
     def published(self, version: int, called_ns: int) -> None:
-        """`publish()` was called for this version; versions rise."""
+        """`publish()` was called for this version. A publisher that follows one that died may count on from less than
+        what that one had announced; what was announced and never drawn is forgotten then."""
+        while self._published and self._published[-1][0] >= version:
+            self._published.pop()
         self._published.append((version, called_ns))
 
     def frame(self, frame: TokenFrame) -> None:

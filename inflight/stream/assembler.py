@@ -38,9 +38,19 @@ class Assembler:
         self.num_tokens = 0
         self.num_orphan_tokens = 0
 
-    @property
-    def num_open_groups(self) -> int:
-        return len(self._groups)
+    def knows(self, group_id: int) -> bool:
+        """Whether the group has started and not ended."""
+        return group_id in self._groups
+
+    def abandon(self) -> list[list[Rollout]]:
+        """After frames were lost: end what is unfinished as "error", since nobody can tell whether it is whole."""
+        for request_id, partial in self._partials.items():
+            rollout = _rollout(request_id, _Partial(partial.group), "error")
+            self._groups[partial.group.group_id].finished.append(rollout)
+        groups = [sorted(group.finished, key=lambda rollout: rollout.sample) for group in self._groups.values()]
+        self._partials.clear()
+        self._groups.clear()
+        return groups
 
     def add(self, frame: TokenFrame) -> list[list[Rollout]]:
         """Groups that this frame completes, each in sample order."""

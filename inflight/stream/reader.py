@@ -1,13 +1,10 @@
 """The trainer's end of the token stream."""
 
-from collections.abc import Callable
-
 import zmq
 
-from inflight.core.clock import now_ns
-from inflight.core.errors import StreamGapError
+from inflight.core.errors import ProtocolError, StreamGapError
 from inflight.core.frames import TokenFrame
-from inflight.stream.writer import SUBSCRIBE
+from inflight.stream.writer import PROBE, REFUSED, SUBSCRIBE
 
 
 class StreamReader:
@@ -23,30 +20,32 @@ class StreamReader:
         self._socket.connect(endpoint)
         self._socket.send(SUBSCRIBE)
         self._expected = 0
+        self._held: TokenFrame | None = None
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
         """The next frame, or None if none came in time.
 
         Raises FrameError for a frame that cannot be read and StreamGapError when frames were lost; after either,
-        `receive` may be called again and goes on behind the damage.
+        `receive` may be called again and goes on right behind the damage. Raises ProtocolError if the engine has
+        another reader.
         """
+        if self._held is not None:
+            frame, self._held = self._held, None
+            return frame
         if not self._socket.poll(timeout_ms):
             return None
-        frame = TokenFrame.decode(self._socket.recv_multipart())
+        parts = self._socket.recv_multipart()
+        if parts == [PROBE]:
+            return None
+        if parts == [REFUSED]:
+            raise ProtocolError("this engine's stream has a reader already; it can have one at a time")
+        frame = TokenFrame.decode(parts)
         sequence, expected = frame.header.sequence, self._expected
         self._expected = sequence + 1
         if sequence != expected:
+            self._held = frame
             raise StreamGapError(f"frames {expected} to {sequence - 1} of engine {frame.header.engine_id} are lost")
         return frame
-
-    def wait(self, timeout_s: float, until: Callable[[TokenFrame], bool]) -> TokenFrame | None:
-        """Read on until a frame satisfies `until`; None if none does in time."""
-        deadline = now_ns() + int(timeout_s * 1e9)
-        while (left_ns := deadline - now_ns()) > 0:
-            frame = self.receive(max(1, left_ns // 1_000_000))
-            if frame is not None and until(frame):
-                return frame
-        return None
 
     def close(self) -> None:
         self._socket.close()

@@ -1,7 +1,8 @@
 """The engine's end of the token stream.
 
-One reader subscribes. Frames drawn before it came wait for it, without bound. Acknowledgements and resumption after a
-lost connection are not there yet: a reader tells what it missed by the gaps in the sequence numbers.
+One reader subscribes; while it is connected others are refused. Frames drawn while there is none wait, without bound.
+Acknowledgements and resumption after a lost connection are not there yet: a reader tells what it missed by the gaps in
+the sequence numbers.
 """
 
 import logging
@@ -19,7 +20,14 @@ class Subscribe(msgspec.Struct, frozen=True, tag=True):
     """Reader → writer: send every frame from now on to me."""
 
 
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Writer → reader: another one is subscribed."""
+
+
 SUBSCRIBE = msgspec.msgpack.encode(Subscribe())
+PROBE = b""
+"""Writer → reader: are you there? Means nothing else."""
+REFUSED = msgspec.msgpack.encode(Refused())
 _DECODER = msgspec.msgpack.Decoder(Subscribe)
 
 
@@ -30,6 +38,7 @@ class StreamWriter:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.sndhwm = 0
         self._socket.linger = 2000
+        self._socket.router_mandatory = True  # a reader that is gone is an error, not a silent loss
         self._socket.bind(endpoint)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader: bytes | None = None
@@ -43,8 +52,8 @@ class StreamWriter:
         """Let a new reader subscribe and send it what waits."""
         while self._socket.poll(0):
             self._take(self._socket.recv_multipart())
-        while self._reader is not None and self._waiting:
-            self._socket.send_multipart([self._reader, *self._waiting.popleft()])
+        while self._reader is not None and self._waiting and self._deliver(self._waiting[0]):
+            self._waiting.popleft()
 
     def close(self) -> None:
         self._socket.close()
@@ -52,7 +61,22 @@ class StreamWriter:
     def _take(self, parts: list[bytes]) -> None:
         try:
             _DECODER.decode(parts[-1])
-        except (msgspec.DecodeError, ValueError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             logger.warning("ignored a message on the stream socket that is not a subscription (%d parts)", len(parts))
             return
+        if self._reader not in (None, parts[0]) and self._deliver([PROBE]):
+            logger.warning("refused a second reader of the stream")
+            self._socket.send_multipart([parts[0], REFUSED])
+            return
         self._reader = parts[0]
+
+    def _deliver(self, parts: list[bytes]) -> bool:
+        """Send to the reader; False if it is gone, and then there is none."""
+        try:
+            self._socket.send_multipart([self._reader or b"", *parts])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._reader = None
+            return False
+        return True

@@ -3,6 +3,7 @@
 A packed batch lays its sequences (prompt and answer) one after another. T tokens, B sequences.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -61,6 +62,12 @@ def pack(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> PackedBatc
         raise ValueError(f"{len(rollouts)} rollouts need as many advantages, got {len(advantages)}")
     for rollout in rollouts:
         _check(rollout)
+    if any(rollout.params.filtered for rollout in rollouts):
+        warnings.warn(
+            "rollouts drawn with top_k, top_p or min_p: their log-probabilities are over the tokens that were "
+            "kept, the trainer's over the whole vocabulary, so importance ratios are biased towards 0 even on-policy",
+            stacklevel=2,
+        )
     lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in rollouts]
 
     def column(dtype: np.typing.DTypeLike, prompt_value: float, drawn: Sequence[np.ndarray | float]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import FrameError, StreamGapError
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness import StalenessMeter, TokenStaleness
 from inflight.stream.assembler import Assembler
@@ -42,6 +43,7 @@ class RolloutStream:
         self._check_engine = check_engine
         self._ready: deque[list[Rollout]] = deque()
         self._awaited: set[int] = set()
+        self._damaged = False
         self.num_dropped = 0
         """Groups that `batches` left out because a sample was cancelled or ended with an error."""
         self.last_reward = float("nan")
@@ -64,30 +66,43 @@ class RolloutStream:
     def groups(self) -> Iterator[list[Rollout]]:
         """Every finished group, its samples in order, until nothing that was submitted is outstanding.
 
-        Raises EngineDiedError, or what is wrong with a frame; calling `groups` again goes on behind the damage.
+        Raises EngineDiedError, or FrameError or StreamGapError when frames were lost. Then every group that was in
+        flight counts as lost: its samples come with finish_reason "error" when `groups` is called again.
         """
         while self._awaited:
-            while not self._ready:
+            if not self._ready:
                 self._receive()
+                continue
             group = self._ready.popleft()
             self._awaited.discard(group[0].group_id)
             yield group
 
     def collect(self, group_ids: Collection[int]) -> list[list[Rollout]]:
-        """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`."""
-        wanted = set(group_ids)
+        """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`.
+
+        Raises ValueError if a group is not outstanding, and what `groups` raises; then nothing has been taken.
+        """
+        unknown = set(group_ids) - self._awaited
+        if unknown:
+            raise ValueError(f"groups {sorted(unknown)} are not outstanding: not submitted here, or handed out already")
         found: dict[int, list[Rollout]] = {}
         kept: deque[list[Rollout]] = deque()
-        while len(found) < len(wanted):
-            while not self._ready:
-                self._receive()
-            group = self._ready.popleft()
-            if group[0].group_id in wanted:
-                found[group[0].group_id] = group
-            else:
-                kept.append(group)
+        try:
+            while found.keys() != set(group_ids):
+                if set(group_ids) - self._awaited:
+                    raise StreamGapError(f"groups {sorted(set(group_ids) - self._awaited)} were lost with their frames")
+                while not self._ready:
+                    self._receive()
+                group = self._ready.popleft()
+                if group[0].group_id in group_ids:
+                    found[group[0].group_id] = group
+                else:
+                    kept.append(group)
+        except BaseException:
+            self._ready.extendleft([*found.values(), *reversed(kept)])
+            raise
         self._ready.extendleft(reversed(kept))
-        self._awaited -= wanted
+        self._awaited -= set(group_ids)
         return [found[group_id] for group_id in group_ids]
 
     def batches(self, *, rollouts: int, score: Score) -> Iterator[PackedBatch]:
@@ -117,12 +132,17 @@ class RolloutStream:
         score_groups(groups, score)
         self.last_reward = float(np.mean([rollout.reward or 0.0 for group in groups for rollout in group]))
         batch = pack_groups(groups)
-        trainer_version = self._meter.newest_version
+        trainer_version = self._meter.published_version
         yield batch
         consume(self._meter, batch, trainer_version)
 
     def _receive(self) -> None:
-        frame = self._reader.receive(_POLL_MS)
+        try:
+            frame = self._reader.receive(_POLL_MS)
+        except (FrameError, StreamGapError):
+            self._ready.extend(self._assembler.abandon())
+            self._damaged = True
+            raise
         if frame is None:
             self._check_engine()
             return
@@ -130,6 +150,17 @@ class RolloutStream:
         for group in self._assembler.add(frame):
             self._add_text(group)
             self._ready.append(group)
+        if self._damaged:
+            self._forget_what_was_lost(frame.header.next_group_id)
+
+    def _forget_what_was_lost(self, next_group_id: int) -> None:
+        """Groups announced by now, of which nothing is known, went with the lost frames."""
+        ready = {group[0].group_id for group in self._ready}
+        lost = {g for g in self._awaited if g < next_group_id and g not in ready and not self._assembler.knows(g)}
+        self._awaited -= lost
+        self._damaged = False
+        if lost:
+            logger.error("groups %s were lost with their frames", sorted(lost))
 
     def _add_text(self, group: list[Rollout]) -> None:
         if self._tokenizer is None:

@@ -1,8 +1,7 @@
 """Slots in device memory, shared by CUDA IPC between processes on one GPU.
 
-One handle per slot is exported once, when the engine starts; a publish re-exports nothing. What orders the
-publisher's writes before the engine's reads is an inter-process event that the publisher records after its copy and
-the engine's stream waits for.
+One handle per slot is exported when a publisher attaches; a publish re-exports nothing. The publisher's thread waits
+until its copy is done on the device before it announces a version: the engine's stream never waits for the trainer's.
 """
 
 import os

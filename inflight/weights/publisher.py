@@ -1,8 +1,8 @@
 """The trainer's side of the weights: `publish()` returns at once, a thread fills an idle slot and announces it.
 
 The thread owns the socket. It waits for a slot, copies the parameters, and sends SlotReady. Until its copy is done the
-parameters must not change; every `torch.optim` optimizer waits for that by itself (a global step hook), other code
-that writes to the parameters calls `wait_copied()` first. When publishing outruns the engine, the latest version wins.
+parameters must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook),
+other code that writes to them calls `wait_copied()` first. When publishing outruns the engine, the latest version wins.
 """
 
 import fcntl
@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import zmq
@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import EngineDiedError, InflightError, ProtocolError, PublisherConflictError, from_wire
+from inflight.core.errors import InflightError, ProtocolError, PublisherConflictError, from_wire
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
     Attach,
@@ -68,10 +68,10 @@ class Publisher:
         *,
         check_engine: Callable[[], None] = lambda: None,
         on_publish: Callable[[int, int], None] = lambda version, called_ns: None,
-        timeout_s: float = 30.0,
+        timeout_s: float = 60.0,
     ):
-        """`check_engine` raises if the engine is known to be dead; it is called while waiting for a slot.
-        `on_publish(version, called_ns)` is told of every publish."""
+        """`check_engine` raises if the engine is known to be dead; it is called while waiting for an answer or a slot.
+        `on_publish(version, called_ns)` is told of every publish. `timeout_s` is for the engine's first answers."""
         self._model = model
         self._check_engine = check_engine
         self._on_publish = on_publish
@@ -79,9 +79,12 @@ class Publisher:
         self._condition = threading.Condition()
         self._pending: Published | None = None
         self._copying = False
-        self._copied_event: torch.cuda.Event | None = None
         self._closing = False
         self._error: InflightError | None = None
+        parameter = next(model.parameters())
+        self._gpu = parameter.device if parameter.is_cuda else None
+        self._written: Any = None  # events on the trainer's and on the copy's stream
+        self._copied: Any = None
 
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 1000
@@ -100,41 +103,48 @@ class Publisher:
         self._free = list(attached.free)
         self.version = attached.version
         """The version that the last `publish()` returned."""
-        self._stream = torch.cuda.Stream(self._slots[0].buffer.device) if self._on_gpu else None
-        self._events = [torch.cuda.Event(interprocess=True) for _ in self._slots] if self._on_gpu else []
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait_copied())
+        self._stream = torch.cuda.Stream(self._slots[0].buffer.device) if self._slots[0].buffer.is_cuda else None
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
         self._thread.start()
 
     def publish(self) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
-        The engine draws with it from one of its next forward passes on. A version that was not copied yet when this
-        one is called is dropped: the latest wins. Raises what made an earlier publish fail.
+        The engine draws with it from one of its next forward passes on. A version that no slot was free for when this
+        one is called is dropped: the latest wins. Raises what made an earlier publish fail, or InflightError if the
+        publisher is closed.
         """
         with self._condition:
-            if self._error is not None:
-                raise self._error
+            self.check()
+            if self._closing:
+                raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
             self.version += 1
             record = Published(self.version, now_ns())
             self._on_publish(record.version, record.called_ns)
-            if self._on_gpu:
-                self._copied_event = None
-                self._written_event = torch.cuda.current_stream(self._slots[0].buffer.device).record_event()
+            if self._gpu is not None:
+                self._written = torch.cuda.current_stream(self._gpu).record_event()
             self._pending = record
             self._condition.notify_all()
         return record.version
 
     def wait_copied(self) -> None:
-        """Return when no announced version still reads the parameters; from then on they may change."""
-        if threading.current_thread() is self._thread:
-            return
+        """Return when no announced version will read the parameters any more; from then on they may change.
+
+        With a slot free that is the time of a copy; else the engine's next forward boundary frees one. On a GPU the
+        caller's stream is made to wait, not the caller. Raises what made the publish fail.
+        """
         with self._condition:
             self._condition.wait_for(lambda: (self._pending is None and not self._copying) or self._error is not None)
-            if self._error is not None:
-                raise self._error
-        if self._copied_event is not None:
-            torch.cuda.current_stream(self._slots[0].buffer.device).wait_event(self._copied_event)
+            self.check()
+            copied, self._copied = self._copied, None
+        if copied is not None and self._gpu is not None:
+            torch.cuda.current_stream(self._gpu).wait_event(copied)
+
+    def check(self) -> None:
+        """Raise what made a publish fail, if one did."""
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Finish the publish in progress and detach. The engine serves on with the newest whole version."""
@@ -143,9 +153,11 @@ class Publisher:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join(self._timeout_s)
+        self._thread.join()
         self._hook.remove()
         self._release()
+        self._views.clear()
+        self._slots.clear()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -153,11 +165,13 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- the thread ---------------------------------------------------------------------------------------------
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
+        ours = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            self.wait_copied()
 
-    @property
-    def _on_gpu(self) -> bool:
-        return isinstance(self._slots[0], CudaSlot)
+    # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -166,12 +180,11 @@ class Publisher:
                 record = self._claim()
                 self._copy(slot)
                 self._announce(slot, record)
-                self._finish()
             self._send(Detach())
         except InflightError as error:
             self._fail(error)
-        except Exception as error:  # reported by the next publish() or wait_copied()
-            self._fail(ProtocolError(f"publishing failed: {error!r}"))
+        except Exception as error:  # reported by the next publish(), wait_copied() or check()
+            self._fail(InflightError(f"publishing failed: {error!r}"))
 
     def _wait_for_work(self) -> bool:
         with self._condition:
@@ -179,18 +192,17 @@ class Publisher:
             return self._pending is not None
 
     def _acquire_slot(self) -> int:
+        """A slot of ours, or the next that the engine frees, which it does at a forward boundary."""
         if not self._free and len(self._slots) == 1:
             self._send(SlotRequest())
-        deadline = now_ns() + self._timeout_s * 1e9
         while not self._free:
             message = self._receive(_POLL_MS)
             if isinstance(message, SlotFree):
                 self._free.append(message.slot)
             elif isinstance(message, Failed):
                 raise from_wire(message.kind, message.message)
-            self._check_engine()
-            if now_ns() > deadline:
-                raise EngineDiedError(f"the engine gave no slot free within {self._timeout_s:.0f} s; is it alive?")
+            elif message is None:
+                self._check_engine()
         return self._free.pop()
 
     def _claim(self) -> Published:
@@ -201,32 +213,33 @@ class Publisher:
             return record
 
     def _copy(self, slot: int) -> None:
+        """Fill the slot. The parameters may change again once the copy is done, or in order on their device."""
         tensors = published_tensors(self._model)
         if self._stream is None:
             fill(self._views[slot], tensors)
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._written_event)
-            fill(self._views[slot], tensors)
-            self._events[slot].record(self._stream)
-            self._copied_event = self._events[slot]
+            copied = None
+        else:
+            with torch.cuda.stream(self._stream):
+                if self._written is not None:
+                    self._stream.wait_event(self._written)
+                fill(self._views[slot], tensors)
+                copied = self._stream.record_event()
+        with self._condition:
+            self._copying = False
+            self._copied = copied
+            self._condition.notify_all()
+        if copied is not None:
+            copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
 
     def _announce(self, slot: int, record: Published) -> None:
-        handle = self._events[slot].ipc_handle() if self._on_gpu else None
         self._send(
             SlotReady(
                 slot=slot,
                 version=record.version,
                 fingerprint=self._layout.fingerprint,
                 published_ns=record.called_ns,
-                event_handle=handle,
             )
         )
-
-    def _finish(self) -> None:
-        with self._condition:
-            self._copying = False
-            self._condition.notify_all()
 
     def _fail(self, error: InflightError) -> None:
         with self._condition:
@@ -245,11 +258,13 @@ class Publisher:
 
     def _ask(self, message: ToEngine, expected: type[Answer]) -> Answer:
         self._send(message)
-        answer = self._receive(int(self._timeout_s * 1000))
+        deadline = now_ns() + int(self._timeout_s * 1e9)
+        while (answer := self._receive(_POLL_MS)) is None:
+            self._check_engine()
+            if now_ns() > deadline:
+                raise TimeoutError(f"no engine answered within {self._timeout_s:.0f} s")
         if isinstance(answer, Failed):
             raise from_wire(answer.kind, answer.message)
-        if answer is None:
-            raise EngineDiedError(f"no engine answered within {self._timeout_s:.0f} s")
         if not isinstance(answer, expected):
             raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(answer).__name__}")
         return answer
@@ -257,6 +272,7 @@ class Publisher:
     def _release(self) -> None:
         self._socket.close()
         if self._lock_file is not None:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # also where a forked process holds the file open
             os.close(self._lock_file)
             self._lock_file = None
 

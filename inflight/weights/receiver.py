@@ -35,7 +35,6 @@ class Ready:
     slot: int
     version: int
     published_ns: int
-    event_handle: bytes | None
 
 
 class Receiver:
@@ -85,7 +84,7 @@ class Receiver:
         if self._ready is not None:  # latest wins: the version before it is never seen
             self.states[self._ready.slot] = SlotState.IDLE
         self.states[message.slot] = SlotState.READY
-        self._ready = Ready(message.slot, message.version, message.published_ns, message.event_handle)
+        self._ready = Ready(message.slot, message.version, message.published_ns)
 
     def take(self) -> Ready | None:
         """At a forward boundary: make the newest whole version live. The slot it replaces becomes IDLE."""

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -28,12 +29,15 @@ def default_directory() -> Path:
 class SharedMemorySlot:
     """`nbytes` of shared memory as `buffer`, u8[nbytes]."""
 
-    def __init__(self, path: Path, file: int, nbytes: int):
+    def __init__(self, path: Path, file: int, nbytes: int, *, owned: bool):
         self.path = path
         self.nbytes = nbytes
-        self._file = file
-        self._mapping = mmap.mmap(file, nbytes)
-        self.buffer = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.buffer = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        if owned:  # the open file holds the lock that says that we live
+            self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
+        else:
+            os.close(file)
+            self._remove = lambda: None
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
@@ -46,7 +50,7 @@ class SharedMemorySlot:
         file, name = _make_locked_file(directory)
         try:
             os.posix_fallocate(file, 0, nbytes)
-            return cls(Path(name), file, nbytes)
+            return cls(Path(name), file, nbytes, owned=True)
         except OSError as error:
             left = bytes_left(directory)
             os.close(file)
@@ -64,14 +68,20 @@ class SharedMemorySlot:
         if size != descriptor.nbytes:
             os.close(file)
             raise ProtocolError(f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.nbytes}")
-        return cls(Path(descriptor.path), file, size)
+        return cls(Path(descriptor.path), file, size, owned=False)
 
     def descriptor(self) -> SharedMemoryDescriptor:
         return SharedMemoryDescriptor(str(self.path), self.nbytes)
 
     def unlink(self) -> None:
-        """Remove the name; the memory lives until the last process unmaps it."""
-        self.path.unlink(missing_ok=True)
+        """Remove the name, if we made it; the memory lives until the last process unmaps it."""
+        self._remove()
+
+
+def _remove(path: Path, file: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # not in a process forked from the owner
+        path.unlink(missing_ok=True)
+        os.close(file)
 
 
 def remove_orphans(directory: Path) -> None:
