@@ -82,7 +82,16 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         run = _Run(task, config, display, steps_file)
-        with _share_cores(device) as engine_threads, _launch(directory, config, engine_threads) as engine:
+        with (
+            _share_cores(device) as engine_threads,
+            launch(
+                directory,
+                device=config.device,
+                max_sequences=config.max_sequences,
+                max_context=_longest(task, tokenizer),
+                threads=engine_threads,
+            ) as engine,
+        ):
             run.train(engine, model)
     summary = run.summary() | {
         "mode": mode,
@@ -210,8 +219,10 @@ class _share_cores:
         torch.set_num_threads(self._before)
 
 
-def _launch(directory: str, config: DemoConfig, threads: int) -> LaunchedEngine:
-    return launch(directory, device=config.device, max_sequences=config.max_sequences, max_context=0, threads=threads)
+def _longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the longest prompt and the longest answer together."""
+    prompts = [str(example.prompt) for example in (*task.train, *task.held_out)]
+    return max(len(ids) for ids in tokenizer(prompts)["input_ids"]) + task.max_tokens
 
 
 def _load(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -118,7 +118,7 @@ def attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     recorder = _recorder.get()
     if recorder is not None:
-        recorder[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window)
+        recorder[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], sliding_window, key.dtype)
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     batch = _batch.get()
     assert batch is not None, "the engine's attention runs inside run_with_batch"

@@ -53,18 +53,12 @@ class Engine:
         slots = [self._make_slot(layout.total_bytes) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.receiver = Receiver(layout, slots)
-        self.cache = KVCache(
-            layers,
-            rows=options.max_sequences,
-            max_context=self.max_context,
-            dtype=model.dtype,
-            device=self.device,
-        )
+        self.cache = KVCache(layers, rows=options.max_sequences, max_context=self.max_context, device=self.device)
         self._runner = ModelRunner(modules_over_slots(model, layout, slots), self.cache, self.device)
         self.scheduler = Scheduler(self.cache, max_prefill_tokens=options.max_prefill_tokens)
 
         self._sequences: dict[int, Sequence] = {}
-        self._groups: dict[int, list[int]] = {}
+        self._groups: dict[int, set[int]] = {}
         self._next_request_id = 0
         self._next_group_id = 0
         self._stalled_since_ns: int | None = None
@@ -103,7 +97,7 @@ class Engine:
     def cancel(self, group_ids: Seq[int]) -> None:
         """End every unfinished request of these groups; groups that ended already are left alone."""
         for group_id in group_ids:
-            for request_id in list(self._groups.get(group_id, ())):
+            for request_id in sorted(self._groups.get(group_id, ())):
                 self._finish(self._sequences[request_id], "cancelled")
 
     @property
@@ -232,7 +226,7 @@ class Engine:
         self._next_group_id += 1
         self._next_request_id += params.n
         max_tokens = min(params.max_tokens, self.max_context - len(prompt.token_ids))
-        self._groups[group_id] = list(range(first, first + params.n))
+        self._groups[group_id] = set(range(first, first + params.n))
         for sample in range(params.n):
             sequence = Sequence(
                 first + sample, group_id, sample_seed(seed, sample), prompt.token_ids, params, max_tokens

@@ -20,29 +20,30 @@ class LayerShape:
     key_dim: int
     value_dim: int
     window: int | None
+    dtype: torch.dtype
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 class KVCache:
     """Rows of keys and values. A row is taken when a sequence starts and given back when it ends."""
 
-    def __init__(
-        self, layers: list[LayerShape], *, rows: int, max_context: int, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, layers: list[LayerShape], *, rows: int, max_context: int, device: torch.device):
+        """Raises DeviceMemoryError, with the size needed and the size left, if it does not fit."""
         self.num_rows = rows
         self.max_context = max_context
-        self.nbytes = sum(layer.bytes_per_token(dtype) for layer in layers) * rows * max_context
+        self.nbytes = sum(layer.bytes_per_token for layer in layers) * rows * max_context
         self._check_fits(device)
         # Zeros, not garbage: masked positions are multiplied by probability 0, and 0 · NaN would be NaN. On CPU the
         # pages are only touched when a sequence reaches them.
         self.keys = [
-            torch.zeros(rows, layer.kv_heads, layer.key_dim, max_context, dtype=dtype, device=device)
+            torch.zeros(rows, layer.kv_heads, layer.key_dim, max_context, dtype=layer.dtype, device=device)
             for layer in layers
         ]
         self.values = [
-            torch.zeros(rows, layer.kv_heads, max_context, layer.value_dim, dtype=dtype, device=device)
+            torch.zeros(rows, layer.kv_heads, max_context, layer.value_dim, dtype=layer.dtype, device=device)
             for layer in layers
         ]
         self._free = list(range(rows))

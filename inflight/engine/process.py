@@ -4,6 +4,7 @@ It answers the control socket between forward passes, sends every frame to the s
 when the process that launched it is gone (its standard input closes).
 """
 
+import gc
 import logging
 import os
 import select
@@ -219,6 +220,8 @@ def main() -> int:
     lock.touch()
     process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), lock)
     orphaned = _stop_with_parent(process, startup.parent_pid)
+    gc.collect()
+    gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second
     logger.info("engine %s serves %s", engine.engine_id, startup.options.model)
     try:
         process.run()

@@ -12,8 +12,9 @@ from typing import Any
 
 def environment() -> dict[str, Any]:
     """Command, commit, machine and versions: what a measured number must come with."""
+    program = Path(sys.argv[0]).name
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
         "machine": {"cpu": _cpu_name(), "cores": _cores(), "gpu": _gpu_name(), "system": platform.platform()},
         "versions": {"python": platform.python_version()}
