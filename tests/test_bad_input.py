@@ -1,5 +1,6 @@
 """Bad input gets a named error, and the engine serves on."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -278,14 +279,14 @@ def test_publishers_come_and_go_without_leaving_files_open(engine):
         ("tinny", "a Hugging Face hub id, or a built-in shape (tiny, small"),
     ],
 )
-def test_a_model_that_does_not_exist(monkeypatch, model, message):
+def test_a_model_that_does_not_exist(engine, monkeypatch, model, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelLoadError) as error:
         inflight.launch(model)
     assert message in str(error.value)
 
 
-def test_a_model_whose_weights_are_damaged(tmp_path):
+def test_a_model_whose_weights_are_damaged(engine, tmp_path):
     make_model("qwen3").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -365,7 +366,7 @@ def test_longrope_is_refused_beyond_where_sequences_would_change_each_other():
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def test_no_shared_memory_left_names_both_sizes():
+def test_no_shared_memory_left_names_both_sizes(engine):
     left = os.statvfs(default_directory())
     needed = left.f_bavail * left.f_frsize + (1 << 30)
     with pytest.raises(
@@ -376,12 +377,15 @@ def test_no_shared_memory_left_names_both_sizes():
     assert not list(default_directory().glob(f"inflight-slot-*-{needed}"))
 
 
-def test_an_engine_without_shared_memory_fails_to_launch_by_name(model_dir, monkeypatch, tmp_path):
-    """A file system that fills up between the check and the reservation: the reservation itself fails."""
-    monkeypatch.setattr("inflight.weights.shared_memory.bytes_left", lambda directory: 1 << 62)
-    left = os.statvfs(tmp_path)
-    with pytest.raises(SharedMemoryError, match="a weight slot needs"):
-        SharedMemorySlot.create(left.f_blocks * left.f_frsize * 2, directory=tmp_path)
+def test_a_file_system_that_fills_up_meanwhile_is_named_and_left_clean(monkeypatch, tmp_path):
+    """Between the look at what is left and the reservation somebody else takes it."""
+
+    def no_space(file: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    with pytest.raises(SharedMemoryError, match=r"a weight slot needs 1.0 MiB and .* left; enlarge it"):
+        SharedMemorySlot.create(1 << 20, directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

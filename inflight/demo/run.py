@@ -1,5 +1,6 @@
 """`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement improved."""
 
+import gc
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ class _Run:
             sampling=SamplingParams(n=config.group_size, max_tokens=self._task.max_tokens),
             sync=config.sync,
         )
+        gc.collect()
+        gc.freeze()  # a full collection would delay a publish by a quarter of a second, now and then
         try:
             self._display.phase("evaluation", 1)
             self.accuracy_before = self._accuracy(engine, self._task.held_out)
