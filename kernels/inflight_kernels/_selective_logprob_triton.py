@@ -10,7 +10,7 @@ BLOCK_V: Any = 4096
 
 
 @triton.jit
-def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V, BLOCK: tl.constexpr):
+def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = 1.0 / tl.load(temperatures + row)
     base = logits + row * stride_n
@@ -29,7 +29,9 @@ def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V, BL
 
 
 @triton.jit
-def backward_kernel(logits, tokens, temperatures, lses, grads, grad_logits, stride_n, V, BLOCK: tl.constexpr):
+def backward_kernel(
+    logits, tokens, temperatures, lses, grads, grad_logits, stride_n, V: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = 1.0 / tl.load(temperatures + row)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,14 +46,15 @@ def backward_kernel(logits, tokens, temperatures, lses, grads, grad_logits, stri
 class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        rows, vocabulary = logits.shape
+        rows = logits.shape[0]
+        vocabulary: Any = logits.shape[1]  # a constant of the kernel
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         temperatures = temperatures.float()
         logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
         lses = torch.empty_like(logprobs)
         if rows:
             forward_kernel[(rows,)](
-                logits, tokens, temperatures, logprobs, lses, logits.stride(0), vocabulary, BLOCK=BLOCK_V
+                logits, tokens, temperatures, logprobs, lses, logits.stride(0), V=vocabulary, BLOCK=BLOCK_V
             )
         ctx.save_for_backward(logits, tokens, temperatures, lses)
         return logprobs
@@ -59,7 +62,8 @@ class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, tokens, temperatures, lses = ctx.saved_tensors
-        rows, vocabulary = logits.shape
+        rows = logits.shape[0]
+        vocabulary: Any = logits.shape[1]
         grad_logits = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
         if rows:
             grid = (rows, triton.cdiv(vocabulary, BLOCK_V))
@@ -71,7 +75,7 @@ class SelectiveLogprobs(torch.autograd.Function):
                 grads[0].contiguous(),
                 grad_logits,
                 logits.stride(0),
-                vocabulary,
+                V=vocabulary,
                 BLOCK=BLOCK_V,
             )
         return grad_logits, None, None
