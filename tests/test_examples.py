@@ -64,7 +64,14 @@ def test_a_short_demo_writes_what_it_says(tmp_path, mode):
 @pytest.mark.slow
 def test_control_c_ends_both_processes_and_keeps_what_was_written(tmp_path):
     command = [sys.executable, "-m", "inflight.cli", "demo", "--warmup-steps", "5", "--out", str(tmp_path)]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    demo = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
+    )
     steps = tmp_path / "steps.jsonl"
     for _ in range(600):
         if steps.exists() and len(steps.read_text().splitlines()) >= 2:
