@@ -195,6 +195,23 @@ def test_a_second_reader_is_refused_and_the_first_reads_on(engine):
         second.close()
 
 
+def test_a_second_reader_that_is_gone_before_it_is_refused_harms_nobody(tmp_path):
+    writer = StreamWriter(f"ipc://{tmp_path}/stream")
+    first = StreamReader(writer.endpoint)
+    while writer._reader is None:
+        writer.flush()
+    second = StreamReader(writer.endpoint)
+    time.sleep(0.2)
+    second.close()
+    time.sleep(0.2)
+    try:
+        writer.send(make_frame())
+        assert first.receive(5000) is not None
+    finally:
+        first.close()
+        writer.close()
+
+
 def test_frames_for_a_reader_that_is_gone_wait_for_the_next(tmp_path):
     writer = StreamWriter(f"ipc://{tmp_path}/stream")
     first = StreamReader(writer.endpoint)

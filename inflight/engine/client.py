@@ -49,12 +49,7 @@ class EngineClient:
 
     def submit(self, prompts: Sequence[Prompt]) -> list[int]:
         """Queue prompts and return a group id for each. Raises InvalidRequestError; then none was accepted."""
-        message = Submit(ticket=self._next_ticket(), prompts=list(prompts))
-        try:
-            encode(message)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequestError(f"a prompt or its metadata cannot be sent: {error}") from error
-        return self._ask(message, Submitted).group_ids
+        return self._ask(Submit(ticket=self._next_ticket(), prompts=list(prompts)), Submitted).group_ids
 
     def cancel(self, group_ids: Sequence[int]) -> None:
         """End the unfinished requests of these groups; they arrive with finish_reason "cancelled"."""
@@ -75,7 +70,11 @@ class EngineClient:
 
     def _ask(self, message: ToEngine, expected: type[Answer], *, timeout_s: float | None = None) -> Answer:
         """Without a timeout, wait as long as the engine lives: it answers between two forward passes."""
-        self._socket.send(encode(message))
+        try:
+            data = encode(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"a prompt or its metadata cannot be sent: {error}") from error
+        self._socket.send(data)
         deadline = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
         while deadline is None or now_ns() < deadline:
             if not self._socket.poll(_POLL_MS):

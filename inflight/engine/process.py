@@ -190,8 +190,8 @@ class EngineProcess:
         """The step before has finished on the device, so no forward pass reads an idle slot any more."""
         receiver = self._engine.receiver
         if self._publisher is not None:
-            began_ns = now_ns()
             for slot in receiver.lend():
+                began_ns = now_ns()
                 self._send(self._publisher, SlotFree(slot=slot))
                 receiver.handling_ns += now_ns() - began_ns
 

@@ -36,7 +36,7 @@ class StreamReader:
             return None
         parts = self._socket.recv_multipart()
         if parts == [PROBE]:
-            return None
+            return self.receive(timeout_ms)
         if parts == [REFUSED]:
             raise ProtocolError("this engine's stream has a reader already; it can have one at a time")
         frame = TokenFrame.decode(parts)

@@ -52,7 +52,10 @@ class StreamWriter:
         """Let a new reader subscribe and send it what waits."""
         while self._socket.poll(0):
             self._take(self._socket.recv_multipart())
-        while self._reader is not None and self._waiting and self._deliver(self._waiting[0]):
+        while self._reader is not None and self._waiting:
+            if not self._send_to(self._reader, self._waiting[0]):
+                self._reader = None
+                return
             self._waiting.popleft()
 
     def close(self) -> None:
@@ -64,19 +67,18 @@ class StreamWriter:
         except (msgspec.DecodeError, ValueError, RecursionError):
             logger.warning("ignored a message on the stream socket that is not a subscription (%d parts)", len(parts))
             return
-        if self._reader not in (None, parts[0]) and self._deliver([PROBE]):
+        if self._reader not in (None, parts[0]) and self._send_to(self._reader, [PROBE]):
             logger.warning("refused a second reader of the stream")
-            self._socket.send_multipart([parts[0], REFUSED])
+            self._send_to(parts[0], [REFUSED])
             return
         self._reader = parts[0]
 
-    def _deliver(self, parts: list[bytes]) -> bool:
-        """Send to the reader; False if it is gone, and then there is none."""
+    def _send_to(self, reader: bytes | None, parts: list[bytes]) -> bool:
+        """False if the reader is gone."""
         try:
-            self._socket.send_multipart([self._reader or b"", *parts])
+            self._socket.send_multipart([reader or b"", *parts])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._reader = None
             return False
         return True
