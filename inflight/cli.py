@@ -37,6 +37,11 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Peer(StrEnum):
+    vllm = "vllm"
+    transformers = "transformers"
+
+
 @app.command()
 def demo(
     model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
@@ -127,6 +132,96 @@ def staleness(
     _finish_bench(result, json_file)
 
 
+@bench.command()
+def throughput(
+    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights, on all sides.")] = Dtype.auto,
+    sequences: Annotated[str, typer.Option(help="Drawn at a time; several as in 1,8,32 make a sweep.")] = "32",
+    tokens: Annotated[int, typer.Option(min=1, help="Drawn per sequence.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    peer: Annotated[list[Peer] | None, typer.Option(help="Measured in alternation; may be given twice.")] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternated runs of ours and a peer.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of each side; 0 is torch's own choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write tokens/s against sequences here, as PNG.")] = None,
+) -> None:
+    """How many tokens per second, and how many does another engine draw on the same weights?"""
+    from inflight.bench.plots import require_matplotlib
+    from inflight.bench.throughput import ThroughputBench, measure_throughput, plot_throughput, throughput_table
+
+    with _reported():
+        if plot:
+            require_matplotlib()
+        settings = ThroughputBench(
+            model=model,
+            device=device.value,
+            dtype=dtype.value,
+            sequences=_numbers("--sequences", sequences),
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            peers=tuple(dict.fromkeys(chosen.value for chosen in peer or ())),
+            pairs=pairs,
+            threads=threads,
+            seed=seed,
+        )
+        with console.status("") as status:
+            result = measure_throughput(settings, status.update)
+    console.print(throughput_table(result))
+    if plot:
+        plot_throughput(plot, result)
+    _finish_bench(result, json_file)
+
+
+@bench.command()
+def scaling(
+    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    sequences: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,2,4,8,16,32,64,128,256",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Context of each of those sequences.")] = 256,
+    contexts: Annotated[str, typer.Option(help="Context lengths, at 16 sequences.")] = "64,128,256,512,1024,2048",
+    tokens: Annotated[int, typer.Option(min=1, help="Decode steps that are measured at each point.")] = 32,
+    queued: Annotated[int, typer.Option(min=0, help="Requests that wait; 0 leaves this part out.")] = 10_000,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternated runs without and with that queue.")] = 5,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 is torch's own choice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write both curves here, as PNG.")] = None,
+) -> None:
+    """What does a decode step cost with more sequences, with longer ones, and with a long queue behind it?"""
+    from inflight.bench.plots import require_matplotlib
+    from inflight.bench.scaling import ScalingBench, measure_scaling, plot_scaling, scaling_table
+
+    with _reported():
+        if plot:
+            require_matplotlib()
+        settings = ScalingBench(
+            model=model,
+            device=device.value,
+            dtype=dtype.value,
+            sequences=_numbers("--sequences", sequences),
+            prompt_tokens=prompt_tokens,
+            contexts=_numbers("--contexts", contexts),
+            tokens=tokens,
+            queued=queued,
+            pairs=pairs,
+            threads=threads,
+            seed=seed,
+        )
+        with console.status("") as status:
+            result = measure_scaling(settings, status.update)
+    console.print(scaling_table(result))
+    if plot:
+        plot_scaling(plot, result)
+    _finish_bench(result, json_file)
+
+
 @app.command()
 def doctor() -> None:
     """What this machine can do, and what to change."""
@@ -179,6 +274,17 @@ def _finish_bench(result: dict, json_file: Path | None) -> None:
     if json_file:
         write_json(json_file, result | {"environment": environment()})
     _print_json(result)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """ "1,8,32" as numbers. Raises ValueError."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{option} must be one or more positive numbers such as 1,8,32, got {text!r}")
+    return numbers
 
 
 def _print_json(result: dict) -> None:

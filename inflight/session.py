@@ -7,6 +7,8 @@ from time import sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import msgspec
+
 from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt, Status
@@ -32,16 +34,17 @@ def launch(
     slots: int = 2,
     max_sequences: int = 64,
     max_context: int = 0,
-    max_prefill_tokens: int = 8192,
     seed: int = 0,
     threads: int = 0,
     timeout_s: float = 600.0,
+    **more: Any,
 ) -> "LaunchedEngine":
     """Start a generator in its own process and wait until it has loaded its model.
 
     model: a directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them).
-    The other parameters are described in `inflight.EngineOptions`. Use it as a context manager, or `close()` it.
-    Raises ModelLoadError, UnsupportedModelError, SharedMemoryError, DeviceMemoryError or EngineDiedError.
+    All parameters are described in `inflight.EngineOptions`, which has more. Use it as a context manager, or `close()`
+    it. Raises TypeError for an option that does not exist, ValueError for one that is out of range, ModelLoadError,
+    UnsupportedModelError, SharedMemoryError, DeviceMemoryError or EngineDiedError.
     """
     options = EngineOptions(
         model=model,
@@ -50,9 +53,9 @@ def launch(
         slots=slots,
         max_sequences=max_sequences,
         max_context=max_context,
-        max_prefill_tokens=max_prefill_tokens,
         seed=seed,
         threads=threads,
+        **more,
     )
     return LaunchedEngine(options, timeout_s=timeout_s)
 
@@ -96,10 +99,14 @@ class LaunchedEngine:
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
     ) -> list[int]:
         """Queue prompts, as text or token ids; each becomes a group of `params.n` samples. Returns the group ids.
 
         metadata: one JSON-like mapping per prompt, which its rollouts bring back (an expected answer, for example).
+        version: the weight version that draws every token of these prompts, whatever is published meanwhile (−1: the
+        one that is live when they are accepted). A slot keeps it until they end, so publishing needs a third slot then
+        (`slots=3`), or waits. None: each token is drawn by the newest weights.
         Raises InvalidRequestError, naming the prompt; then none was accepted.
         """
         if isinstance(prompts, str):
@@ -108,7 +115,7 @@ class LaunchedEngine:
             raise InvalidRequestError(f"{len(prompts)} prompts need as many metadata, got {len(metadata)}")
         params = params or SamplingParams()
         messages = [
-            Prompt(self._token_ids(index, prompt), params, dict(metadata[index]) if metadata else {})
+            Prompt(self._token_ids(index, prompt), params, dict(metadata[index]) if metadata else {}, version)
             for index, prompt in enumerate(prompts)
         ]
         group_ids = self._launcher.client.submit(messages)
@@ -125,9 +132,57 @@ class LaunchedEngine:
         """Submit prompts and wait for their groups; what else is in flight goes on and waits in the stream."""
         return self.stream.collect(self.submit(prompts, params, metadata=metadata))
 
-    def cancel(self, group_ids: Sequence[int] | None = None) -> None:
-        """End the unfinished samples of these groups (None: of all); they arrive with finish_reason "cancelled"."""
-        self._launcher.client.cancel(self.stream.outstanding if group_ids is None else group_ids)
+    def partial(self, group_id: int) -> "list[Rollout]":
+        """What has arrived so far of the unfinished samples of a group; their finish_reason is ""."""
+        return self.stream.partial(group_id)
+
+    def fork(
+        self,
+        rollout: "Rollout",
+        at: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Start a group that goes on from the first `at` tokens (None: all) that an unfinished sample has drawn,
+        sharing their keys and values; the sample itself goes on too. Returns the group id.
+
+        rollout: one of `partial(group_id)`. params: None takes those of the sample, with another seed. The prompt of
+        the new rollouts is the sample's prompt and those tokens, and their `forked_from` names it.
+        Raises InvalidRequestError if the sample has ended; submit its tokens as a prompt then.
+        """
+        group_id = self._launcher.client.fork(
+            rollout.request_id,
+            at=len(rollout.token_ids) if at is None else at,
+            params=params or msgspec.structs.replace(rollout.params, seed=None),
+            metadata=rollout.metadata if metadata is None else metadata,
+        )
+        self.stream.expect([group_id])
+        return group_id
+
+    def cancel(self, group_ids: Sequence[int] | None = None, *, request_ids: Sequence[int] | None = None) -> None:
+        """End the unfinished samples of these groups, and these samples (neither: all); they arrive with finish_reason
+        "cancelled"."""
+        if group_ids is None and request_ids is None:
+            group_ids = self.stream.outstanding
+        self._launcher.client.cancel(group_ids or (), request_ids or ())
+
+    def pause(self) -> None:
+        """No forward pass begins after this returns, until `resume()`. Weights still arrive."""
+        self._launcher.client.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause()`."""
+        self._launcher.client.resume()
+
+    def sleep(self) -> None:
+        """Pause, and give the memory of the KV cache back to the device until `wake()`; the slots stay. Unfinished
+        samples keep their tokens and go on after it."""
+        self._launcher.client.sleep()
+
+    def wake(self) -> None:
+        """Go on after `sleep()`. Raises DeviceMemoryError if the memory is not there any more."""
+        self._launcher.client.wake()
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """Return when the engine draws with this version or a newer one: the pause of a synchronous loop."""

@@ -9,10 +9,17 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -49,6 +56,30 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(
         intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, **_COMMON
     ),
+    "qwen2": lambda: Qwen2Config(intermediate_size=96, **_COMMON),
+    "gemma2": lambda: Gemma2Config(
+        intermediate_size=96,
+        sliding_window=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=10.0,
+        query_pre_attn_scalar=16,
+        **_COMMON,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        intermediate_size=96, sliding_window=8, query_pre_attn_scalar=16, **(_COMMON | {"num_hidden_layers": 7})
+    ),
+    "phi3": lambda: Phi3Config(
+        intermediate_size=96,
+        **{key: value for key, value in _COMMON.items() if key != "head_dim"},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "olmo2": lambda: Olmo2Config(intermediate_size=96, **_COMMON),
+    "mixtral": lambda: MixtralConfig(
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, **_COMMON
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        intermediate_size=48, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, **_COMMON
+    ),
 }
 
 
@@ -78,7 +109,9 @@ def make_engine(model_dir: Callable[[str], str]) -> Iterator[Callable[..., Engin
 
     def make(name: str = "qwen3", **options: object) -> Engine:
         defaults: dict = {"max_sequences": 8, "max_context": 128, "device": "cpu"}
-        engines.append(Engine(EngineOptions(model=model_dir(name), **(defaults | options))))
+        overlap = options.pop("overlap", None)
+        model = model_dir(name) if name in CONFIGS else name
+        engines.append(Engine(EngineOptions(model=model, **(defaults | options)), overlap=overlap))
         return engines[-1]
 
     yield make

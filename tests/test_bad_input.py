@@ -30,7 +30,7 @@ from inflight.core.errors import (
 from inflight.core.messages import Failed, Prompt, SlotReady, Submit, decode_from_engine, encode
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.attention import ATTENTION_NAME
+from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.engine import Engine
 from inflight.engine.loading import context_limit
 from inflight.engine.model_runner import probe_layers
@@ -407,8 +407,9 @@ def test_a_file_system_that_fills_up_meanwhile_is_named_and_left_clean(monkeypat
 
 
 def test_a_kv_cache_that_does_not_fit_is_named(model_dir):
-    with pytest.raises(inflight.InflightError, match=r"the KV cache for \d+ sequences of 256 tokens needs [\d,]+ MiB"):
-        Engine(EngineOptions(model=model_dir("qwen3"), max_sequences=50_000_000))
+    message = r"the KV cache of a single sequence of 256 tokens needs [\d,]+ MiB and cpu has .* lower max_context"
+    with pytest.raises(inflight.InflightError, match=message):
+        Engine(EngineOptions(model=model_dir("qwen3"), kv_cache_fraction=1e-9))
 
 
 # ---- processes --------------------------------------------------------------------------------------------------

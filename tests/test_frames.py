@@ -1,5 +1,7 @@
 """What goes over the wire comes back, and what is not a frame is named."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.core.errors import FrameError, ProtocolError
-from inflight.core.frames import Finish, GroupStart, Switch, TokenFrame
+from inflight.core.frames import ColumnSpec, Finish, FrameHeader, GroupStart, Switch, TokenFrame
 from inflight.core.messages import (
     Hello,
     Prompt,
@@ -21,8 +23,23 @@ from inflight.core.sampling import SamplingParams
 from inflight.stream.assembler import Assembler
 
 
-@given(st.integers(0, 50))
-def test_a_frame_comes_back_as_it_was(num_tokens):
+def all_extras(num_tokens: int, routed: int = 6) -> dict[str, np.ndarray]:
+    """Every optional column, with numbers that differ."""
+    kept = np.arange(num_tokens) % 3
+    return {
+        "entropies": np.linspace(0, 2, num_tokens, dtype=np.float32),
+        "top_token_ids": np.arange(num_tokens * 2, dtype=np.int32).reshape(num_tokens, 2),
+        "top_logprobs": -np.arange(num_tokens * 2, dtype=np.float32).reshape(num_tokens, 2),
+        "kept_offsets": np.concatenate(([0], kept.cumsum())).astype(np.int64),
+        "kept_token_ids": np.arange(kept.sum(), dtype=np.int32),
+        "routing_request_ids": np.arange(routed, dtype=np.uint64),
+        "routing_positions": np.arange(routed, dtype=np.int32),
+        "routing": np.arange(routed * 4, dtype=np.uint8).reshape(routed, 2, 2),
+    }
+
+
+@given(st.integers(0, 50), st.booleans())
+def test_a_frame_comes_back_as_it_was(num_tokens, with_extras):
     params = SamplingParams(n=2, top_p=0.5, seed=3)
     frame = make_frame(
         num_tokens,
@@ -31,10 +48,16 @@ def test_a_frame_comes_back_as_it_was(num_tokens):
         finishes=[Finish(2, "stop", 1)],
         switch=Switch(5, 1, 2, 3),
     )
+    if with_extras:
+        frame = replace(frame, extras=all_extras(num_tokens))
     again = TokenFrame.decode(frame.encode())
     assert msgspec.structs.replace(again.header, columns=[]) == frame.header
     for column in ("request_ids", "token_ids", "logprobs"):
         np.testing.assert_array_equal(getattr(again, column), getattr(frame, column))
+    assert again.extras.keys() == frame.extras.keys()
+    for name, column in frame.extras.items():
+        assert again.extras[name].dtype == column.dtype
+        np.testing.assert_array_equal(again.extras[name], column)
 
 
 def test_twelve_bytes_and_less_per_token_beyond_ids():
@@ -42,9 +65,54 @@ def test_twelve_bytes_and_less_per_token_beyond_ids():
     assert (large - small) / 1000 < 16.1  # u64 request id, i32 token id, f32 log-probability
 
 
+EXTRAS = all_extras(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"entropies": np.zeros(3, np.float32)}, "entropies has 3 rows, expected 4"),
+        ({"top_logprobs": None}, "top_token_ids comes without top_logprobs"),
+        ({"top_logprobs": np.zeros((4, 3), np.float32)}, "top_token_ids and top_logprobs differ in shape"),
+        ({"kept_offsets": np.array([0, 2, 1, 3, 3])}, "kept_offsets does not rise"),
+        ({"kept_offsets": np.array([1, 2, 2, 3, 3])}, "kept_offsets does not rise"),
+        ({"kept_offsets": np.array([0, 3, 3])}, "kept_offsets has 3 rows, expected 5"),
+        ({"kept_token_ids": None}, "kept_offsets comes without kept_token_ids"),
+        ({"routing_positions": np.zeros(5, np.int32)}, "routing differ in length"),
+        ({"routing": None}, "comes without routing"),
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_named(change, message):
+    columns = {name: column for name, column in (EXTRAS | change).items() if column is not None}
+    with pytest.raises(FrameError, match=message):
+        TokenFrame.decode(replace(make_frame(4), extras=columns).encode())
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ColumnSpec("hidden_states", "<f4", (4,)), "unknown column 'hidden_states'"),
+        (ColumnSpec("entropies", "<f8", (2,)), "expected <f4 in 1 dimensions"),
+        (ColumnSpec("entropies", "<f4", (2, 2)), "expected <f4 in 1 dimensions"),
+        (ColumnSpec("entropies", "<f4", (-4,)), r"shape \[-4\]"),
+        (ColumnSpec("entropies", "<f4", (2**40,)), "has 16 bytes, expected 4398046511104"),
+        (ColumnSpec("logprobs", "<f4", (4,)), "once each"),
+    ],
+)
+def test_a_column_that_is_not_what_it_should_be_is_named(spec, message):
+    header, *parts = make_frame(4).encode()
+    decoded = msgspec.msgpack.decode(header, type=FrameHeader)
+    header = msgspec.msgpack.encode(msgspec.structs.replace(decoded, columns=[*decoded.columns, spec]))
+    with pytest.raises(FrameError, match=message):
+        TokenFrame.decode([header, *parts, bytes(16)])
+
+
 @given(st.data())
 def test_a_damaged_frame_is_refused_or_read_whole(data):
-    parts = make_frame(4, finishes=[Finish(2, "stop", 1)]).encode()
+    frame = make_frame(4, finishes=[Finish(2, "stop", 1)])
+    if data.draw(st.booleans()):
+        frame = replace(frame, extras=EXTRAS)
+    parts = frame.encode()
     which = data.draw(st.integers(0, len(parts) - 1))
     kind = data.draw(st.sampled_from(["cut", "flip", "drop", "grow"]))
     if kind == "drop":

@@ -7,9 +7,12 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCABULARY, make_model, run
 
-from inflight.core.messages import Prompt
+from inflight.core.errors import InvalidRequestError
+from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.stream.assembler import Assembler
+from inflight.weights.tensors import fill, published_tensors, slot_views
 
 
 def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> list[Prompt]:
@@ -30,21 +33,183 @@ def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarra
     return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+TOLERANCE = 5e-5
+"""In nats. Distributions here are peaked, and what float32 rounds in a logit of 30 is a few 1e-6."""
+
+PARAMS = [
+    SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, n=n)
+    for tokens, temperature, n in ((40, 1.0, 1), (3, 0.7, 2), (25, 1.3, 1), (11, 1.0, 3))
+]
+MODES = {
+    "fused": {},
+    "unfused": {"fused": False},
+    "torch": {"attention": "torch"},
+    "chunked": {"max_prefill_tokens": 5},
+    "preempted": {"kv_cache_tokens": 128, "max_prefill_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_recorded_logprobs_equal_a_full_forward(make_engine, name, device):
+def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     model = make_model(name)
     model.set_attn_implementation("eager")
-    params = [
-        SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, n=n)
-        for tokens, temperature, n in ((40, 1.0, 1), (3, 0.7, 2), (25, 1.3, 1), (11, 1.0, 3))
-    ]
-    prompts = ragged_prompts(24, params)
+    prompts = ragged_prompts(24, PARAMS)
     arrivals = [random.Random(1).randrange(60) for _ in prompts]
-    rollouts = run(make_engine(name, device=device), prompts, arrivals=arrivals)
+    engine = make_engine(name, **MODES[mode])
+    rollouts = run(engine, prompts, arrivals=arrivals)
     assert len(rollouts) == sum(prompt.params.n for prompt in prompts)
     worst = max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts)
-    assert worst < 1e-5
+    assert worst < TOLERANCE
+    assert (engine.runner.unfused_reason is None) == (mode != "unfused")
+    assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted")
+    assert engine.cache.num_used_blocks == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
+    model = make_model(name)
+    model.set_attn_implementation("eager")
+    rollouts = run(make_engine(name, device="cuda", dtype="float32"), ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
+    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < 1e-4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, name):
+    """Alone and whole; among others in chunks; preempted; over another pass's results."""
+    prompt = Prompt([11, 5, 190, 3] * 6, SamplingParams(max_tokens=30, seed=4, ignore_eos=True, n=2))
+    others = ragged_prompts(9, [SamplingParams(max_tokens=25, ignore_eos=True)], seed=2)
+    expected = run(make_engine(name), [prompt])
+    for options in ({"max_prefill_tokens": 5}, {"kv_cache_tokens": 128, "max_prefill_tokens": 9}, {"overlap": True}):
+        company = run(make_engine(name, **options), [*others, prompt], arrivals=[*range(9), 4])
+        ours = [r for r in company if r.params.seed == 4]
+        for rollout, reference in zip(ours, expected, strict=True):
+            assert rollout.token_ids.tolist() == reference.token_ids.tolist()
+            np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, name):
+    engine, assembler = make_engine(name), Assembler()
+    [group] = engine.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))])
+    forks: list[int] = []
+    finished: dict[int, list[Rollout]] = {}
+    step = 0
+    while engine.has_work:
+        for rollouts in assembler.add(engine.step()):
+            finished[rollouts[0].group_id] = rollouts
+        if step in (3, 12, 25):  # in a block, at its end, after a sliding window has moved on
+            params = SamplingParams(max_tokens=9, seed=50 + step, n=3, ignore_eos=True)
+            request_id = assembler.partial(group)[0].request_id
+            forks += [engine.fork(request_id, at, params) for at in (None, max(0, step - 10))]
+        step += 1
+    for fork in forks:
+        prompt = Prompt(finished[fork][0].prompt_token_ids.tolist(), finished[fork][0].params)
+        request_id, at = finished[fork][0].forked_from
+        assert prompt.token_ids == [8, 1, 77] * 7 + finished[group][0].token_ids[:at].tolist()
+        assert request_id == finished[group][0].request_id
+        for rollout, reference in zip(finished[fork], run(make_engine(name), [prompt]), strict=True):
+            assert rollout.token_ids.tolist() == reference.token_ids.tolist()
+            np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCE)
+
+
+def test_a_group_computes_its_prompt_once(make_engine):
+    engine = make_engine(max_sequences=4, max_prefill_tokens=1000)
+    prompt = Prompt([5, 9] * 20, SamplingParams(n=12, max_tokens=3, seed=0, ignore_eos=True))
+    computed = []
+    forward = engine.runner.forward
+
+    def count(schedule, slot):
+        computed.append(sum(chunk.count for chunk in schedule.chunks))
+        return forward(schedule, slot)
+
+    engine.runner.forward = count
+    rollouts = run(engine, [prompt])
+    assert len(rollouts) == 12
+    # 40 tokens once and, for each of the 8 that found no lane at first, the 8 behind the last whole block of 16.
+    assert sum(computed) == 40 + 8 * 8 + 12 * 2
+
+
+def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
+    """A prompt that was computed by old weights is computed again by new ones."""
+    engine = make_engine()
+    prompt = Prompt([3] * 60, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    first, again = run(engine, [prompt])[0], run(engine, [prompt])[0]
+    assert engine.cache.num_reused_tokens == 48
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    other = make_model("qwen3", seed=1)
+    [slot] = engine.receiver.lend()
+    fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(other))
+    engine.receiver.ready(SlotReady(slot, 1, engine.receiver.layout.fingerprint, 0))
+    swapped = run(engine, [prompt])[0]
+    assert engine.cache.num_reused_tokens == 48
+    other.set_attn_implementation("eager")
+    assert np.abs(full_forward_logprobs(other, swapped) - swapped.logprobs).max() < TOLERANCE
+
+
+def test_pinned_requests_keep_their_version_while_others_go_on(make_engine):
+    engine, assembler = make_engine(slots=2), Assembler()
+    pinned = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, n=2)
+    groups = engine.submit(
+        [
+            Prompt([1, 2, 3], pinned, version=LIVE_VERSION),
+            Prompt([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)),
+        ]
+    )
+    for _ in range(5):
+        assembler.add(engine.step())
+    [slot] = engine.receiver.lend()
+    other = make_model("qwen3", seed=1)
+    fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(other))
+    engine.receiver.ready(SlotReady(slot, 1, engine.receiver.layout.fingerprint, 0))
+    rollouts = []
+    while engine.has_work:
+        for group in assembler.add(engine.step()):
+            rollouts += group
+        if 0 in engine.scheduler.versions:
+            assert engine.receiver.lend() == []
+    assert engine.receiver.lend() == [0]
+    by_group = {group: [r for r in rollouts if r.group_id == group] for group in groups}
+    assert [set(r.weight_versions) for r in by_group[groups[0]]] == [{0}, {0}]
+    assert set(by_group[groups[1]][0].weight_versions) == {0, 1}
+    alone = run(make_engine(), [Prompt([1, 2, 3], pinned)])
+    assert [r.token_ids.tolist() for r in by_group[groups[0]]] == [r.token_ids.tolist() for r in alone]
+    with pytest.raises(InvalidRequestError, match="pinned to version 0, which no slot holds; held are 1"):
+        engine.submit([Prompt([1], pinned, version=0)])
+
+
+def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_afterwards(make_engine):
+    params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, n=2)
+    expected = run(make_engine(), [Prompt([4, 5], params)])
+    engine, assembler = make_engine(), Assembler()
+    engine.submit([Prompt([4, 5], params)])
+    for _ in range(6):
+        assembler.add(engine.step())
+    engine.sleep()
+    assert engine.cache.keys == []
+    assert engine.step() is None
+    assert engine.idle
+    engine.wake()
+    rollouts = []
+    while engine.has_work:
+        rollouts += [r for group in assembler.add(engine.step()) for r in group]
+    assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in expected]
+
+
+def test_experts_are_recorded_for_every_token(make_engine):
+    model = make_model("qwen3-moe")
+    chosen = []
+    for module in model.modules():
+        if type(module).__name__.endswith("Router"):
+            module.register_forward_hook(lambda _, __, output: chosen.append(output[-1]))
+    prompts = [Prompt([1, 2, 3, 4, 5], SamplingParams(max_tokens=8, n=3, ignore_eos=True)), *ragged_prompts(5, PARAMS)]
+    for rollout in run(make_engine("qwen3-moe", record_routing=True, max_prefill_tokens=4), prompts):
+        ids = np.concatenate([rollout.prompt_token_ids, rollout.token_ids])[:-1]
+        chosen.clear()
+        model(torch.from_numpy(ids).long()[None])
+        assert rollout.routing.dtype == np.uint8
+        assert rollout.routing.tolist() == torch.stack(chosen, 1).tolist()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,6 +1,8 @@
 """What one forward pass of the generator sends: a header and one row per token drawn."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,8 +14,26 @@ from inflight.core.sampling import SamplingParams
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 MAX_HEADER_BYTES = 1 << 30
 
-# Columns of a frame: name → little-endian dtype. All are one-dimensional with one row per token.
-_COLUMNS = {"request_ids": "<u8", "token_ids": "<i4", "logprobs": "<f4"}
+# Columns of a frame: name → (little-endian dtypes, number of dimensions). The first three are always there.
+_COLUMNS = {
+    "request_ids": (("<u8",), 1),
+    "token_ids": (("<i4",), 1),
+    "logprobs": (("<f4",), 1),
+    "entropies": (("<f4",), 1),
+    "top_token_ids": (("<i4",), 2),
+    "top_logprobs": (("<f4",), 2),
+    "kept_offsets": (("<i8",), 1),
+    "kept_token_ids": (("<i4",), 1),
+    "routing_request_ids": (("<u8",), 1),
+    "routing_positions": (("<i4",), 1),
+    "routing": (("<u1", "<u2"), 3),
+}
+_REQUIRED = tuple(_COLUMNS)[:3]
+_TOGETHER = (
+    ("top_token_ids", "top_logprobs"),
+    ("kept_offsets", "kept_token_ids"),
+    ("routing_request_ids", "routing_positions", "routing"),
+)
 
 
 class GroupStart(msgspec.Struct, frozen=True):
@@ -25,6 +45,8 @@ class GroupStart(msgspec.Struct, frozen=True):
     params: SamplingParams
     metadata: dict[str, Any] = {}
     """What the submitter attached; JSON-like, carried through unread."""
+    forked_from: tuple[int, int] | None = None
+    """(request id, k): the prompt is that request's prompt and the first k tokens that it drew."""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +69,12 @@ class Switch(msgspec.Struct, frozen=True):
     """Requests that had drawn tokens under older weights and went on under these."""
 
 
+class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class FrameHeader(msgspec.Struct, frozen=True):
     engine_id: str
     sequence: int
@@ -65,7 +93,7 @@ class FrameHeader(msgspec.Struct, frozen=True):
     switch: Switch | None = None
     next_group_id: int = 0
     """Groups accepted so far: all with a smaller id were announced in this frame or before it."""
-    columns: list[str] = []
+    columns: list[ColumnSpec] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,45 +101,91 @@ class TokenFrame:
     """All tokens drawn in one forward pass.
 
     request_ids: u64[n]; token_ids: i32[n]; logprobs: f32[n], natural log of the probability that the token had in
-    the distribution it was drawn from.
+    the distribution it was drawn from. `extras` holds what requests asked for, and only then:
+
+    entropies f32[n], NaN where not asked for; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
+    tokens first, −1 and −inf beyond what a request asked for; kept_offsets i64[n + 1] and kept_token_ids i32[…], the
+    tokens that the filters kept for row i being those from offset i to i + 1, none where nothing was filtered or asked
+    for; routing u8 or u16[m, layers, k], the experts of the m tokens that this pass computed, with
+    routing_request_ids u64[m] and routing_positions i32[m], their places in their sequences.
     """
 
     header: FrameHeader
     request_ids: np.ndarray
     token_ids: np.ndarray
     logprobs: np.ndarray
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def encode(self) -> list[bytes]:
         """Message parts: MessagePack header, then the raw little-endian columns in the header's order."""
-        header = msgspec.structs.replace(self.header, columns=list(_COLUMNS))
-        columns = [np.ascontiguousarray(getattr(self, name), dtype).tobytes() for name, dtype in _COLUMNS.items()]
-        return [_HEADER_ENCODER.encode(header), *columns]
+        columns = {name: getattr(self, name) for name in _REQUIRED} | dict(self.extras)
+        arrays = [np.ascontiguousarray(column, _wire_dtype(name, column.dtype)) for name, column in columns.items()]
+        specs = [ColumnSpec(name, a.dtype.str, a.shape) for name, a in zip(columns, arrays, strict=True)]
+        header = msgspec.structs.replace(self.header, columns=specs)
+        return [_HEADER_ENCODER.encode(header), *(array.tobytes() for array in arrays)]
 
     @classmethod
     def decode(cls, parts: list[bytes]) -> "TokenFrame":
-        """Check every size and name against the header, then view the columns. Raises FrameError."""
+        """Check every name, type and size against the header, then view the columns. Raises FrameError."""
         if not parts or len(parts[0]) > MAX_HEADER_BYTES:
             raise FrameError(f"a frame needs a header of at most {MAX_HEADER_BYTES} bytes")
         try:
             header = _HEADER_DECODER.decode(parts[0])
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise FrameError(f"the frame's header cannot be read: {error}") from error
-        if header.columns != list(_COLUMNS):
-            raise FrameError(f"the frame has columns {header.columns}, expected {list(_COLUMNS)}")
-        if len(parts) != 1 + len(_COLUMNS):
-            raise FrameError(f"the frame has {len(parts)} parts, expected {1 + len(_COLUMNS)}")
-        arrays = []
-        for (name, dtype), part in zip(_COLUMNS.items(), parts[1:], strict=True):
-            expected = header.num_tokens * np.dtype(dtype).itemsize
-            if len(part) != expected:
-                raise FrameError(
-                    f"column {name} has {len(part)} bytes, expected {expected} for {header.num_tokens} tokens"
-                )
-            arrays.append(np.frombuffer(part, dtype))
+        names = [spec.name for spec in header.columns]
+        if tuple(names[:3]) != _REQUIRED or len(set(names)) != len(names):
+            raise FrameError(f"the frame has columns {names}, expected {list(_REQUIRED)} and then others, once each")
+        if len(parts) != 1 + len(names):
+            raise FrameError(f"the frame has {len(parts)} parts, expected {1 + len(names)}")
+        columns = {s.name: _column(s, part) for s, part in zip(header.columns, parts[1:], strict=True)}
+        _check_shapes(columns, header.num_tokens)
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        return cls(header, *arrays)
+        required = [columns.pop(name) for name in _REQUIRED]
+        return cls(header, *required, extras=columns)
+
+
+def _wire_dtype(name: str, dtype: np.dtype) -> str:
+    allowed = _COLUMNS[name][0]
+    return dtype.newbyteorder("<").str if len(allowed) > 1 else allowed[0]
+
+
+def _column(spec: ColumnSpec, part: bytes) -> np.ndarray:
+    if spec.name not in _COLUMNS:
+        raise FrameError(f"the frame has an unknown column {spec.name!r}")
+    dtypes, dimensions = _COLUMNS[spec.name]
+    dtype = spec.dtype.replace("|", "<")
+    if dtype not in dtypes or len(spec.shape) != dimensions or min(spec.shape) < 0:
+        raise FrameError(
+            f"column {spec.name} has dtype {spec.dtype} and shape {list(spec.shape)}, "
+            f"expected {' or '.join(dtypes)} in {dimensions} dimensions"
+        )
+    expected = math.prod(spec.shape) * np.dtype(dtype).itemsize
+    if len(part) != expected:
+        raise FrameError(f"column {spec.name} has {len(part)} bytes, expected {expected} for shape {list(spec.shape)}")
+    return np.frombuffer(part, dtype).reshape(spec.shape)
+
+
+def _check_shapes(columns: dict[str, np.ndarray], num_tokens: int) -> None:
+    for family in _TOGETHER:
+        there = [name for name in family if name in columns]
+        if there and len(there) < len(family):
+            raise FrameError(f"column {there[0]} comes without {', '.join(sorted(set(family) - set(there)))}")
+    rows = {"kept_offsets": num_tokens + 1}
+    for name, column in columns.items():
+        expected = rows.get(name, None if name.startswith(("routing", "kept")) else num_tokens)
+        if expected is not None and len(column) != expected:
+            raise FrameError(f"column {name} has {len(column)} rows, expected {expected} for {num_tokens} tokens")
+    if "top_token_ids" in columns and columns["top_token_ids"].shape != columns["top_logprobs"].shape:
+        raise FrameError("columns top_token_ids and top_logprobs differ in shape")
+    if "routing" in columns and len({len(columns[name]) for name in _TOGETHER[2]}) > 1:
+        raise FrameError("the columns of the routing differ in length")
+    if "kept_offsets" in columns:
+        offsets = columns["kept_offsets"]
+        if offsets[0] != 0 or offsets[-1] != len(columns["kept_token_ids"]) or (np.diff(offsets) < 0).any():
+            raise FrameError("column kept_offsets does not rise from 0 to the number of kept tokens")
 
 
 _HEADER_ENCODER = msgspec.msgpack.Encoder()

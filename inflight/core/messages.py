@@ -1,6 +1,7 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
-Client → engine: Hello, Submit, Cancel, GetStatus, Shutdown; publisher → engine: Attach, SlotRequest, SlotReady, Detach.
+Client → engine: Hello, Submit, Fork, Cancel, Pause, Resume, Sleep, Wake, GetStatus, Shutdown; publisher →
+engine: Attach, SlotRequest, SlotReady, Detach.
 Engine → client: Welcome, Submitted, Done, Status, Failed; engine → publisher: Attached, SlotFree, Failed.
 
 A request carries a `ticket` that its answer repeats. A slot has one owner at a time, and ownership moves only by
@@ -14,6 +15,8 @@ import msgspec
 from inflight.core.errors import ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.sampling import SamplingParams
+
+LIVE_VERSION = -1
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -58,6 +61,9 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
     params: SamplingParams
     metadata: dict[str, Any] = {}
+    version: int | None = None
+    """The weight version that draws all of its tokens (LIVE_VERSION: the one live when it is accepted). A slot keeps
+    that version until the request ends. None: whichever version is live at each token."""
 
 
 class Submit(_Message, frozen=True):
@@ -66,10 +72,36 @@ class Submit(_Message, frozen=True):
     prompts: list[Prompt]
 
 
+class Fork(_Message, frozen=True):
+    """Starts a group whose prompt is that of a running request and the first `at` tokens that it drew (None: all)."""
+
+    request_id: int
+    at: int | None
+    params: SamplingParams
+    metadata: dict[str, Any] = {}
+
+
 class Cancel(_Message, frozen=True):
-    """Ends every unfinished request of these groups with finish_reason "cancelled"."""
+    """Ends every unfinished request of these groups, and these requests, with finish_reason "cancelled"."""
 
     group_ids: list[int]
+    request_ids: list[int] = []
+
+
+class Pause(_Message, frozen=True):
+    """No forward pass from the next boundary on, until Resume."""
+
+
+class Resume(_Message, frozen=True):
+    pass
+
+
+class Sleep(_Message, frozen=True):
+    """No forward pass until Wake, and the memory of the KV cache is given back. Unfinished requests go on after it."""
+
+
+class Wake(_Message, frozen=True):
+    pass
 
 
 class GetStatus(_Message, frozen=True):
@@ -116,6 +148,11 @@ class Welcome(_Message, frozen=True):
     max_context: int
     vocab_size: int
     kv_cache_bytes: int
+    kv_cache_tokens: int
+    attention: str
+    """Name of the attention backend."""
+    fused: bool
+    """Whether the decoder runs with fused kernels, or as Transformers runs it."""
     publisher_lock: str
     """File that a publisher locks before it attaches; the kernel frees the lock when the publisher dies."""
 
@@ -137,6 +174,16 @@ class Status(_Message, frozen=True):
     num_swaps: int
     num_swaps_in_flight: int
     bad_messages: int
+    paused: bool
+    asleep: bool
+    versions: list[int]
+    """Held whole, live or pinned, and so open to pinned requests."""
+    num_preemptions: int
+    """Times that a sequence gave its KV blocks back to others and was computed again."""
+    kv_blocks_used: int
+    kv_blocks: int
+    num_reused_tokens: int
+    """Prompt tokens that the prefix cache spared."""
 
 
 class Failed(_Message, frozen=True):
@@ -160,7 +207,22 @@ class SlotFree(_Message, frozen=True):
     slot: int
 
 
-ToEngine = Hello | Submit | Cancel | GetStatus | Shutdown | Attach | SlotRequest | SlotReady | Detach
+ToEngine = (
+    Hello
+    | Submit
+    | Fork
+    | Cancel
+    | Pause
+    | Resume
+    | Sleep
+    | Wake
+    | GetStatus
+    | Shutdown
+    | Attach
+    | SlotRequest
+    | SlotReady
+    | Detach
+)
 FromEngine = Welcome | Submitted | Done | Status | Failed | Attached | SlotFree
 
 _ENCODER = msgspec.msgpack.Encoder()

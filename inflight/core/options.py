@@ -3,6 +3,7 @@
 import msgspec
 
 DEFAULT_MAX_CONTEXT = 4096
+ATTENTION_BACKENDS = ("auto", "flashinfer", "torch", "cpu")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +23,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that decode together."""
     max_context: int = 0
     """Tokens of prompt and answer together; 0 is the model's own limit, at most 4096."""
-    max_prefill_tokens: int = 8192
-    """Padded prompt tokens that may join in one forward pass."""
+    max_prefill_tokens: int = 0
+    """Prompt tokens computed in one forward pass at most, on top of one token per running sequence; longer prompts are
+    computed in chunks. It bounds how long running sequences, and new weights, wait. 0: 2048 on a GPU, 256 on a CPU."""
+    kv_cache_fraction: float = 0.5
+    """Share of the memory left after loading that keys and values may take."""
+    kv_cache_tokens: int = 0
+    """Tokens that the KV cache holds; 0: max_sequences · max_context, as far as the memory goes."""
+    prefix_caching: bool = True
+    """Keep keys and values of ended sequences, for prompts that begin alike under the same weights."""
+    attention: str = "auto"
+    """flashinfer, torch or cpu; auto takes what is fastest and there."""
+    cuda_graphs: bool = True
+    """Replay decoding passes as CUDA graphs (GPU with FlashInfer)."""
+    fused: bool = True
+    """Run known architectures with fused kernels; others always run as Transformers runs them."""
+    record_routing: bool = False
+    """Record the experts that each token took (mixture-of-experts models). Prompts are not taken from the prefix cache
+    then."""
     seed: int = 0
     """Initial weights of built-in shapes."""
     threads: int = 0
@@ -36,8 +53,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"max_sequences must be at least 1, got {self.max_sequences}")
         if self.max_context < 0 or self.max_context == 1:
             raise ValueError(f"max_context must be 0 (the model's own) or at least 2, got {self.max_context}")
-        if self.max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens must be at least 1, got {self.max_prefill_tokens}")
+        if self.max_prefill_tokens < 0:
+            raise ValueError(f"max_prefill_tokens must be positive, or 0 for a default, got {self.max_prefill_tokens}")
+        if not 0 < self.kv_cache_fraction <= 1:
+            raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
+        if self.kv_cache_tokens < 0:
+            raise ValueError(f"kv_cache_tokens must be positive, or 0 for a default, got {self.kv_cache_tokens}")
+        if self.attention not in ATTENTION_BACKENDS:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}, got {self.attention!r}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
 

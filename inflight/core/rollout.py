@@ -30,7 +30,21 @@ class Rollout:
     sampled_at_ns: np.ndarray
     """i64[T], CLOCK_MONOTONIC."""
     finish_reason: str
-    """stop | length | cancelled | error"""
+    """stop | length | cancelled | error, or "" while the sample is unfinished"""
+    entropies: np.ndarray | None = None
+    """f32[T], in nats; where params.return_entropy asked for it, as below."""
+    top_token_ids: np.ndarray | None = None
+    """i32[T, params.top_logprobs], the most likely tokens first."""
+    top_logprobs: np.ndarray | None = None
+    """f32[T, params.top_logprobs]"""
+    kept_offsets: np.ndarray | None = None
+    """i64[T + 1]: token t was drawn from kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]]."""
+    kept_token_ids: np.ndarray | None = None
+    """i32[…]"""
+    routing: np.ndarray | None = None
+    """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
+    forked_from: tuple[int, int] | None = None
+    """(request id, k) if the prompt is another request's prompt and its first k tokens."""
     prompt: str = ""
     """The prompt as text, where a tokenizer is at hand."""
     text: str = ""

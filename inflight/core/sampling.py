@@ -5,14 +5,19 @@ import math
 import msgspec
 
 MAX_SAMPLES = 65536
+MAX_TOP_LOGPROBS = 128
+MAX_LOGIT_BIASES = 4096
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
 LEAST_TEMPERATURE = 1e-6
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one prompt.
 
-    Filters apply in the order temperature, top-k, top-p, min-p, each on the renormalised result of the one before
-    (the order of Hugging Face `generate`). The recorded log-probability is that of the resulting distribution.
+    Logits are changed in the order repetition penalty, logit bias, min_tokens, temperature; then top-k, top-p and min-p
+    cut tokens off, each from the renormalised result of the one before (the order of Hugging Face `generate`). The
+    recorded log-probability is that of the resulting distribution.
 
     Raises ValueError when a field is out of range.
     """
@@ -22,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_tokens: int = 256
     """Tokens drawn per sample at most; fewer where the engine's context ends first."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token; the log-probability recorded is then that at temperature 1, unfiltered."""
+    """0 is greedy: the most likely token; what is recorded is then that of temperature 1, unfiltered."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -33,8 +38,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Draws depend on (seed, sample, position) alone, not on the batch. None: the engine picks one and reports it."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a sample, as the model's own end-of-sequence ids do. The stop token is part of the sample."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample as soon as its text holds one. The token that completes it is part of the sample."""
+    min_tokens: int = 0
+    """Until so many tokens are drawn, stop_token_ids and the model's end-of-sequence ids have probability 0, and stop
+    strings do not end a sample."""
     ignore_eos: bool = False
     """Go on past the model's own end-of-sequence ids (benchmarks)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or drawn before are divided by it if positive, else multiplied (Keskar et al.
+    2019, "CTRL", section 4.1, as in Hugging Face `generate`)."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids; −inf bans one."""
+    top_logprobs: int = 0
+    """Record so many of the most likely tokens at each position, with their log-probabilities."""
+    return_entropy: bool = False
+    """Record the entropy, in nats, of each distribution drawn from."""
+    return_kept: bool = False
+    """Record the token ids that top-k, top-p and min-p kept at each position."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:
@@ -51,12 +72,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty must be positive and finite, got {self.repetition_penalty}")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias holds at most {MAX_LOGIT_BIASES} tokens, got {len(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            if math.isnan(bias) or bias == math.inf:
+                raise ValueError(f"logit_bias of token {token} must be finite or −inf, got {bias}")
+        if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop is a tuple of strings, got one string {self.stop!r}")
+        if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stop):
+            raise ValueError(
+                f"stop holds at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters each"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether some logits are changed before the temperature."""
+        return self.repetition_penalty != 1 or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def filtered(self) -> bool:

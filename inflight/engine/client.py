@@ -1,7 +1,7 @@
 """A trainer's connection to an engine process: requests and their answers."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import zmq
 
@@ -11,19 +11,25 @@ from inflight.core.messages import (
     Cancel,
     Done,
     Failed,
+    Fork,
     FromEngine,
     GetStatus,
     Hello,
+    Pause,
     Prompt,
+    Resume,
     Shutdown,
+    Sleep,
     Status,
     Submit,
     Submitted,
     ToEngine,
+    Wake,
     Welcome,
     decode_from_engine,
     encode,
 )
+from inflight.core.sampling import SamplingParams
 
 _POLL_MS = 100
 Answer = TypeVar("Answer", Welcome, Submitted, Done, Status)
@@ -51,9 +57,32 @@ class EngineClient:
         """Queue prompts and return a group id for each. Raises InvalidRequestError; then none was accepted."""
         return self._ask(Submit(ticket=self._next_ticket(), prompts=list(prompts)), Submitted).group_ids
 
-    def cancel(self, group_ids: Sequence[int]) -> None:
-        """End the unfinished requests of these groups; they arrive with finish_reason "cancelled"."""
-        self._ask(Cancel(ticket=self._next_ticket(), group_ids=list(group_ids)), Done)
+    def fork(self, request_id: int, *, at: int | None, params: SamplingParams, metadata: Mapping[str, Any]) -> int:
+        """Start a group whose prompt is that of an unfinished request and the first `at` tokens that it drew (None:
+        all). Returns its group id. Raises InvalidRequestError."""
+        fork = Fork(ticket=self._next_ticket(), request_id=request_id, at=at, params=params, metadata=dict(metadata))
+        return self._ask(fork, Submitted).group_ids[0]
+
+    def cancel(self, group_ids: Sequence[int], request_ids: Sequence[int] = ()) -> None:
+        """End the unfinished requests of these groups, and these requests; they arrive with finish_reason
+        "cancelled"."""
+        message = Cancel(ticket=self._next_ticket(), group_ids=list(group_ids), request_ids=list(request_ids))
+        self._ask(message, Done)
+
+    def pause(self) -> None:
+        """No forward pass begins after this returns, until `resume()`."""
+        self._ask(Pause(ticket=self._next_ticket()), Done)
+
+    def resume(self) -> None:
+        self._ask(Resume(ticket=self._next_ticket()), Done)
+
+    def sleep(self) -> None:
+        """No forward pass until `wake()`; the memory of the KV cache is given back."""
+        self._ask(Sleep(ticket=self._next_ticket()), Done)
+
+    def wake(self) -> None:
+        """Raises DeviceMemoryError if the memory is not there any more."""
+        self._ask(Wake(ticket=self._next_ticket()), Done)
 
     def status(self) -> Status:
         return self._ask(GetStatus(ticket=self._next_ticket()), Status)

@@ -1,41 +1,69 @@
 """The generation loop: admit → swap → forward → draw → emit."""
 
+import logging
 import secrets
 import uuid
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError, ModelLoadError
 from inflight.core.frames import Finish, FrameHeader, GroupStart, Switch, TokenFrame
-from inflight.core.messages import Prompt
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.attention.backend import choose_backend
 from inflight.engine.kv_cache import KVCache
-from inflight.engine.loading import context_limit, eos_token_ids, load_model, modules_over_slots
+from inflight.engine.loading import context_limit, eos_token_ids, load_model, load_tokenizer, modules_over_slots
 from inflight.engine.model_runner import ModelRunner, probe_layers
-from inflight.engine.sampler import draw, sample_seed
-from inflight.engine.scheduler import Scheduler, Sequence
+from inflight.engine.routing import RoutingRecorder
+from inflight.engine.sampler import Drawn, Sampler, sample_seed
+from inflight.engine.scheduler import Schedule, Scheduler, Sequence
 from inflight.engine.shapes import SHAPES
+from inflight.engine.stopping import StopCondition
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.receiver import Receiver, Slot
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
+logger = logging.getLogger("inflight.engine")
+
 MAX_REQUESTS_PER_SUBMIT = 1_000_000
+_PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass that is under way on the device, or done."""
+
+    schedule: Schedule
+    version: int
+    slot: int
+    switch: Switch | None
+    drawn: Drawn
+    """On the CPU once `done` has happened."""
+    routing: torch.Tensor | None
+    done: torch.cuda.Event | None
 
 
 class Engine:
-    """Generates tokens in this process. `step()` runs one forward pass and returns its frame.
+    """Generates tokens in this process. `step()` returns the frame of one forward pass.
 
     Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all;
     `receiver` is where they arrive. Raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
     DeviceMemoryError when it is built, InvalidRequestError from `submit`.
     """
 
-    def __init__(self, options: EngineOptions):
+    def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
+        """overlap: launch a pass before the results of the one before it are read, so that the host works while the
+        device does. By default on a GPU."""
         if options.threads:
             torch.set_num_threads(options.threads)
         self.engine_id = uuid.uuid4().hex[:12]
@@ -46,22 +74,59 @@ class Engine:
         layers = probe_layers(model)
         text_config = model.config.get_text_config()
         self.max_context = context_limit(text_config, options.max_context)
+        self.max_sequences = options.max_sequences
         self.vocab_size = int(text_config.vocab_size)
-        self._eos_ids = eos_token_ids(model)
 
         layout = layout_of(model)
         slots = [self._make_slot(layout.total_bytes) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.receiver = Receiver(layout, slots)
-        self.cache = KVCache(layers, rows=options.max_sequences, max_context=self.max_context, device=self.device)
-        self._runner = ModelRunner(modules_over_slots(model, layout, slots), self.cache, self.device)
-        self.scheduler = Scheduler(self.cache, max_prefill_tokens=options.max_prefill_tokens)
+        modules = modules_over_slots(model, layout, slots)
+        del model
+        backend = choose_backend(options.attention, layers, self.device)
+        max_prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type]
+        self.cache = KVCache(
+            layers,
+            backend,
+            max_sequences=options.max_sequences,
+            max_context=self.max_context,
+            max_prefill_tokens=max_prefill_tokens,
+            device=self.device,
+            fraction=options.kv_cache_fraction,
+            max_tokens=options.kv_cache_tokens,
+            prefix_caching=options.prefix_caching and not options.record_routing,
+        )
+        self.attention = backend.name
+        self.runner = ModelRunner(
+            modules,
+            self.cache,
+            backend,
+            max_sequences=options.max_sequences,
+            max_context=self.max_context,
+            device=self.device,
+            fused=options.fused,
+            cuda_graphs=options.cuda_graphs and not options.record_routing,
+        )
+        self.scheduler = Scheduler(
+            self.cache, max_sequences=options.max_sequences, max_prefill_tokens=max_prefill_tokens
+        )
+        eos_ids = eos_token_ids(modules[0])
+        self._sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens)
+        self._stop = StopCondition(eos_ids, load_tokenizer(options.model))
+        self._routing = RoutingRecorder(modules, _num_experts(text_config)) if options.record_routing else None
+        self._overlap = self.device.type == "cuda" if overlap is None else overlap
+        self._under_way: _Pass | None = None
+        self._last_served = 0
+        self.paused = False
+        self.asleep = False
 
         self._sequences: dict[int, Sequence] = {}
         self._groups: dict[int, set[int]] = {}
         self._next_request_id = 0
         self._next_group_id = 0
         self._stalled_since_ns: int | None = None
+        self._switch: Switch | None = None
+        """A swap of which no frame has told yet."""
         self._new_groups: list[GroupStart] = []
         self._finishes: list[Finish] = []
         self._num_frames = 0
@@ -91,154 +156,298 @@ class Engine:
                 f"{total} samples in one call; submit at most {MAX_REQUESTS_PER_SUBMIT} at a time"
             )
         for index, prompt in enumerate(prompts):
-            self._check(index, prompt)
+            self._check(f"prompt {index}", prompt)
         return [self._accept(prompt) for prompt in prompts]
 
-    def cancel(self, group_ids: Seq[int]) -> None:
-        """End every unfinished request of these groups; groups that ended already are left alone."""
+    def fork(
+        self,
+        request_id: int,
+        at: int | None = None,
+        params: SamplingParams | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Start a group whose prompt is that of an unfinished request and the first `at` tokens that it drew (None:
+        all so far); it shares their keys and values. Returns its group id. Raises InvalidRequestError.
+
+        params: None takes those of the request, with another seed.
+        """
+        parent = self._sequences.get(request_id)
+        if parent is None:
+            raise InvalidRequestError(
+                f"request {request_id} is not unfinished; submit its prompt and tokens as a new prompt instead"
+            )
+        at = len(parent.tokens) if at is None else at
+        if not 0 <= at <= len(parent.tokens):
+            raise InvalidRequestError(
+                f"request {request_id} has drawn {len(parent.tokens)} tokens, cannot fork at {at}"
+            )
+        params = params or msgspec.structs.replace(parent.params, seed=None)
+        prompt = Prompt(parent.prompt + parent.tokens[:at], params, dict(metadata or {}), parent.pin)
+        self._check("the fork", prompt)
+        return self._accept(prompt, forked_from=(parent, at))
+
+    def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
+        """End every unfinished request of these groups, and these requests; what ended already is left alone."""
+        wanted = {i for i in request_ids if i in self._sequences}
         for group_id in group_ids:
-            for request_id in sorted(self._groups.get(group_id, ())):
-                self._finish(self._sequences[request_id], "cancelled")
+            wanted |= self._groups.get(group_id, set())
+        for request_id in sorted(wanted, reverse=True):  # a leader after its followers, so that none takes its place
+            self._finish(self._sequences[request_id], "cancelled")
+
+    def pause(self) -> None:
+        """No forward pass from the next boundary on, until `resume()`. Weights still arrive."""
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
+        computed again afterwards; slots stay, as publishers may be writing to them."""
+        if not self.asleep:
+            self.asleep = True
+            self.scheduler.preempt_all()
+            self.cache.free_memory()
+            self.runner.free_memory()
+
+    def wake(self) -> None:
+        """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
+        if self.asleep:
+            self.cache.allocate()
+            self.runner.capture()
+            self.asleep = False
 
     @property
     def has_work(self) -> bool:
-        """Whether `step()` has something to do: sequences to advance, or news to send."""
-        return self.scheduler.has_work or bool(self._new_groups or self._finishes)
+        """Whether there are sequences to advance, or news to send."""
+        return self.scheduler.has_work or self._under_way is not None or self._has_news
 
     @property
     def blocked(self) -> bool:
-        """Whether the only slot is lent to the publisher, so that no forward pass can run."""
-        return self.receiver.live is None
+        """Whether no forward pass can run: paused, asleep, or the only slot is lent to the publisher."""
+        return self.paused or self.asleep or self.receiver.live is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether `step()` would do nothing until a message comes."""
+        return not self.has_work or (self.blocked and self._under_way is None and not self._has_news)
+
+    @property
+    def slot_in_use(self) -> int | None:
+        """The slot that a pass under way on the device may still read."""
+        return self._under_way.slot if self._under_way else None
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._new_groups or self._finishes)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> TokenFrame | None:
-        """One forward pass over all running sequences and the prompts that join them.
+        """One forward pass over running sequences and the prompts that join them.
 
-        Returns its frame, or None if there was nothing to do or the only slot is lent. Of all the frames that are
-        not None none may be dropped: their sequence numbers have no gaps.
+        Returns a frame, or None if there is nothing to tell. With overlap it launches a pass and returns the frame of
+        the one before. No frame that is not None may be dropped: their sequence numbers have no gaps.
         """
-        switch = self._swap()
-        if self.blocked:  # no forward pass, but cancellations are still news
-            return self._frame([], [], np.empty(0), None) if self._new_groups or self._finishes else None
-        schedule = self.scheduler.schedule()
-        if not schedule.sequences:
-            return self._frame([], [], np.empty(0), switch) if self.has_work or switch else None
-        logits = self._runner.forward(schedule, self._live_slot)
-        tokens, logprobs = self._draw(logits, schedule.sequences)
-        self._advance(schedule.sequences, tokens, logprobs)
-        self.step_count += 1
-        self.num_tokens += len(tokens)
-        return self._frame(schedule.sequences, tokens, logprobs, switch, starts=schedule.joining)
+        self._swap()
+        launched = self._launch()
+        if self._overlap:
+            launched, self._under_way = self._under_way, launched
+        if launched is not None:
+            return self._collect(launched)
+        return self._frame() if self._has_news or self._switch is not None else None
 
-    def _swap(self) -> Switch | None:
-        """At a forward boundary: let the newest whole version go live."""
+    def _swap(self) -> None:
+        """At a forward boundary: let the newest whole version go live. What is to be told of it goes with the frame of
+        the next pass."""
         began_ns = now_ns()
         ready = self.receiver.take()
+        waiting_for_weights = self.receiver.live is None and self.scheduler.has_work
         if ready is None:
-            if not (self.blocked and self.scheduler.has_work):
+            if not waiting_for_weights:
                 self._stalled_since_ns = None
             elif self._stalled_since_ns is None:
                 self._stalled_since_ns = began_ns
-            return None
-        num_in_flight = sum(bool(s.tokens) for s in self.scheduler.running.values())
+            return
+        num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         since_ns, self._stalled_since_ns = self._stalled_since_ns or began_ns, None
         handling_ns, self.receiver.handling_ns = self.receiver.handling_ns, 0
         stall_ns = now_ns() - since_ns + handling_ns if self.scheduler.has_work else 0
-        return Switch(ready.version, ready.published_ns, stall_ns, num_in_flight)
+        self._switch = Switch(ready.version, ready.published_ns, stall_ns, num_in_flight)
 
-    @property
-    def _live_slot(self) -> int:
-        assert self.receiver.live is not None
-        return self.receiver.live
+    def _launch(self) -> _Pass | None:
+        """Put the next pass under way, if there is one."""
+        if self.blocked or not self.scheduler.has_work:
+            return None
+        live = self.receiver.version
+        version = self._next_version(live)
+        schedule = self.scheduler.schedule(version, live=version == live)
+        if not schedule.chunks:
+            return None
+        slot = self.receiver.slot_of(version)
+        logits = self.runner.forward(schedule, slot)
+        drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else _nothing(logits)
+        routing = self._routing.take() if self._routing else None
+        switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
+        done = None
+        drawn = drawn.to_host()
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self.step_count += 1
+        return _Pass(schedule, version, slot, switch, drawn, routing, done)
 
-    def _draw(self, logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], np.ndarray]:
-        seeds = np.array([s.seed for s in sequences], np.uint64)
-        positions = np.array([s.next_position for s in sequences])
-        tokens, logprobs = draw(logits, [s.params for s in sequences], seeds, positions)
-        return tokens.tolist(), logprobs.cpu().numpy()
+    def _next_version(self, live: int) -> int:
+        """Versions that have sequences take turns; there is one, unless requests are pinned."""
+        wanted = sorted(set(self.scheduler.versions) | ({live} if self.scheduler.has_unpinned else set()))
+        later = [version for version in wanted if version > self._last_served]
+        self._last_served = (later or wanted)[0]
+        return self._last_served
 
-    def _advance(self, sequences: list[Sequence], tokens: list[int], logprobs: np.ndarray) -> None:
-        """Append each token to its sequence and end those that are done."""
-        finite = np.isfinite(logprobs)
-        for sequence, token, is_finite in zip(sequences, tokens, finite, strict=True):
-            sequence.tokens.append(token)
-            if not is_finite:
-                self.cache.clear_row(sequence.row)
+    def _collect(self, done: _Pass) -> TokenFrame:
+        """Read the results of a pass: append the tokens to their sequences and end those that are finished."""
+        if done.done is not None:
+            done.done.synchronize()
+        tokens, logprobs = done.drawn.tokens.tolist(), done.drawn.logprobs.numpy()
+        finite = np.isfinite(logprobs).tolist()
+        rows: list[int] = []
+        for row, (sequence, _) in enumerate(done.schedule.draws):
+            sequence.num_pending -= 1
+            if sequence.finished:  # by the token before, while this pass was under way
+                continue
+            rows.append(row)
+            sequence.tokens.append(tokens[row])
+            if not finite[row]:
                 self._finish(sequence, "error")
-            elif token in sequence.params.stop_token_ids or (token in self._eos_ids and not sequence.params.ignore_eos):
+            elif self._stop.is_met(sequence):
                 self._finish(sequence, "stop")
             elif len(sequence.tokens) >= sequence.max_tokens:
                 self._finish(sequence, "length")
+        for chunk in done.schedule.chunks:
+            if not chunk.sequence.finished:
+                self.cache.remember(chunk.sequence)
+        self.num_tokens += len(rows)
+        return self._frame(done, rows)
 
-    def _frame(
-        self,
-        sequences: list[Sequence],
-        tokens: list[int],
-        logprobs: np.ndarray,
-        switch: Switch | None,
-        starts: Seq[Sequence] = (),
-    ) -> TokenFrame:
+    def _frame(self, done: _Pass | None = None, rows: Seq[int] = ()) -> TokenFrame:
+        """The frame of a pass, of which these rows count; without a pass, one that only brings news."""
+        switch = done.switch if done else None
+        if done is None:
+            switch, self._switch = self._switch, None
         header = FrameHeader(
             engine_id=self.engine_id,
             sequence=self._num_frames,
-            version=self.receiver.version,
+            version=done.version if done else self.receiver.version,
             time_ns=now_ns(),
             step=self.step_count,
-            num_tokens=len(tokens),
+            num_tokens=len(rows),
             groups=self._new_groups,
-            starts=[s.request_id for s in starts],
+            starts=[s.request_id for s in done.schedule.starts] if done else [],
             finishes=self._finishes,
             switch=switch,
             next_group_id=self._next_group_id,
         )
         self._new_groups, self._finishes = [], []
         self._num_frames += 1
-        return TokenFrame(
-            header,
-            np.array([s.request_id for s in sequences], np.uint64),
-            np.array(tokens, np.int32),
-            np.asarray(logprobs, np.float32),
-        )
+        if done is None:
+            return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
+        sequences = [sequence for sequence, _ in done.schedule.draws]
+        request_ids = np.array([s.request_id for s in sequences], np.uint64)
+        tokens, logprobs = done.drawn.tokens.numpy(), done.drawn.logprobs.numpy()
+        if len(rows) < len(sequences):
+            request_ids, tokens, logprobs = (column[list(rows)] for column in (request_ids, tokens, logprobs))
+        return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, self._extras(done, rows))
+
+    def _extras(self, done: _Pass, rows: Seq[int]) -> dict[str, np.ndarray]:
+        """The optional columns of a frame."""
+        drawn, keep = done.drawn, list(rows)
+        extras: dict[str, np.ndarray] = {}
+        if drawn.entropies is not None:
+            extras["entropies"] = drawn.entropies.numpy()[keep]
+        if drawn.top_logprobs is not None and drawn.top_token_ids is not None:
+            extras["top_token_ids"] = drawn.top_token_ids.numpy().astype(np.int32)[keep]
+            extras["top_logprobs"] = drawn.top_logprobs.numpy()[keep]
+        if drawn.kept_counts is not None and drawn.kept_token_ids is not None:
+            pieces = dict(zip(drawn.kept_rows, drawn.kept_token_ids.split(drawn.kept_counts.tolist()), strict=True))
+            kept = [pieces[row].numpy().astype(np.int32) if row in pieces else np.empty(0, np.int32) for row in keep]
+            extras["kept_offsets"] = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+            extras["kept_token_ids"] = np.concatenate([*kept, np.empty(0, np.int32)])
+        if self._routing is not None and done.routing is not None:
+            chunks = done.schedule.chunks
+            extras["routing_request_ids"] = np.repeat(
+                np.array([c.sequence.request_id for c in chunks], np.uint64), [c.count for c in chunks]
+            )
+            extras["routing_positions"] = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
+            extras["routing"] = self._routing.for_wire(done.routing)
+        return extras
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _check(self, index: int, prompt: Prompt) -> None:
-        ids = prompt.token_ids
+    def _check(self, name: str, prompt: Prompt) -> None:
+        ids, params = prompt.token_ids, prompt.params
         if not ids:
-            raise InvalidRequestError(f"prompt {index} is empty; the engine needs at least one token")
+            raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
         if len(ids) >= self.max_context:
             raise InvalidRequestError(
-                f"prompt {index} has {len(ids)} tokens and the context holds {self.max_context}, of which the answer "
+                f"{name} has {len(ids)} tokens and the context holds {self.max_context}, of which the answer "
                 "needs at least one; shorten the prompt or launch with a larger max_context"
             )
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high
-            raise InvalidRequestError(f"prompt {index} has token id {bad}; the vocabulary is 0 … {self.vocab_size - 1}")
+            raise InvalidRequestError(f"{name} has token id {bad}; the vocabulary is 0 … {self.vocab_size - 1}")
+        for what, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            bad = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+            if bad is not None:
+                raise InvalidRequestError(
+                    f"{name} has token id {bad} in {what}; the vocabulary is 0 … {self.vocab_size - 1}"
+                )
+        if params.stop and not self._stop.can_read_text:
+            raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
+        if params.top_logprobs > self.vocab_size:
+            raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {self.vocab_size} top_logprobs")
+        if prompt.version not in (None, LIVE_VERSION) and prompt.version not in self.receiver.versions:
+            raise InvalidRequestError(
+                f"{name} is pinned to version {prompt.version}, which no slot holds; "
+                f"held are {', '.join(map(str, self.receiver.versions)) or 'none'}"
+            )
+        if prompt.version == LIVE_VERSION and self.receiver.live is None:
+            raise InvalidRequestError(f"{name} is pinned to the live version, but the only slot is being written to")
 
-    def _accept(self, prompt: Prompt) -> int:
+    def _accept(self, prompt: Prompt, forked_from: tuple[Sequence, int] | None = None) -> int:
         params = prompt.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         group_id, first = self._next_group_id, self._next_request_id
         self._next_group_id += 1
         self._next_request_id += params.n
         max_tokens = min(params.max_tokens, self.max_context - len(prompt.token_ids))
+        pin = self.receiver.version if prompt.version == LIVE_VERSION else prompt.version
         self._groups[group_id] = set(range(first, first + params.n))
-        for sample in range(params.n):
-            sequence = Sequence(
-                first + sample, group_id, sample_seed(seed, sample), prompt.token_ids, params, max_tokens
+        leader, *followers = (
+            Sequence(
+                first + sample, group_id, sample, sample_seed(seed, sample), prompt.token_ids, params, max_tokens, pin
             )
-            self._sequences[sequence.request_id] = sequence
-            self.scheduler.add(sequence)
+            for sample in range(params.n)
+        )
+        leader.followers = followers
+        self._sequences |= {s.request_id: s for s in (leader, *followers)}
+        if pin is not None:
+            self.receiver.pin(pin, params.n)
+        if forked_from is None or self._routing is not None:
+            self.scheduler.add(leader)
+        else:
+            self.scheduler.fork(forked_from[0], leader)
+        origin = (forked_from[0].request_id, forked_from[1]) if forked_from else None
         seeded = msgspec.structs.replace(params, seed=seed)
-        self._new_groups.append(GroupStart(group_id, first, prompt.token_ids, seeded, prompt.metadata))
+        self._new_groups.append(GroupStart(group_id, first, prompt.token_ids, seeded, prompt.metadata, origin))
         return group_id
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         self.scheduler.remove(sequence)
+        if sequence.pin is not None:
+            self.receiver.unpin(sequence.pin)
         del self._sequences[sequence.request_id]
         members = self._groups[sequence.group_id]
         members.remove(sequence.request_id)
@@ -248,6 +457,10 @@ class Engine:
 
     def _make_slot(self, nbytes: int) -> Slot:
         return CudaSlot.create(nbytes, self.device) if self.device.type == "cuda" else SharedMemorySlot.create(nbytes)
+
+
+def _nothing(logits: torch.Tensor) -> Drawn:
+    return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32))
 
 
 def _resolve_device(name: str) -> torch.device:
@@ -272,3 +485,8 @@ def _resolve_dtype(options: EngineOptions, device: torch.device) -> torch.dtype 
     if options.model in SHAPES:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return None
+
+
+def _num_experts(config: PretrainedConfig) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max(int(getattr(config, name, 0) or 0) for name in names)

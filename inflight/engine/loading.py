@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
-from inflight.engine.attention import ATTENTION_NAME
+from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.weights.receiver import Slot
 from inflight.weights.tensors import published_tensors, slot_views
@@ -105,7 +105,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def modules_over_slots(model: nn.Module, layout: WeightLayout, slots: Sequence[Slot]) -> list[nn.Module]:
+def modules_over_slots(model: PreTrainedModel, layout: WeightLayout, slots: Sequence[Slot]) -> list[PreTrainedModel]:
     """One module per slot whose parameters are views of the slot; all other buffers are shared with `model`.
 
     Nothing is copied: deepcopy is told that each parameter's copy is the view.

@@ -1,59 +1,189 @@
-"""Runs one packed forward pass of a schedule over the module of one slot."""
+"""Runs the forward pass of a schedule over the weights of one slot."""
 
+import logging
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention import ForwardBatch, record_layers, run_with_batch
-from inflight.engine.kv_cache import KVCache, LayerShape
+from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
+from inflight.engine.attention.hook import record_layers, run_packed
+from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
+from inflight.engine.graphs import DecodeGraphs
+from inflight.engine.kv_cache import NO_BLOCK, KVCache, LayerShape
 from inflight.engine.scheduler import Schedule
+
+logger = logging.getLogger("inflight.engine")
 
 
 class ModelRunner:
     """Turns a schedule into tensors and tensors into logits. `modules[slot]` reads the weights of that slot."""
 
-    def __init__(self, modules: Seq[nn.Module], cache: KVCache, device: torch.device):
+    def __init__(
+        self,
+        modules: Seq[PreTrainedModel],
+        cache: KVCache,
+        backend: AttentionBackend,
+        *,
+        max_sequences: int,
+        max_context: int,
+        device: torch.device,
+        fused: bool,
+        cuda_graphs: bool,
+    ):
         self._modules = list(modules)
-        self._cache = cache
-        self._device = device
+        self._cache, self._backend, self._device = cache, backend, device
+        self.last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        """By lane: the token drawn last. It never visits the host on its way into the next pass."""
+        self.unfused_reason = "asked for" if not fused else None
+        """Why the model runs as Transformers runs it; None where it runs fused."""
+        self._decoders: list[FusedDecoder] = []
+        if fused:
+            self._fuse(max_context)
+        self._max_sequences = max_sequences
+        self._wants_graphs = cuda_graphs
+        self._graphs: DecodeGraphs | None = None
+        self.capture()
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that were recorded."""
+        return len(self._graphs) if self._graphs is not None else 0
+
+    def capture(self) -> None:
+        """Record the graphs of decoding passes, where the model is fused and the backend can be part of one."""
+        backend = self._backend
+        if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
+            return
+        try:
+            self._graphs = DecodeGraphs(
+                self._decoders, self._cache, backend, max_sequences=self._max_sequences, device=self._device
+            )
+        except RuntimeError as error:  # a mixture of experts that asks the device how many tokens each of them has
+            logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
+            self._wants_graphs = False
+            backend.drop_graphs()
+
+    def free_memory(self) -> None:
+        """Drop the graphs and the memory that they hold."""
+        if self._graphs is not None:
+            self._graphs = None
+            assert isinstance(self._backend, GraphBackend)
+            self._backend.drop_graphs()
 
     @torch.inference_mode()
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
-        """Logits [N + P, V] for the token after the last one of each sequence, in the schedule's order."""
-        decoding, joining = schedule.decoding, schedule.joining
-        last_positions = [s.next_position - 1 for s in decoding]
-        lengths = [len(s.prompt) for s in joining]
-        token_ids = [s.tokens[-1] for s in decoding]
-        positions = list(last_positions)
-        ends = list(range(len(decoding)))
-        for sequence, length in zip(joining, lengths, strict=True):
-            token_ids += sequence.prompt
-            positions += range(length)
-            ends.append(len(token_ids) - 1)
-        batch = ForwardBatch(
-            cache=self._cache,
-            decode_rows=self._tensor([s.row for s in decoding]),
-            decode_positions=self._tensor(last_positions),
-            prefill_rows=self._tensor([s.row for s in joining]),
-            prefill_lengths=self._tensor(lengths),
-            num_rows=decoding[-1].row + 1 if decoding else 0,
-            longest_context=max(last_positions, default=-1) + 1,
-            longest_prompt=max(lengths, default=0),
-        )
-        logits = run_with_batch(
-            self._modules[slot],
-            batch,
-            input_ids=self._tensor([token_ids]),
-            position_ids=self._tensor([positions]),
-            logits_to_keep=self._tensor(ends),
-        )
-        return logits[0]
+        """Logits [M, V], one row per draw of the schedule, in its order."""
+        batch = self._batch(schedule)
+        if self._graphs is not None and schedule.num_single == len(schedule.chunks):
+            logits = self._graphs.run(slot, batch)
+        else:
+            self._backend.begin(batch, self._cache)
+            logits = self._run(slot, batch)
+        chunks = [chunk for _, chunk in schedule.draws]
+        if len(set(chunks)) < len(chunks):  # samples of one prompt draw from the same row
+            logits = logits[torch.tensor(_rank(chunks), device=self._device)]
+        return logits
 
-    def _tensor(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def _run(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
+        if self._decoders:
+            return self._decoders[slot](batch)
+        return run_packed(self._modules[slot], batch, self._cache, self._backend)
+
+    def _batch(self, schedule: Schedule) -> ForwardBatch:
+        chunks, size = schedule.chunks, self._cache.block_size
+        counts = np.array([chunk.count for chunk in chunks])
+        begins = np.array([chunk.start for chunk in chunks])
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        positions = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
+        token_ids, lanes = self._known_tokens(schedule)
+        drawing = sorted({chunk for _, chunk in schedule.draws})
+        rows = starts[1:][drawing] - 1
+        used = -(-int((begins + counts).max()) // size)
+        tables, slots = [], []
+        for group in range(len(self._cache.groups)):
+            table = np.full((len(chunks), used), NO_BLOCK, np.int32)
+            for row, chunk in enumerate(chunks):
+                blocks = chunk.sequence.blocks[group][:used]
+                table[row, : len(blocks)] = blocks
+            owner = np.repeat(np.arange(len(chunks)), counts)
+            slots.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
+            tables.append(table)
+        on_device = self._to_device([token_ids, positions, rows, *slots])
+        ids = on_device[0]
+        if len(lanes):
+            ids[: len(lanes)] = self.last_tokens[self._to_device([lanes])[0]]
+        return ForwardBatch(
+            token_ids=ids,
+            positions=on_device[1],
+            rows=on_device[2],
+            slots=on_device[3:],
+            tables=tables,
+            starts=torch.from_numpy(starts.astype(np.int32)),
+            contexts=torch.from_numpy((begins + counts).astype(np.int32)),
+            num_single=schedule.num_single,
+        )
+
+    def _known_tokens(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids i64[T], 0 for the single chunks, and the lanes of these, where the device has their tokens."""
+        single, several = schedule.chunks[: schedule.num_single], schedule.chunks[schedule.num_single :]
+        ids = [0] * len(single)
+        for chunk in several:
+            ids += chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
+        return np.array(ids, np.int64), np.array([chunk.sequence.lane for chunk in single], np.int64)
+
+    def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """Integer arrays as i64 tensors on the device, in one copy."""
+        flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False))
+        if self._device.type == "cuda":
+            flat = flat.pin_memory().to(self._device, non_blocking=True)
+        return list(flat.split([len(array) for array in arrays]))
+
+    # ---- fusion -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _fuse(self, max_context: int) -> None:
+        """Use fused decoders if the model is a known one and they compute what it computes."""
+        try:
+            decoders = [FusedDecoder(m, self._cache, self._backend, max_context) for m in self._modules]
+            length = min(12, max_context)
+            batch = self._probe(length)
+            self._backend.begin(batch, self._cache)
+            theirs = run_packed(self._modules[0], batch, self._cache, self._backend)
+            ours = decoders[0](batch)
+            if not agrees_with(ours, theirs):
+                raise UnknownPartError("the fused decoder and the Transformers model give different logits")
+        except UnknownPartError as error:
+            self.unfused_reason = str(error)
+            logger.info("the model runs as Transformers runs it: %s", error)
+            return
+        self._decoders = decoders
+
+    def _probe(self, length: int) -> ForwardBatch:
+        """A batch of one sequence in the first blocks of the cache, which nobody holds yet."""
+        size = self._cache.block_size
+        positions = torch.arange(length, device=self._device)
+        vocabulary = self._modules[0].config.get_text_config().vocab_size
+        table = np.arange(1, -(-length // size) + 1, dtype=np.int32)[None]
+        groups = range(len(self._cache.groups))
+        return ForwardBatch(
+            token_ids=(positions * 7919 + 1) % vocabulary,
+            positions=positions,
+            rows=positions,
+            slots=[positions + size for _ in groups],
+            tables=[table for _ in groups],
+            starts=torch.tensor([0, length], dtype=torch.int32),
+            contexts=torch.tensor([length], dtype=torch.int32),
+        )
+
+
+def _rank(values: list[int]) -> list[int]:
+    """The index of each value among the distinct ones, sorted."""
+    order = {value: index for index, value in enumerate(sorted(set(values)))}
+    return [order[value] for value in values]
 
 
 @torch.inference_mode()

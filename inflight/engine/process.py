@@ -25,10 +25,14 @@ from inflight.core.messages import (
     Detach,
     Done,
     Failed,
+    Fork,
     FromEngine,
     GetStatus,
     Hello,
+    Pause,
+    Resume,
     Shutdown,
+    Sleep,
     SlotFree,
     SlotReady,
     SlotRequest,
@@ -36,6 +40,7 @@ from inflight.core.messages import (
     Submit,
     Submitted,
     ToEngine,
+    Wake,
     Welcome,
     decode_to_engine,
     encode,
@@ -65,7 +70,7 @@ class EngineProcess:
 
     def run(self) -> None:
         while not self.stopping:
-            self._answer(wait=not self._engine.has_work or self._engine.blocked)
+            self._answer(wait=self._engine.idle)
             frame = self._engine.step()
             if frame is not None:
                 self._stream.send(frame)
@@ -114,8 +119,23 @@ class EngineProcess:
                 return self._welcome(message.ticket)
             case Submit():
                 return Submitted(ticket=message.ticket, group_ids=engine.submit(message.prompts))
+            case Fork():
+                group_id = engine.fork(message.request_id, message.at, message.params, message.metadata)
+                return Submitted(ticket=message.ticket, group_ids=[group_id])
             case Cancel():
-                engine.cancel(message.group_ids)
+                engine.cancel(message.group_ids, message.request_ids)
+                return Done(ticket=message.ticket)
+            case Pause():
+                engine.pause()
+                return Done(ticket=message.ticket)
+            case Resume():
+                engine.resume()
+                return Done(ticket=message.ticket)
+            case Sleep():
+                engine.sleep()
+                return Done(ticket=message.ticket)
+            case Wake():
+                engine.wake()
                 return Done(ticket=message.ticket)
             case GetStatus():
                 return self._status(message.ticket)
@@ -144,10 +164,13 @@ class EngineProcess:
             layout=engine.receiver.layout,
             device=str(engine.device),
             num_slots=len(engine.receiver.slots),
-            max_sequences=engine.cache.num_rows,
+            max_sequences=engine.max_sequences,
             max_context=engine.max_context,
             vocab_size=engine.vocab_size,
             kv_cache_bytes=engine.cache.nbytes,
+            kv_cache_tokens=engine.cache.capacity_tokens,
+            attention=engine.attention,
+            fused=engine.runner.unfused_reason is None,
             publisher_lock=str(self._publisher_lock),
         )
 
@@ -157,12 +180,19 @@ class EngineProcess:
             ticket=ticket,
             version=engine.receiver.version,
             step=engine.step_count,
-            num_waiting=len(engine.scheduler.waiting),
+            num_waiting=engine.scheduler.num_waiting,
             num_running=len(engine.scheduler.running),
             num_tokens=engine.num_tokens,
             num_swaps=engine.num_swaps,
             num_swaps_in_flight=engine.num_swaps_in_flight,
             bad_messages=self._bad_messages,
+            paused=engine.paused,
+            asleep=engine.asleep,
+            versions=engine.receiver.versions,
+            num_preemptions=engine.scheduler.num_preemptions,
+            kv_blocks_used=engine.cache.num_used_blocks,
+            kv_blocks=engine.cache.num_blocks,
+            num_reused_tokens=engine.cache.num_reused_tokens,
         )
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -178,7 +208,7 @@ class EngineProcess:
             ticket=message.ticket,
             layout=receiver.layout,
             slots=[slot.descriptor() for slot in receiver.slots],
-            free=receiver.attach(),
+            free=receiver.attach(in_use=self._engine.slot_in_use),
             version=receiver.newest_version,
         )
 
@@ -187,10 +217,10 @@ class EngineProcess:
             raise ProtocolError("this publisher is not attached to the engine, or another took its place")
 
     def _lend_slots(self) -> None:
-        """The step before has finished on the device, so no forward pass reads an idle slot any more."""
+        """No forward pass reads an idle slot any more, unless it is the one that is under way."""
         receiver = self._engine.receiver
         if self._publisher is not None:
-            for slot in receiver.lend():
+            for slot in receiver.lend(in_use=self._engine.slot_in_use):
                 began_ns = now_ns()
                 self._send(self._publisher, SlotFree(slot=slot))
                 receiver.handling_ns += now_ns() - began_ns

@@ -1,5 +1,6 @@
 """Turns frames into rollouts, and rollouts into groups."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +18,20 @@ class _Partial:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     times_ns: list[int] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    top_token_ids: list[np.ndarray] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+    routing: dict[int, np.ndarray] = field(default_factory=dict)
+    """By position; the first time that a token was computed counts."""
 
 
 @dataclass(slots=True)
 class _Group:
     start: GroupStart
     finished: list[Rollout] = field(default_factory=list)
+    prompt_routing: dict[int, np.ndarray] = field(default_factory=dict)
+    """By position: whichever sample computed the prompt did it for all."""
 
 
 class Assembler:
@@ -42,11 +51,20 @@ class Assembler:
         """Whether the group has started and not ended."""
         return group_id in self._groups
 
+    def partial(self, group_id: int) -> list[Rollout]:
+        """What has arrived of the unfinished samples of a group."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return []
+        first = group.start.first_request_id
+        ids = [first + sample for sample in range(group.start.params.n) if first + sample in self._partials]
+        return [_rollout(request_id, self._partials[request_id], group, "") for request_id in ids]
+
     def abandon(self) -> list[list[Rollout]]:
         """After frames were lost: end what is unfinished as "error", since nobody can tell whether it is whole."""
         for request_id, partial in self._partials.items():
-            rollout = _rollout(request_id, _Partial(partial.group), "error")
-            self._groups[partial.group.group_id].finished.append(rollout)
+            group = self._groups[partial.group.group_id]
+            group.finished.append(_rollout(request_id, _Partial(partial.group), group, "error"))
         groups = [sorted(group.finished, key=lambda rollout: rollout.sample) for group in self._groups.values()]
         self._partials.clear()
         self._groups.clear()
@@ -65,11 +83,11 @@ class Assembler:
             partial = self._partials.pop(finish.request_id, None)
             if partial is None:
                 continue
-            if len(partial.token_ids) == finish.num_tokens:
-                rollout = _rollout(finish.request_id, partial, finish.reason)
-            else:
-                rollout = _rollout(finish.request_id, _Partial(partial.group), "error")
             group_state = self._groups[partial.group.group_id]
+            if len(partial.token_ids) == finish.num_tokens:
+                rollout = _rollout(finish.request_id, partial, group_state, finish.reason)
+            else:
+                rollout = _rollout(finish.request_id, _Partial(partial.group), group_state, "error")
             group_state.finished.append(rollout)
             if len(group_state.finished) == group_state.start.params.n:
                 del self._groups[partial.group.group_id]
@@ -79,7 +97,7 @@ class Assembler:
     def _append(self, frame: TokenFrame) -> None:
         version, time_ns = frame.header.version, frame.header.time_ns
         rows = zip(frame.request_ids.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
-        for request_id, token_id, logprob in rows:
+        for row, (request_id, token_id, logprob) in enumerate(rows):
             partial = self._partials.get(request_id)
             if partial is None:
                 self.num_orphan_tokens += 1
@@ -88,12 +106,36 @@ class Assembler:
             partial.logprobs.append(logprob)
             partial.versions.append(version)
             partial.times_ns.append(time_ns)
+            if frame.extras:
+                self._append_extras(partial, frame.extras, row)
+        if "routing" in frame.extras:
+            self._append_routing(frame.extras)
         self.num_tokens += frame.header.num_tokens
 
+    def _append_extras(self, partial: _Partial, extras: Mapping[str, np.ndarray], row: int) -> None:
+        params = partial.group.params
+        if params.return_entropy and "entropies" in extras:
+            partial.entropies.append(float(extras["entropies"][row]))
+        if params.top_logprobs and "top_logprobs" in extras:
+            partial.top_token_ids.append(extras["top_token_ids"][row, : params.top_logprobs])
+            partial.top_logprobs.append(extras["top_logprobs"][row, : params.top_logprobs])
+        if params.return_kept and params.filtered and "kept_offsets" in extras:
+            start, end = extras["kept_offsets"][row : row + 2]
+            partial.kept.append(extras["kept_token_ids"][start:end])
 
-def _rollout(request_id: int, partial: _Partial, reason: str) -> Rollout:
+    def _append_routing(self, extras: Mapping[str, np.ndarray]) -> None:
+        ids, positions = extras["routing_request_ids"].tolist(), extras["routing_positions"].tolist()
+        for row, (request_id, position) in enumerate(zip(ids, positions, strict=True)):
+            partial = self._partials.get(request_id)
+            if partial is not None:
+                group = self._groups[partial.group.group_id]
+                in_prompt = position < len(partial.group.prompt_token_ids)
+                (group.prompt_routing if in_prompt else partial.routing).setdefault(position, extras["routing"][row])
+
+
+def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) -> Rollout:
     group = partial.group
-    return Rollout(
+    rollout = Rollout(
         request_id=request_id,
         group_id=group.group_id,
         sample=request_id - group.first_request_id,
@@ -105,4 +147,18 @@ def _rollout(request_id: int, partial: _Partial, reason: str) -> Rollout:
         weight_versions=np.array(partial.versions, np.int64),
         sampled_at_ns=np.array(partial.times_ns, np.int64),
         finish_reason=reason,
+        forked_from=group.forked_from,
     )
+    num_tokens = len(partial.token_ids)
+    if num_tokens and len(partial.entropies) == num_tokens:
+        rollout.entropies = np.array(partial.entropies, np.float32)
+    if num_tokens and len(partial.top_logprobs) == num_tokens:
+        rollout.top_token_ids, rollout.top_logprobs = np.stack(partial.top_token_ids), np.stack(partial.top_logprobs)
+    if num_tokens and len(partial.kept) == num_tokens:
+        rollout.kept_offsets = np.cumsum([0, *map(len, partial.kept)], dtype=np.int64)
+        rollout.kept_token_ids = np.concatenate(partial.kept)
+    routing = siblings.prompt_routing | partial.routing
+    places = range(len(group.prompt_token_ids) + num_tokens - 1)
+    if num_tokens and routing and all(place in routing for place in places):
+        rollout.routing = np.stack([routing[place] for place in places])
+    return rollout

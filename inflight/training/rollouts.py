@@ -105,6 +105,12 @@ class RolloutStream:
         self._awaited -= set(group_ids)
         return [found[group_id] for group_id in group_ids]
 
+    def partial(self, group_id: int) -> list[Rollout]:
+        """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
+        while self._receive(0):
+            pass
+        return self._assembler.partial(group_id)
+
     def batches(self, *, rollouts: int, score: Score) -> Iterator[PackedBatch]:
         """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
 
@@ -136,22 +142,24 @@ class RolloutStream:
         yield batch
         consume(self._meter, batch, trainer_version)
 
-    def _receive(self) -> None:
+    def _receive(self, timeout_ms: int = _POLL_MS) -> bool:
+        """Take in one frame; False if none came."""
         try:
-            frame = self._reader.receive(_POLL_MS)
+            frame = self._reader.receive(timeout_ms)
         except (FrameError, StreamGapError):
             self._ready.extend(self._assembler.abandon())
             self._damaged = True
             raise
         if frame is None:
             self._check_engine()
-            return
+            return False
         self._meter.frame(frame)
         for group in self._assembler.add(frame):
             self._add_text(group)
             self._ready.append(group)
         if self._damaged:
             self._forget_what_was_lost(frame.header.next_group_id)
+        return True
 
     def _forget_what_was_lost(self, next_group_id: int) -> None:
         """Groups announced by now, of which nothing is known, went with the lost frames."""

@@ -1,9 +1,10 @@
 """The engine's side of the weights: who owns which slot, and when a version becomes visible.
 
 A slot is LIVE (the engine computes with it), READY (it holds a whole newer version), LENT (the publisher may write to
-it) or IDLE (nobody needs it). It changes hands by message only:
+it), KEPT (it holds an older version for requests that are pinned to it) or IDLE (nobody needs it). It changes hands by
+message only:
 
-    IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE ──the next take()──► IDLE
+    IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE ──the next take()──► IDLE, or KEPT until the last unpin()
 
 A publisher that dies leaves its slots LENT; what it wrote there was never announced, so it is never read.
 """
@@ -25,6 +26,7 @@ class SlotState(Enum):
     LIVE = "live"
     READY = "ready"
     LENT = "lent"
+    KEPT = "kept"
     IDLE = "idle"
 
 
@@ -51,19 +53,42 @@ class Receiver:
         """Time spent on messages about slots since the last switch."""
         self._ready: Ready | None = None
         self._wanted = False
+        self._version_of: dict[int, int] = {0: 0}
+        """Slot → version, of live and kept slots."""
+        self._pins: dict[int, int] = {}
+        """Version → requests pinned to it."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that a forward pass can use: the live one and those that are kept."""
+        return sorted(self._version_of.values())
+
+    def slot_of(self, version: int) -> int:
+        """The slot of a version among `versions`."""
+        return next(slot for slot, held in self._version_of.items() if held == version)
+
+    def pin(self, version: int, requests: int = 1) -> None:
+        """Keep a version among `versions` until it is unpinned as often."""
+        assert version in self._version_of.values()
+        self._pins[version] = self._pins.get(version, 0) + requests
+
+    def unpin(self, version: int) -> None:
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+            slot = self.slot_of(version)
+            if self.states[slot] is SlotState.KEPT:
+                self._retire(slot)
 
     @property
     def newest_version(self) -> int:
         """The newest version that the engine holds whole, live or not."""
         return self._ready.version if self._ready else self.version
 
-    def attach(self) -> list[int]:
+    def attach(self, *, in_use: int | None = None) -> list[int]:
         """A publisher arrives, and any earlier one is gone: the slots that are its own from now on."""
         self._wanted = False
-        lent = [slot for slot, state in enumerate(self.states) if state in (SlotState.LENT, SlotState.IDLE)]
-        for slot in lent:
-            self.states[slot] = SlotState.LENT
-        return lent
+        return [slot for slot, state in enumerate(self.states) if state is SlotState.LENT] + self.lend(in_use=in_use)
 
     def request(self) -> None:
         """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
@@ -91,19 +116,28 @@ class Receiver:
         ready, self._ready = self._ready, None
         if ready is not None:
             if self.live is not None:
-                self.states[self.live] = SlotState.IDLE
+                self._retire(self.live)
             self.states[ready.slot] = SlotState.LIVE
+            self._version_of[ready.slot] = ready.version
             self.live, self.version = ready.slot, ready.version
-        elif self._wanted and self.live is not None:
-            self.states[self.live] = SlotState.IDLE
+        elif self._wanted and self.live is not None and not self._pins:
+            self._retire(self.live)
             self.live = None
         if self.live is None:
             self._wanted = False
         return ready
 
-    def lend(self) -> list[int]:
-        """Idle slots, lent to the publisher from now on. Call it when no forward pass reads them any more."""
-        idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE]
+    def lend(self, *, in_use: int | None = None) -> list[int]:
+        """Idle slots, lent to the publisher from now on, but for the one that a forward pass may still read."""
+        idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE and slot != in_use]
         for slot in idle:
             self.states[slot] = SlotState.LENT
         return idle
+
+    def _retire(self, slot: int) -> None:
+        """A slot that was live or kept: kept while requests are pinned to its version, idle else."""
+        if self._version_of[slot] in self._pins:
+            self.states[slot] = SlotState.KEPT
+        else:
+            self.states[slot] = SlotState.IDLE
+            del self._version_of[slot]

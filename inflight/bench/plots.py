@@ -1,0 +1,43 @@
+"""What the plots of the benchmarks have in common."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inflight.core.errors import InflightError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def require_matplotlib() -> None:
+    """Raise InflightError if there is no matplotlib: to be asked before minutes of measuring."""
+    if find_spec("matplotlib") is None:
+        raise InflightError("--plot needs matplotlib; install it with: pip install 'inflight[demo]'")
+
+
+def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:
+    """A figure with panels side by side."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * num_panels, 4.5))
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, num_panels, squeeze=False)
+    return figure, list(panels[0])
+
+
+def draw_sizes(axes: "Axes", name: str, sizes: list[int]) -> None:
+    """A logarithmic axis of sizes, each written out."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+    axes.set_xlabel(name)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+def save_figure(path: Path, figure: "Figure") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

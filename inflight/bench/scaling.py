@@ -1,0 +1,233 @@
+"""`inflight bench scaling`: what a decode step costs with more sequences, longer ones, and a long queue behind them."""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from inflight.bench.plots import draw_sizes, new_figure, save_figure
+from inflight.bench.throughput import resolve_device, resolve_dtype
+from inflight.core.errors import InflightError
+from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.engine import Engine
+from inflight.engine.loading import load_config
+
+CONTEXT_SEQUENCES = 16
+"""Sequences at each context length."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens that the engine lets join in one pass."""
+
+QUEUE_SEQUENCES = 32
+"""Sequences that decode while others wait."""
+QUEUE_PROMPT_TOKENS = 32
+QUEUE_TOKENS = (32, 96)
+"""Shortest and longest of the requests whose steps are timed: they end and join at different steps."""
+QUEUE_WARMUP_STEPS = 4
+"""Not timed: the first steps prefill and announce all requests, those that wait too."""
+QUEUE_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingBench:
+    model: str
+    device: str
+    dtype: str
+    sequences: tuple[int, ...]
+    prompt_tokens: int
+    contexts: tuple[int, ...]
+    tokens: int
+    queued: int
+    pairs: int
+    threads: int
+    seed: int
+
+
+def measure_scaling(settings: ScalingBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Times of decode steps in an engine of this process.
+
+    by_sequences, by_context: the median over the steps that drew a token for every sequence and started none. The
+    context is that of the prompts; it grows by one in each of the `tokens` steps that are measured.
+    queue: tokens per second without and with `queued` requests waiting behind the same work, in alternated runs;
+    `ratio` (with / without) is the median over the pairs, 1 where the queue costs nothing.
+    Raises InflightError or ValueError; `progress` is told what is going on.
+    """
+    sizes, contexts = sorted(set(settings.sequences)), sorted(set(settings.contexts))
+    by_sequences, by_context = [], []
+    device = resolve_device(settings.device)
+    config = load_config(settings.model)
+    dtype = resolve_dtype(settings.dtype, model=settings.model, config=config, device=device)
+    with _engine(settings, sizes[-1], settings.prompt_tokens) as engine:
+        for size in sizes:
+            progress(f"{size} sequences of {settings.prompt_tokens} tokens")
+            by_sequences.append(_measure_steps(engine, settings, size, settings.prompt_tokens))
+    with _engine(settings, CONTEXT_SEQUENCES, contexts[-1]) as engine:
+        for context in contexts:
+            progress(f"{CONTEXT_SEQUENCES} sequences of {context} tokens")
+            by_context.append(_measure_steps(engine, settings, CONTEXT_SEQUENCES, context))
+    return {
+        "bench": "scaling",
+        **asdict(settings),
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "by_sequences": by_sequences,
+        "by_context": by_context,
+        "queue": _measure_queue(settings, progress) if settings.queued else None,
+    }
+
+
+def scaling_table(result: dict[str, Any]) -> Table:
+    """Both curves, and below them the price of the queue."""
+    table = Table(title=_title(result), title_justify="left", caption_justify="left")
+    for name in ("sequences", "context", "step ms (p50)", "tokens/s of decoding"):
+        table.add_column(name, justify="right")
+    for curve in ("by_sequences", "by_context"):
+        for point in result[curve]:
+            step_ms, speed = point["step_ms"]["p50"], point["tokens_per_s"]
+            table.add_row(str(point["sequences"]), str(point["context"]), f"{step_ms:.2f}", f"{speed:,.0f}")
+        table.add_section()
+    if result["queue"]:
+        table.caption = _queue_sentence(result)
+    return table
+
+
+def plot_scaling(path: Path, result: dict[str, Any]) -> None:
+    """Step time against sequences and against context. `path` is a PNG file."""
+    figure, (left, right) = new_figure(2)
+    for axes, curve, size in ((left, "by_sequences", "sequences"), (right, "by_context", "context")):
+        sizes = [point[size] for point in result[curve]]
+        axes.plot(sizes, [point["step_ms"]["p50"] for point in result[curve]], "o-")
+        axes.set_ylabel("decode step, p50 in ms")
+        draw_sizes(axes, size, sizes)
+    left.set_title(f"{_title(result)}; context {result['prompt_tokens']}", loc="left", fontsize=10)
+    right.set_title(f"{CONTEXT_SEQUENCES} sequences", loc="left", fontsize=10)
+    right.set_xlabel("tokens of context")
+    if result["queue"]:
+        figure.text(0.01, 0.01, _queue_sentence(result), fontsize=8)
+    save_figure(path, figure)
+
+
+def _title(result: dict[str, Any]) -> str:
+    return f"{result['model']} {result['dtype']} on {result['device']}"
+
+
+def _queue_sentence(result: dict[str, Any]) -> str:
+    queue = result["queue"]
+    return (
+        f"{queue['sequences']} sequences with {result['queued']:,} requests waiting: {queue['tokens_per_s']:,.0f} "
+        f"tokens/s, {queue['ratio']:.3f} of the {queue['tokens_per_s_without']:,.0f} without them"
+    )
+
+
+@contextmanager
+def _engine(settings: ScalingBench, sequences: int, context: int) -> Iterator[Engine]:
+    options = EngineOptions(
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_sequences=sequences,
+        max_context=context + settings.tokens + _num_prefills(sequences, context) + 1,
+        max_prefill_tokens=PREFILL_TOKENS,
+        threads=settings.threads,
+        seed=settings.seed,
+    )
+    with Engine(options) as engine:
+        gc.collect()
+        gc.freeze()  # as the engine's own process does
+        try:
+            yield engine
+        finally:
+            gc.unfreeze()
+
+
+def _num_prefills(sequences: int, context: int) -> int:
+    """Passes until the last of the prompts has joined."""
+    return -(-sequences // max(1, PREFILL_TOKENS // context))
+
+
+def _measure_steps(engine: Engine, settings: ScalingBench, sequences: int, context: int) -> dict[str, Any]:
+    draw = random.Random(settings.seed)
+    params = SamplingParams(
+        max_tokens=settings.tokens + _num_prefills(sequences, context) + 1, ignore_eos=True, seed=settings.seed
+    )
+    groups = engine.submit([_prompt(draw, engine, context, params) for _ in range(sequences)])
+    steps_s: list[float] = []
+    while engine.has_work and len(steps_s) < settings.tokens:
+        began = time.perf_counter()
+        frame = engine.step()
+        seconds = time.perf_counter() - began
+        if frame is not None and frame.header.num_tokens == sequences and not frame.header.starts:
+            steps_s.append(seconds)
+    _drop(engine, groups)
+    if not steps_s:
+        raise InflightError(f"no decode step of {sequences} sequences of {context} tokens could be measured")
+    step_s = median(steps_s)
+    return {
+        "sequences": sequences,
+        "context": context,
+        "step_ms": {"p50": step_s * 1e3},
+        "tokens_per_s": sequences / step_s,
+        "num_steps": len(steps_s),
+    }
+
+
+def _measure_queue(settings: ScalingBench, progress: Callable[[str], None]) -> dict[str, Any]:
+    without, behind = [], []
+    with _engine(settings, QUEUE_SEQUENCES, QUEUE_PROMPT_TOKENS + QUEUE_TOKENS[1]) as engine:
+        progress("warming up the queue's engine")
+        _queue_run(engine, settings, 0)
+        for pair in range(settings.pairs):
+            progress(f"without and with {settings.queued:,} requests waiting, {pair + 1} of {settings.pairs}")
+            without.append(_queue_run(engine, settings, 0))
+            behind.append(_queue_run(engine, settings, settings.queued))
+    ratios = [b / a for a, b in zip(without, behind, strict=True)]
+    return {
+        "sequences": QUEUE_SEQUENCES,
+        "num_steps": QUEUE_STEPS,
+        "tokens_per_s": median(behind),
+        "tokens_per_s_without": median(without),
+        "ratio": median(ratios),
+        "ratios": ratios,
+    }
+
+
+def _queue_run(engine: Engine, settings: ScalingBench, queued: int) -> float:
+    """Tokens per second over QUEUE_STEPS steps of always the same requests, enough of them to keep every row busy."""
+    draw = random.Random(settings.seed)
+    shortest, longest = QUEUE_TOKENS
+    num_working = QUEUE_SEQUENCES * (-(-(QUEUE_WARMUP_STEPS + QUEUE_STEPS) // shortest))
+
+    def prompt() -> Prompt:
+        params = SamplingParams(max_tokens=draw.randint(shortest, longest), ignore_eos=True, seed=draw.getrandbits(32))
+        return _prompt(draw, engine, QUEUE_PROMPT_TOKENS, params)
+
+    groups = engine.submit([prompt() for _ in range(num_working + queued)])
+    for _ in range(QUEUE_WARMUP_STEPS):
+        engine.step()
+    num_tokens = 0
+    began = time.perf_counter()
+    for _ in range(QUEUE_STEPS):
+        frame = engine.step()
+        num_tokens += frame.header.num_tokens if frame else 0
+    seconds = time.perf_counter() - began
+    _drop(engine, groups)
+    return num_tokens / seconds
+
+
+def _prompt(draw: random.Random, engine: Engine, length: int, params: SamplingParams) -> Prompt:
+    return Prompt([draw.randrange(engine.vocab_size) for _ in range(length)], params)
+
+
+def _drop(engine: Engine, groups: list[int]) -> None:
+    """End all requests, so that the next measurement finds the engine empty."""
+    engine.cancel(groups)
+    while engine.has_work:
+        engine.step()

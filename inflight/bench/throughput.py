@@ -1,0 +1,312 @@
+"""`inflight bench throughput`: tokens per second, side by side with other engines on the same weights.
+
+Every side is a process of its own (`peers.py`) that holds its engine through the whole run. They draw in alternation,
+one at a time: ours, peer, ours, peer, … A ratio is the median over such pairs.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from inflight.bench.peer_worker import Hello, Job, Run, Setup
+from inflight.bench.peers import Worker, interpreter
+from inflight.bench.plots import draw_sizes, new_figure, save_figure
+from inflight.core.errors import InflightError
+from inflight.engine.loading import load_config
+from inflight.engine.shapes import SHAPES
+
+SETTLE_S = 0.5
+"""Pause between two runs, in which the threads of the side that just ran fall asleep."""
+OURS = "inflight"
+
+MAX_OTHER_CPU = 0.2
+"""Cores that other programs may use during a run before a remark says so."""
+MAX_LOGPROB_GAP = 0.1
+"""Relative difference of mean log-probabilities, which are means over different draws, before a remark says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputBench:
+    model: str
+    device: str
+    dtype: str
+    sequences: tuple[int, ...]
+    tokens: int
+    prompt_tokens: int
+    peers: tuple[str, ...]
+    pairs: int
+    threads: int
+    seed: int
+
+
+def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Tokens per second of our engine and of each peer, for each number of sequences.
+
+    Every sequence has its own random prompt and gets exactly `tokens` tokens at temperature 1, with their
+    log-probabilities recorded. A run is timed from submitting the prompts to the last token; the first run of each
+    side at each number of sequences is a warm-up. Without peers ours runs `pairs` times.
+    Raises InflightError or ValueError; `progress` is told what is going on.
+    """
+    for peer in settings.peers:
+        interpreter(peer)
+    sizes = sorted(set(settings.sequences))
+    device = resolve_device(settings.device)
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary, ExitStack() as stack:
+        directory = Path(temporary)
+        progress("saving the model")
+        model = _prepare_model(settings, device, directory)
+        setup = Setup(
+            model=model.path,
+            device=device,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=model.config.get_text_config().vocab_size,
+            max_sequences=sizes[-1],
+            max_context=settings.prompt_tokens + settings.tokens,
+            kv_bytes_per_token=_kv_bytes_per_token(model.config, model.dtype),
+            threads=settings.threads,
+            seed=settings.seed,
+        )
+        workers: dict[str, Worker] = {}
+        hellos: dict[str, Hello] = {}
+        for name in (OURS, *settings.peers):
+            progress(f"{name} is loading the model")
+            workers[name] = stack.enter_context(Worker(name, setup, directory))
+            hellos[name] = workers[name].wait_until_ready()
+        seeds = count(settings.seed * 1_000_000, 1_000)
+        points = [_measure_point(settings, size, workers, seeds, progress) for size in sizes]
+    for point in points:
+        if device == "cuda":  # a worker's own processes would be counted as others
+            point["other_cpu"] = None
+        point["mbu"] = _mbu(point, settings, model, hellos[OURS])
+    last = points[-1]
+    first_peer = settings.peers[0] if settings.peers else None
+    return {
+        "bench": "throughput",
+        **asdict(settings),
+        "device": setup.device,
+        "dtype": setup.dtype,
+        "sequences": sizes,
+        "tokens_per_s": last["tokens_per_s"],
+        "peer_tokens_per_s": last["peers"][first_peer]["tokens_per_s"] if first_peer else None,
+        "ratio": last["peers"][first_peer]["ratio"] if first_peer else None,
+        "mbu": last["mbu"],
+        "peer_mode": hellos[first_peer].mode if first_peer else None,
+        "copy_gb_s": hellos[OURS].copy_gb_s,
+        "points": points,
+        "sides": {
+            name: {"mode": hello.mode, "threads": hello.threads, "versions": hello.versions}
+            for name, hello in hellos.items()
+        },
+    }
+
+
+def throughput_table(result: dict[str, Any]) -> Table:
+    """A row per number of sequences and side."""
+    table = Table(title=f"{_title(result)}, median of {result['pairs']}", title_justify="left")
+    table.add_column("sequences", justify="right")
+    table.add_column("engine")
+    for name in ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU"):
+        table.add_column(name, justify="right")
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    for point in result["points"]:
+        ours = [number(point["step_ms"]["p50"], ".2f"), number(point["prefill_s"], ".3f"), number(point["mbu"], ".1%")]
+        speed, logprob = f"{point['tokens_per_s']:,.0f}", f"{point['logprob_mean']:.3f}"
+        table.add_row(str(point["sequences"]), OURS, speed, "", "", logprob, *ours)
+        for name, peer in point["peers"].items():
+            spread = f"{min(peer['ratios']):.2f} – {max(peer['ratios']):.2f}"
+            speed, logprob = f"{peer['tokens_per_s']:,.0f}", f"{peer['logprob_mean']:.3f}"
+            table.add_row("", name, speed, f"{peer['ratio']:.2f}", spread, logprob)
+    table.caption = "\n".join(_remarks(result["points"]))
+    return table
+
+
+def _remarks(points: list[dict[str, Any]]) -> list[str]:
+    """What makes these numbers doubtful."""
+    remarks = []
+    if any((point["other_cpu"] or 0) > MAX_OTHER_CPU for point in points):
+        remarks.append("Other programs used the processors meanwhile: repeat this on an idle machine.")
+    for name in points[0]["peers"]:
+        gaps = [abs(point["peers"][name]["logprob_mean"] / point["logprob_mean"] - 1) for point in points]
+        if max(gaps) > MAX_LOGPROB_GAP:
+            remarks.append(f"{name} draws from another distribution: its mean log p differs by {max(gaps):.0%}.")
+    return remarks
+
+
+def plot_throughput(path: Path, result: dict[str, Any]) -> None:
+    """Tokens per second against the number of sequences, a line per side. `path` is a PNG file."""
+    figure, (axes,) = new_figure(1)
+    points = result["points"]
+    sizes = [point["sequences"] for point in points]
+    axes.plot(sizes, [point["tokens_per_s"] for point in points], "o-", label=OURS)
+    for name in result["peers"]:
+        speeds = [point["peers"][name]["tokens_per_s"] for point in points]
+        axes.plot(sizes, speeds, "s--", label=f"{name}, {result['sides'][name]['mode']}")
+    axes.set_title(_title(result), loc="left", fontsize=10)
+    axes.set_ylabel("tokens per second")
+    draw_sizes(axes, "sequences", sizes)
+    axes.legend(loc="upper left")
+    save_figure(path, figure)
+
+
+def _title(result: dict[str, Any]) -> str:
+    return (
+        f"{result['model']} {result['dtype']} on {result['device']}: {result['tokens']} tokens after "
+        f"{result['prompt_tokens']}"
+    )
+
+
+def resolve_device(name: str) -> str:
+    """cpu or cuda. Raises InflightError if there is no GPU to be had."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise InflightError("device 'cuda' was asked for, but torch sees no GPU; use --device cpu")
+    return "cuda" if has_gpu and name != "cpu" else "cpu"
+
+
+def resolve_dtype(name: str, *, model: str, config: PretrainedConfig, device: str) -> torch.dtype:
+    """The dtype that "auto" stands for in our engine; the peers' own ideas of it differ."""
+    if name != "auto":
+        return getattr(torch, name)
+    if model in SHAPES:
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    return getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    path: str
+    """A directory or a hub id."""
+    config: PretrainedConfig
+    dtype: torch.dtype
+
+
+def _prepare_model(settings: ThroughputBench, device: str, directory: Path) -> _Model:
+    """A built-in shape is saved, so that all sides have the same weights."""
+    config = load_config(settings.model)
+    dtype = resolve_dtype(settings.dtype, model=settings.model, config=config, device=device)
+    path = Path(settings.model)
+    if settings.model in SHAPES:
+        path = directory / settings.model
+        torch.manual_seed(settings.seed)
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+    return _Model(str(path.resolve()) if path.is_dir() else settings.model, config, dtype)
+
+
+def _measure_point(
+    settings: ThroughputBench,
+    sequences: int,
+    workers: dict[str, Worker],
+    seeds: "count[int]",
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    ours: list[Run] = []
+    others: list[float] = []
+
+    def run(name: str) -> Run:
+        time.sleep(SETTLE_S)
+        job = Job(sequences=sequences, tokens=settings.tokens, prompt_tokens=settings.prompt_tokens, seed=next(seeds))
+        began, began_cpu_s = time.monotonic(), _busy_cpu_s()
+        done = workers[name].run(job)
+        others.append((_busy_cpu_s() - began_cpu_s - done.cpu_s) / (time.monotonic() - began))
+        return done
+
+    for name in workers:
+        progress(f"{sequences} sequences: {name} warms up")
+        run(name)
+    others.clear()
+    peers: dict[str, dict[str, Any]] = {}
+    for peer in settings.peers or (None,):
+        mine, theirs = [], []
+        for pair in range(settings.pairs):
+            progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}")
+            mine.append(run(OURS))
+            theirs += [run(peer)] if peer else []
+        ours += mine
+        if peer:
+            ratios = [_speed(a) / _speed(b) for a, b in zip(mine, theirs, strict=True)]
+            peers[peer] = {**_summary(theirs), "ratio": median(ratios), "ratios": ratios}
+
+    def detail(name: str) -> float | None:
+        values = [run.detail[name] for run in ours if name in run.detail]
+        return median(values) if values else None
+
+    return {
+        "sequences": sequences,
+        **_summary(ours),
+        "step_ms": {"p50": detail("step_ms")},
+        "prefill_s": detail("prefill_s"),
+        "decode_step_s": detail("decode_step_s"),
+        "other_cpu": max(others),
+        "peers": peers,
+    }
+
+
+def _speed(run: Run) -> float:
+    return run.tokens / run.seconds
+
+
+def _summary(runs: list[Run]) -> dict[str, Any]:
+    return {
+        "tokens_per_s": median(map(_speed, runs)),
+        "logprob_mean": sum(run.logprob_mean for run in runs) / len(runs),
+        "idle_cpu": max(run.idle_cpu for run in runs),
+    }
+
+
+def _busy_cpu_s() -> float:
+    """CPU time of the whole machine since it started, with what its host took away; 0 where Linux does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Over all layers."""
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
+
+
+def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Every weight once, but for an input embedding that is not also the output's: a step reads few of its rows."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    if head is not None and head.weight is not embedding.weight:
+        num_weights -= embedding.weight.numel()
+    return num_weights * dtype.itemsize
+
+
+def _mbu(point: dict[str, Any], settings: ThroughputBench, model: "_Model", hello: Hello) -> float | None:
+    """Model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's bandwidth.
+
+    A copy's bytes are those read and those written. A sequence's context is on average its prompt and half its tokens.
+    None on a CPU, and where what a step reads depends on more than that: mixtures of experts, sliding windows.
+    """
+    text = model.config.get_text_config()
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
+    if not hello.copy_gb_s or not point["decode_step_s"] or has_experts or getattr(text, "sliding_window", None):
+        return None
+    context = settings.prompt_tokens + settings.tokens / 2
+    kv_bytes = point["sequences"] * context * _kv_bytes_per_token(model.config, model.dtype)
+    read_bytes = _weight_bytes_per_step(model.config, model.dtype) + kv_bytes
+    return read_bytes / point["decode_step_s"] / (hello.copy_gb_s * 1e9)

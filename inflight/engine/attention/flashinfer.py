@@ -1,0 +1,432 @@
+"""Attention by FlashInfer's paged kernels.
+
+FlashInfer plans on the host, once per pass, how a batch is spread over the GPU; then every layer runs by that plan.
+Layers of one shape that see the same blocks share a plan. It takes the blocks of each sequence as a CSR matrix
+(`PageLists`). Everything was read in flashinfer-python 0.6.14 and holds in 0.7.2 too.
+"""
+
+import importlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from inflight_kernels.attention import paged_attention_reference
+
+from inflight.engine.attention.backend import ForwardBatch
+from inflight.engine.kv_cache import KVCache, LayerShape
+
+logger = logging.getLogger("inflight.engine")
+
+BLOCK_SIZE = 16
+HEAD_DIMS = (64, 128, 256)
+"""The kernels load rows in pieces of 128 bytes: other dimensions do not compile, or read what is not theirs."""
+DTYPES = (torch.bfloat16, torch.float16)
+
+# "auto" means fa3 on Hopper, for prompts only; mini-sglang found it slower there (attention/fi.py: "flashinfer fa3 is
+# slow, use fa2 instead"), and it would be a second set of kernels to compile.
+_BACKEND = "fa2"
+# The decoding kernel without tensor cores takes groups of 1, 2, 3, 4 and 8 heads only. vLLM always uses tensor cores
+# ("at least as good as cuda cores for all attention ops in latest gpus", v1/attention/backends/flashinfer.py), which
+# are the kernels of prompts: one module to compile where there would be two.
+_TENSOR_CORES = True
+_MIN_WORKSPACE_BYTES = 128 * 2**20
+"""What FlashInfer recommends."""
+_GRAPH_PLAN_BYTES = 2**20
+"""A plan of S sequences takes less than 64 · S + 32 KiB; FlashInfer's own 8 MiB for each size of graph add up."""
+_TOLERANCE = 0.02
+"""Relative error of bf16 attention whose partial results are rounded to bf16, and then some."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """The blocks that each of S sequences still sees, as FlashInfer takes them: a CSR matrix, and how far the last
+    block of each is filled."""
+
+    indptr: np.ndarray
+    """i32[S + 1]"""
+    indices: np.ndarray
+    """i32[indptr[S]]"""
+    last_page_len: np.ndarray
+    """i32[S], 1 … block size"""
+
+
+def page_lists(
+    table: np.ndarray, counts: np.ndarray, contexts: np.ndarray, window: int | None, block_size: int = BLOCK_SIZE
+) -> PageLists:
+    """table i32[S, B]: blocks of each sequence; counts i32[S]: queries, its last tokens; contexts i32[S]: tokens.
+
+    Blocks that lie before the window of the first query are left out. FlashInfer compares positions of keys and
+    queries only with one another, so that it does not see the difference; but it would weigh what is in such blocks
+    by 0, and block 0, which stands in for those that were given back, may hold NaN.
+    """
+    first = 0 * contexts if window is None else np.maximum(0, contexts - counts + 1 - window) // block_size
+    end = -(-contexts // block_size)
+    columns = np.arange(table.shape[1])
+    listed = (columns >= first[:, None]) & (columns < end[:, None])
+    indptr = np.zeros(len(contexts) + 1, np.int32)
+    np.cumsum(end - first, out=indptr[1:])
+    return PageLists(indptr, table[listed], ((contexts - 1) % block_size + 1).astype(np.int32))
+
+
+def workspace_bytes(q_heads: int, kv_heads: int, head_dim: int, num_sms: int, graph_sequences: int = 0) -> int:
+    """Room for the partial results of split sequences: what `PrefillPlan` (attention/scheduler.cuh) can ask for, with
+    CUDA graphs of `graph_sequences` sequences if there are any. It raises where the workspace is too small."""
+    group = q_heads // kv_heads
+    tiles = 2 * num_sms // kv_heads
+    tile_rows = 128 if head_dim < 256 else 64
+    rows = tiles * tile_rows
+    if graph_sequences:
+        tile_rows = 16 if group <= 16 else tile_rows
+        rows = max(rows, tile_rows * (-(-graph_sequences * group // tile_rows) + graph_sequences - 1))
+    return max(_MIN_WORKSPACE_BYTES, q_heads * rows * (head_dim + 1) * 4 + 1024)
+
+
+def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | None:
+    """Why FlashInfer cannot run these layers on this device, or None. The kernels are compiled for it, where they are
+    not yet (a minute or more), and compared with plain PyTorch."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device}"
+    for index, layer in enumerate(layers):
+        if (reason := _why_not_layer(layer)) is not None:
+            return f"layer {index} {reason}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs compute capability 8.0 or more, {device} has {major}.{minor}"
+    try:
+        _flashinfer()
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except (ImportError, RuntimeError, OSError) as error:
+        return f"flashinfer cannot be imported: {_first_line(error)}"
+    try:
+        difference = _difference(list(dict.fromkeys(layers)), device)
+    except Exception as error:  # no compiler, no cache of compiled kernels, a version that fits nothing else
+        reason = f"its kernels cannot be compiled or run: {_first_line(error)}"
+    else:
+        reason = f"its results are off by {difference:.0%}" if not difference < _TOLERANCE else None
+    if reason is not None:
+        logger.warning("FlashInfer is not used: %s", reason)
+    return reason
+
+
+def _why_not_layer(layer: LayerShape) -> str | None:
+    if layer.sinks:
+        return "has attention sinks"
+    if layer.key_dim != layer.value_dim:
+        return f"has keys of dimension {layer.key_dim} and values of dimension {layer.value_dim}"
+    if layer.key_dim not in HEAD_DIMS:
+        return f"has heads of dimension {layer.key_dim}; {', '.join(map(str, HEAD_DIMS))} can be run"
+    if layer.q_heads % layer.kv_heads:
+        return f"has {layer.q_heads} query heads, not a multiple of its {layer.kv_heads} KV heads"
+    if layer.dtype not in DTYPES:
+        return f"computes in {_name(layer.dtype)}; {' and '.join(map(_name, DTYPES))} can be run"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What layers that share a plan have in common."""
+
+    group: int
+    """Of the KV cache."""
+    window: int | None
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    softcap: float | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Arguments that follow the page lists."""
+        return self.q_heads, self.kv_heads, self.head_dim, BLOCK_SIZE
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments. Without the dtypes it would be fp16; FlashInfer's window counts the tokens to the left of
+        the query, ours the query too."""
+        return {
+            "window_left": -1 if self.window is None else self.window - 1,
+            "logits_soft_cap": self.softcap or 0.0,
+            "sm_scale": self.scale,
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+            "non_blocking": True,
+        }
+
+
+@dataclass(slots=True)
+class _Plans:
+    """The wrappers around FlashInfer's plans for one shape."""
+
+    shape: _Shape
+    decode: Any
+    prefill: Any
+    graphs: dict[int, Any] = field(default_factory=dict)
+    """By number of sequences: decoding with all addresses fixed."""
+    current: Any = None
+    """What computes the single tokens of this pass: `decode` or one of `graphs`."""
+
+
+class FlashInferAttention:
+    """Single tokens are computed by one kernel launch, the chunks of prompts by another. On the CPU (tests) nothing is
+    pinned."""
+
+    name = "flashinfer"
+    block_size = BLOCK_SIZE
+
+    def __init__(self, layers: list[LayerShape], device: torch.device):
+        self._layers, self._device = layers, device
+        self._lib = _flashinfer()
+        # Kernels of one stream follow one another, so that all wrappers can use one workspace.
+        self._workspace = self._new_workspace()
+        self._cache: KVCache | None = None
+        self._plans: dict[_Shape, _Plans] = {}
+        self._plans_of: list[_Plans] = []
+        """By layer."""
+        self._graph_inputs: list[torch.Tensor] = []
+        """By group of the cache, i32: the page lists that graphs read, one after another."""
+        self._graph_workspaces: tuple[torch.Tensor, dict[_Shape, torch.Tensor]] | None = None
+        self._num_single = 0
+        self._staged = torch.cuda.Event() if device.type == "cuda" else None
+        """The last plans are on the device."""
+
+    def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (blocks, BLOCK_SIZE, layer.kv_heads, layer.key_dim)
+        return (
+            torch.empty(shape, dtype=layer.dtype, device=self._device),
+            torch.empty(shape, dtype=layer.dtype, device=self._device),
+        )
+
+    def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
+        self._use(cache)
+        lists = self._page_lists(batch)
+        single = self._num_single = batch.num_single
+        query_indptr = batch.starts.numpy()[single:] - single
+        staged = []
+        for pages in lists:
+            middle = pages.indptr[single]
+            host = self._stage(
+                [
+                    pages.indptr[: single + 1],
+                    pages.last_page_len[:single],
+                    pages.indptr[single:] - middle,
+                    pages.last_page_len[single:],
+                    query_indptr,
+                    pages.indices,
+                ]
+            )
+            staged.append((host, host[-1].to(self._device, non_blocking=True), middle))
+        for plans in self._plans.values():
+            shape = plans.shape
+            host, indices, middle = staged[shape.group]
+            decode_indptr, decode_last, prefill_indptr, prefill_last, queries, _ = host
+            plans.current = plans.decode
+            if single:
+                plans.decode.plan(decode_indptr, indices[:middle], decode_last, *shape.sizes, **shape.options)
+            if single < len(batch.contexts):
+                # Causal to the bottom right: the last query of a chunk sees the whole context.
+                plans.prefill.plan(
+                    queries, prefill_indptr, indices[middle:], prefill_last, *shape.sizes, causal=True, **shape.options
+                )
+        self._mark_staged()
+
+    def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        assert self._cache is not None, "attend follows begin"
+        plans, single = self._plans_of[layer], self._num_single
+        pages = self._cache.keys[layer], self._cache.values[layer]
+        out = query.new_empty(query.shape)
+        if single:
+            plans.current.run(query[:single], pages, out=out[:single])
+        if single < len(query):
+            plans.prefill.run(query[single:], pages, out=out[single:])
+        return out
+
+    # ---- CUDA graphs --------------------------------------------------------------------------------------------
+
+    def prepare_graphs(self, cache: KVCache, max_sequences: int) -> None:
+        """Memory at fixed addresses for passes of up to max_sequences single tokens."""
+        self._use(cache)
+        length = max_sequences * (cache.max_blocks + 2) + 1
+        self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in cache.groups]
+        # Every pass is planned anew, so that the plans of all sizes can lie in the same place; those of several shapes
+        # are in use together.
+        plan_bytes = [torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self._device) for _ in self._plans]
+        workspace = self._new_workspace(max_sequences)
+        self._graph_workspaces = workspace, dict(zip(self._plans, plan_bytes, strict=True))
+
+    def begin_graph(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Like `begin` for single tokens, with everything that the kernels read at the same addresses each time there
+        are as many of them: a graph that was recorded after such a call may be replayed after any later one."""
+        self._use(cache)
+        size = self._num_single = len(batch.contexts)
+        staged = []
+        for pages, inputs in zip(self._page_lists(batch), self._graph_inputs, strict=True):
+            flat, parts = self._stage_flat([pages.indptr, pages.last_page_len, pages.indices])
+            inputs[: len(flat)].copy_(flat, non_blocking=True)
+            staged.append(parts)
+        for plans in self._plans.values():
+            shape = plans.shape
+            indptr, last_page_len, indices = staged[shape.group]
+            plans.current = plans.graphs.get(size)
+            arguments = indptr, indices, last_page_len, *shape.sizes
+            if plans.current is None:
+                # The first plan loads the kernels. It copies the lists to where they lie already.
+                plans.current = plans.graphs[size] = self._graph_wrapper(shape, size)
+                plans.current.plan(*arguments, **shape.options)
+            else:  # the same plan without the copies, for one of which it would wait
+                self._lib.fast_decode_plan(plans.current, *arguments, **shape.options)
+        self._mark_staged()
+
+    def drop_graphs(self) -> None:
+        """Give the memory of `prepare_graphs` back; graphs recorded since may not be replayed any more."""
+        for plans in self._plans.values():
+            plans.graphs.clear()
+            plans.current = None
+        self._graph_inputs = []
+        self._graph_workspaces = None
+
+    def _graph_wrapper(self, shape: _Shape, size: int) -> Any:
+        assert self._graph_workspaces is not None, "prepare_graphs comes first"
+        workspace, plan_bytes = self._graph_workspaces
+        inputs = self._graph_inputs[shape.group]
+        wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=_TENSOR_CORES,
+            paged_kv_indptr_buffer=inputs[: size + 1],
+            paged_kv_last_page_len_buffer=inputs[size + 1 : 2 * size + 1],
+            paged_kv_indices_buffer=inputs[2 * size + 1 :],
+            backend=_BACKEND,
+        )
+        wrapper.reset_workspace_buffer(workspace, plan_bytes[shape])
+        return wrapper
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _use(self, cache: KVCache) -> None:
+        """Wait until the plans of the pass before are on the device: FlashInfer copies them from pinned memory that it
+        writes to again in the next `plan`. With a pass in flight that is as soon as the one before it is done."""
+        if self._staged is not None:
+            self._staged.synchronize()
+        if cache is self._cache:
+            return
+        self._cache = cache
+        shapes = [self._shape(layer, cache.group_of[index], cache) for index, layer in enumerate(self._layers)]
+        self._plans = {shape: self._new_plans(shape) for shape in dict.fromkeys(shapes)}
+        self._plans_of = [self._plans[shape] for shape in shapes]
+
+    def _mark_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.record(torch.cuda.current_stream(self._device))
+
+    def _shape(self, layer: LayerShape, group: int, cache: KVCache) -> _Shape:
+        window = cache.groups[group].window
+        sizes = layer.q_heads, layer.kv_heads, layer.key_dim
+        return _Shape(group, window, *sizes, layer.dtype, layer.scale, layer.softcap)
+
+    def _new_plans(self, shape: _Shape) -> _Plans:
+        lib, workspace = self._lib, self._workspace
+        decode = lib.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=_TENSOR_CORES, backend=_BACKEND
+        )
+        return _Plans(shape, decode, lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_BACKEND))
+
+    def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
+        num_sms = 0
+        if self._device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        shapes = {(layer.q_heads, layer.kv_heads, layer.key_dim) for layer in self._layers}
+        size = max(workspace_bytes(*shape, num_sms, graph_sequences) for shape in shapes)
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)
+
+    def _page_lists(self, batch: ForwardBatch) -> list[PageLists]:
+        assert self._cache is not None
+        counts, contexts = np.diff(batch.starts.numpy()), batch.contexts.numpy()
+        tables = zip(batch.tables, self._cache.groups, strict=True)
+        return [page_lists(table, counts, contexts, group.window) for table, group in tables]
+
+    def _stage(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        return self._stage_flat(arrays)[1]
+
+    def _stage_flat(self, arrays: list[np.ndarray]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """i32 tensors on the CPU, one after another in one, and each. Its memory is pinned and fresh: PyTorch hands it
+        out again only after the copies from it are done."""
+        flat = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
+        if self._device.type == "cuda":
+            flat = flat.pin_memory()
+        return flat, list(flat.split([len(array) for array in arrays]))
+
+
+def _flashinfer() -> Any:
+    return importlib.import_module("flashinfer")
+
+
+@torch.inference_mode()
+def _difference(layers: list[LayerShape], device: torch.device) -> float:
+    """Norm of the difference to plain PyTorch, relative to the norm of the result, of random single tokens and chunks
+    within and beyond the windows; the largest of these layers."""
+    counts, contexts = np.array([1, 1, 1, 5, 40], np.int32), np.array([1, 37, 300, 5, 290], np.int32)
+    contexts[[2, 4]] += max(layer.window or 0 for layer in layers)
+    starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int32)), dtype=np.int32)
+    used = -(-contexts // BLOCK_SIZE)
+    table = np.zeros((len(contexts), used.max()), np.int32)
+    table[np.arange(used.max()) < used[:, None]] = 1 + np.random.default_rng(0).permutation(used.sum())
+    backend = FlashInferAttention(layers, device)
+    max_context = int(contexts.max())
+    cache = KVCache(
+        layers,
+        backend,
+        max_sequences=1,
+        max_context=max_context,
+        max_prefill_tokens=max_context,
+        device=device,
+        fraction=1.0,
+        max_tokens=int(used.sum()) * BLOCK_SIZE,
+    )
+    nothing = torch.empty(0)
+    batch = ForwardBatch(
+        token_ids=nothing,
+        positions=nothing,
+        slots=[],
+        starts=torch.from_numpy(starts),
+        contexts=torch.from_numpy(contexts),
+        rows=nothing,
+        tables=[table for _ in cache.groups],
+        num_single=3,
+    )
+    backend.begin(batch, cache)
+    generator = torch.Generator(device).manual_seed(0)
+    errors = []
+    for index, layer in enumerate(layers):
+        for pages in (cache.keys[index], cache.values[index]):
+            pages.normal_(generator=generator)
+        query = torch.empty(int(starts[-1]), layer.q_heads, layer.key_dim, dtype=layer.dtype, device=device)
+        query.normal_(generator=generator)
+        expected = paged_attention_reference(
+            query,
+            cache.keys[index],
+            cache.values[index],
+            torch.from_numpy(table).to(device),
+            batch.starts,
+            batch.contexts,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+        ).float()
+        error = backend.attend(index, query, None).float() - expected
+        errors.append(float(error.norm() / expected.norm()))
+    return float(np.max(errors))  # NaN, if any of them is
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

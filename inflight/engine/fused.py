@@ -1,0 +1,330 @@
+"""Known decoders, run with fused kernels over the slot's own weights.
+
+A decoder is known if it is made of the parts below: embedding; layers of attention and MLP with RMSNorms before them
+(Llama, Qwen, Mistral, Phi-3, mixtures of experts), behind them (OLMo 2) or both (Gemma); a norm; a head. What a part
+does is found by its attributes and then by its results: a norm is taken for what it computes on random numbers, and a
+whole decoder is used only if its logits are those of the Transformers model (`agrees_with`). Everything else runs as
+Transformers runs it.
+
+Nothing is copied: q, k and v, and gate and up, lie side by side in the slot, so that one product covers them.
+T tokens, D head dimension, M rows that are drawn from, V vocabulary.
+"""
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, rope_and_cache
+from torch import nn
+from transformers import PreTrainedModel
+
+from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
+from inflight.engine.kv_cache import KVCache
+
+
+class UnknownPartError(Exception):
+    """Some part of a model is not of a known kind; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+    offset: float
+    cast_first: bool
+
+    @property
+    def rounding(self) -> dict[str, Any]:
+        return {"offset": self.offset, "cast_first": self.cast_first}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, **self.rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rope:
+    """Tables f32[max_context, R]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    index: int
+    qkv: _Linear
+    out: _Linear
+    q_heads: int
+    kv_heads: int
+    rope: _Rope
+    head_norms: tuple[_Norm, _Norm] | None
+    """Of each query and key head (Qwen 3, Gemma 3)."""
+    whole_norms: tuple[_Norm, _Norm] | None
+    """Of all query and all key heads together (OLMo 2)."""
+    sinks: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> torch.Tensor:
+        qkv = self.qkv(x)
+        if self.whole_norms is not None:
+            q_norm, k_norm = self.whole_norms
+            q_end = len(q_norm.weight)
+            k_end = q_end + len(k_norm.weight)
+            qkv = torch.cat((q_norm(qkv[:, :q_end]), k_norm(qkv[:, q_end:k_end]), qkv[:, k_end:]), 1)
+        norms: dict[str, Any] = {}
+        if self.head_norms is not None:
+            q_norm, k_norm = self.head_norms
+            norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps, **q_norm.rounding}
+        query = rope_and_cache(
+            qkv,
+            self.rope.cos,
+            self.rope.sin,
+            batch.positions,
+            batch.slots[cache.group_of[self.index]],
+            cache.keys[self.index],
+            cache.values[self.index],
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            **norms,
+        )
+        return self.out(backend.attend(self.index, query, self.sinks).flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mlp:
+    gate_up: _Linear
+    down: _Linear
+    activation: Literal["silu", "gelu_tanh"]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(gated_activation(self.gate_up(x), self.activation))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opaque:
+    """An MLP of another kind, such as a mixture of experts, as it is."""
+
+    module: nn.Module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.module(x[None])
+        return (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    before_attention: _Norm | None
+    attention: _Attention
+    after_attention: _Norm | None
+    before_mlp: _Norm | None
+    mlp: _Mlp | _Opaque
+    after_mlp: _Norm | None
+
+
+class FusedDecoder:
+    """A decoder over the weights of one slot. Raises UnknownPartError if a part of the model is not known."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache, backend: AttentionBackend, max_context: int):
+        self._cache, self._backend = cache, backend
+        body = _part(model, "model", nn.Module)
+        self._embed = _part(body, "embed_tokens", nn.Module)
+        ropes = _Ropes(_part(body, "rotary_emb", nn.Module), max_context)
+        self._layers = [_layer(module, ropes) for module in _part(body, "layers", nn.ModuleList)]
+        self._norm = _norm(_part(body, "norm", nn.Module))
+        self._head = _linear(_part(model, "lm_head", nn.Linear))
+        self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [M, V] for a batch that the backend has begun."""
+        return self.logits(self.hidden(batch))
+
+    def hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [M, H] for the head."""
+        residual = self._embed(batch.token_ids)
+        x = residual if (first := self._layers[0].before_attention) is None else first(residual)
+        for index, layer in enumerate(self._layers):
+            x = layer.attention(x, batch, self._cache, self._backend)
+            if layer.after_attention is not None:
+                x = layer.after_attention(x)
+            x, residual = _add(x, residual, layer.before_mlp)
+            x = layer.mlp(x)
+            if layer.after_mlp is not None:
+                x = layer.after_mlp(x)
+            if index + 1 < len(self._layers):
+                x, residual = _add(x, residual, self._layers[index + 1].before_attention)
+        return _add(x[batch.rows], residual[batch.rows], self._norm)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [M, H] → logits [M, V]."""
+        logits = self._head(hidden)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+
+def agrees_with(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors of logits [M, V] differ by rounding only; a wrong part makes them differ by their size."""
+    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2}.get(theirs.dtype, 1e-1)
+    difference = (ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-12)
+    return bool(difference < tolerance)
+
+
+def _add(x: torch.Tensor, residual: torch.Tensor, norm: _Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual)"""
+    if norm is None:
+        total = x + residual
+        return total, total
+    return add_rms_norm(x, residual, norm.weight, norm.eps, **norm.rounding)
+
+
+# ---- from modules to parts ------------------------------------------------------------------------------------------
+
+
+def _part(module: nn.Module, name: str, kind: type) -> Any:
+    part = getattr(module, name, None)
+    if not isinstance(part, kind):
+        raise UnknownPartError(f"{type(module).__name__} has no {name}")
+    return part
+
+
+def _layer(layer: nn.Module, ropes: "_Ropes") -> _Layer:
+    norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
+    behind = "post_feedforward_layernorm" in norms  # then "post_attention" means behind the attention
+    around = ["input_layernorm"]
+    around += ["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"] if behind else []
+    around += [] if behind else ["", "post_attention_layernorm", ""]
+    if unknown := set(norms) - set(around):
+        raise UnknownPartError(f"{type(layer).__name__} has {', '.join(sorted(unknown))}")
+    before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in around)
+    attention = _attention(_part(layer, "self_attn", nn.Module), ropes)
+    return _Layer(before, attention, after, before_mlp, _mlp(_part(layer, "mlp", nn.Module)), after_mlp)
+
+
+def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
+    head_dim = int(_part(module, "head_dim", int))
+    if hasattr(module, "qkv_proj"):
+        qkv, out = _linear(_part(module, "qkv_proj", nn.Linear)), _linear(_part(module, "o_proj", nn.Linear))
+        q_heads = out.weight.shape[1] // head_dim
+        kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
+    else:
+        q, k, v, o = (_linear(_part(module, f"{name}_proj", nn.Linear)) for name in "qkvo")
+        q_heads, kv_heads = q.weight.shape[0] // head_dim, k.weight.shape[0] // head_dim
+        qkv, out = _side_by_side(q, k, v), o
+    norms = None
+    if hasattr(module, "q_norm"):
+        norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
+        if (norms[0].eps, norms[0].rounding) != (norms[1].eps, norms[1].rounding):
+            raise UnknownPartError(f"{type(module).__name__} normalises queries and keys in two ways")
+    per_head = norms is not None and norms[0].weight.shape == (head_dim,)
+    return _Attention(
+        index=int(_part(module, "layer_idx", int)),
+        qkv=qkv,
+        out=out,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        rope=ropes.of(module),
+        head_norms=norms if per_head else None,
+        whole_norms=None if per_head else norms,
+        sinks=getattr(module, "sinks", None),
+    )
+
+
+def _mlp(module: nn.Module) -> _Mlp | _Opaque:
+    activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
+    down = getattr(module, "down_proj", None)
+    if activation is None or not isinstance(down, nn.Linear):
+        return _Opaque(module)
+    if isinstance(both := getattr(module, "gate_up_proj", None), nn.Linear):
+        return _Mlp(_linear(both), _linear(down), activation)
+    gate, up = getattr(module, "gate_proj", None), getattr(module, "up_proj", None)
+    if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
+        return _Opaque(module)
+    return _Mlp(_side_by_side(_linear(gate), _linear(up)), _linear(down), activation)
+
+
+def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
+    if function is None:
+        return None
+    x = torch.linspace(-4, 4, 65)
+    result = function(x)
+    if torch.allclose(result, F.silu(x), atol=1e-6):
+        return "silu"
+    return "gelu_tanh" if torch.allclose(result, F.gelu(x, approximate="tanh"), atol=1e-6) else None
+
+
+def _linear(module: nn.Module) -> _Linear:
+    if type(module) is not nn.Linear:
+        raise UnknownPartError(f"{type(module).__name__} in place of a Linear")
+    return _Linear(module.weight, module.bias)
+
+
+def _side_by_side(*parts: _Linear) -> _Linear:
+    """One product over weights that lie one after another in the slot."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    if biases and len(biases) < len(parts):
+        raise UnknownPartError("some of the sibling projections have a bias, others not")
+    return _Linear(_cover([part.weight for part in parts]), _cover(biases) if biases else None)
+
+
+def _cover(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The view [sum of rows, …] of tensors that lie one after another in memory."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            raise UnknownPartError("sibling projections do not lie side by side")
+        end += tensor.nbytes
+    shape = (sum(len(t) for t in tensors), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _norm(module: nn.Module) -> _Norm:
+    """Which RMSNorm a module is, told by what it makes of random numbers in the dtype of its weight."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):
+        raise UnknownPartError(f"{type(module).__name__} in place of an RMSNorm")
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.deepcopy(module).cpu()
+    x, w = (torch.randn(n, len(weight), generator=generator).to(weight.dtype) for n in (7, 1))
+    probe.weight = nn.Parameter(w[0], requires_grad=False)
+    expected = probe(x)
+    candidates = [_Norm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
+    errors = [float((norm(x).float() - expected.float()).abs().mean()) for norm in candidates]
+    best = candidates[errors.index(min(errors))]
+    if min(errors) > 1e-3:
+        raise UnknownPartError(f"{type(module).__name__} is no RMSNorm that is known")
+    return _Norm(weight, eps, best.offset, best.cast_first)
+
+
+class _Ropes:
+    """Rotary tables by layer type, made by the model's own module for all positions at once."""
+
+    def __init__(self, module: nn.Module, max_context: int):
+        self._module, self._max_context = module, max_context
+        self._by_type = "layer_type" in inspect.signature(module.forward).parameters
+        self._made: dict[str | None, _Rope] = {}
+
+    def of(self, attention: nn.Module) -> _Rope:
+        kind = getattr(attention, "layer_type", None) if self._by_type else None
+        if kind not in self._made:
+            device = next(attention.parameters()).device
+            positions = torch.arange(self._max_context, device=device)[None]
+            x = torch.zeros(1, 1, device=device)
+            extra = {"layer_type": kind} if self._by_type else {}
+            cos, sin = (table[0].float() for table in self._module(x, positions, **extra))
+            half = cos.shape[-1] // 2
+            if not torch.equal(cos[:, :half], cos[:, half:]):  # only the first half is given (gpt-oss)
+                cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+            self._made[kind] = _Rope(cos.contiguous(), sin.contiguous())
+        return self._made[kind]

@@ -1,0 +1,470 @@
+// Inference kernels for CPUs, each the twin of a PyTorch reference beside it. `_cpu.py` compiles this file on first use
+// for the machine at hand and calls it through ctypes.
+//
+// Tensors are float32 or bfloat16; arithmetic is float32. Work is spread with OpenMP over `threads` threads of the
+// runtime that PyTorch has loaded. Vectors are GCC's, 16 floats wide, which any target lowers to what it has.
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define CHUNK 64        // context tokens whose scores are held at a time
+#define MAX_ROWS 8      // query rows that share one read of the keys
+#define MAX_HEAD 512
+#define MAX_HIDDEN 16384
+#define SAMPLE_BLOCK 1024
+
+typedef float vf __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t vu __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t bf16;
+
+static inline float load1(const void *base, int is_bf16, ptrdiff_t i) {
+    if (!is_bf16) return ((const float *)base)[i];
+    uint32_t bits = (uint32_t)((const bf16 *)base)[i] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline uint16_t round_bf16(float x) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline void store1(void *base, int is_bf16, ptrdiff_t i, float x) {
+    if (is_bf16) ((bf16 *)base)[i] = round_bf16(x);
+    else ((float *)base)[i] = x;
+}
+
+static inline vf load(const void *base, int is_bf16, ptrdiff_t i) {
+    if (!is_bf16) return *(const vf *)((const float *)base + i);
+    vu bits = __builtin_convertvector(*(const vh *)((const bf16 *)base + i), vu) << 16;
+    return (vf)bits;
+}
+
+static inline vf rounded(vf x) {  // to the nearest bfloat16, still as floats
+    vu bits = (vu)x;
+    vu up = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+    vu nan = (bits | 0x400000u) & 0xffff0000u;
+    vi is_nan = (vi)((bits & 0x7fffffffu) > 0x7f800000u);
+    return (vf)((up & ~(vu)is_nan) | (nan & (vu)is_nan));
+}
+
+static inline void store(void *base, int is_bf16, ptrdiff_t i, vf x) {
+    if (is_bf16) *(vh *)((bf16 *)base + i) = __builtin_convertvector((vu)rounded(x) >> 16, vh);
+    else *(vf *)((float *)base + i) = x;
+}
+
+static inline vf splat(float x) { return x - (vf){0}; }
+
+static inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+static inline vf maxv(vf a, vf b) { return select((vi)(a > b), a, b); }
+
+static inline float sum(vf x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+static inline float max1(vf x) {
+    float peak = x[0];
+    for (int i = 1; i < LANES; i++) peak = x[i] > peak ? x[i] : peak;
+    return peak;
+}
+
+// e^x for x <= 88, relative error below 2e-7; 0 below -87. Polynomial of Cephes' expf.
+static inline vf expv(vf x) {
+    vi tiny = (vi)(x < -87.0f);
+    x = select((vi)(x > 88.0f), splat(88.0f), select(tiny, splat(-87.0f), x));
+    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    vf f = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = ((((1.9875691500e-4f * f + 1.3981999507e-3f) * f + 8.3334519073e-3f) * f + 4.1665795894e-2f) * f +
+            1.6666665459e-1f) * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    vf power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    return select(tiny, splat(0), p * power);
+}
+
+// ---- attention over a paged cache --------------------------------------------------------------------------------
+//
+// keys [blocks, Hk, D, LANES] (transposed, so that 16 scores are one vector), values [blocks, Hk, LANES, Dv].
+// queries [T, Hq, D] and out [T, Hq, Dv] are contiguous. Sequence s has the queries starts[s] .. starts[s+1], the last
+// of which sits at position contexts[s] - 1; its block numbers are tables[s, 0 ...].
+
+typedef struct {
+    const void *q, *k, *v;
+    void *out;
+    int bf;
+    int q_heads, kv_heads, dim, value_dim;
+    float scale, softcap;
+    int window;          // 0: full attention
+    const float *sinks;  // [Hq] or NULL
+} Attention;
+
+// `rows` query rows (tokens x query heads of one KV head) of one sequence. Row r is token first + r / group.
+static inline __attribute__((always_inline)) void attend_rows(const Attention *a, const int rows, int real_rows,
+        int64_t first_token, int64_t first_position, int kv_head, const int32_t *table) {
+    const int group = a->q_heads / a->kv_heads, D = a->dim, Dv = a->value_dim, bf = a->bf;
+    float query[MAX_ROWS][MAX_HEAD] __attribute__((aligned(64)));
+    float acc[MAX_ROWS][MAX_HEAD] __attribute__((aligned(64)));
+    float weight[MAX_ROWS][CHUNK] __attribute__((aligned(64)));
+    float peak[MAX_ROWS], total[MAX_ROWS];
+    int64_t position[MAX_ROWS];
+
+    for (int r = 0; r < rows; r++) {
+        const int real = r < real_rows ? r : 0;
+        const int64_t token = first_token + real / group;
+        const int head = kv_head * group + real % group;
+        position[r] = first_position + real / group;
+        for (int d = 0; d < D; d += LANES)
+            *(vf *)&query[r][d] = load(a->q, bf, (token * a->q_heads + head) * D + d) * a->scale;
+        memset(acc[r], 0, sizeof(float) * Dv);
+        peak[r] = a->sinks ? a->sinks[head] : -INFINITY;
+        total[r] = a->sinks ? 1.0f : 0.0f;
+    }
+    const int64_t last = position[real_rows - 1];
+    int64_t begin = a->window ? position[0] - a->window + 1 : 0;
+    begin = begin < 0 ? 0 : begin / LANES * LANES;
+
+    for (int64_t start = begin; start <= last; start += CHUNK) {
+        const int count = last + 1 - start < CHUNK ? (int)(last + 1 - start) : CHUNK;
+        for (int b = 0; b < count; b += LANES) {
+            const int64_t block = table[(start + b) / LANES];
+            const ptrdiff_t base = (block * a->kv_heads + kv_head) * D * LANES;
+            vf score[MAX_ROWS];
+            for (int r = 0; r < rows; r++) score[r] = (vf){0};
+            for (int d = 0; d < D; d++) {
+                const vf key = load(a->k, bf, base + (ptrdiff_t)d * LANES);
+                for (int r = 0; r < rows; r++) score[r] += query[r][d] * key;
+            }
+            for (int r = 0; r < rows; r++) *(vf *)&weight[r][b] = score[r];
+        }
+        for (int r = 0; r < rows; r++) {
+            if (a->softcap != 0)
+                for (int t = 0; t < count; t++) weight[r][t] = a->softcap * tanhf(weight[r][t] / a->softcap);
+            for (int t = 0; t < CHUNK; t++) {
+                const int64_t key = start + t;
+                const int hidden = key > position[r] || (a->window && key <= position[r] - a->window);
+                weight[r][t] = hidden ? -INFINITY : weight[r][t];
+            }
+            vf top = splat(-INFINITY);
+            for (int t = 0; t < CHUNK; t += LANES) top = maxv(top, *(vf *)&weight[r][t]);
+            float high = max1(top);
+            if (!(high <= peak[r])) {  // higher, or NaN
+                const float shrink = peak[r] == -INFINITY ? 0 : expf(peak[r] - high);
+                total[r] *= shrink;
+                for (int d = 0; d < Dv; d += LANES) *(vf *)&acc[r][d] *= shrink;
+                peak[r] = high;
+            }
+            const float base = peak[r] == -INFINITY ? 0 : peak[r];
+            vf mass = {0};
+            for (int t = 0; t < CHUNK; t += LANES) {
+                const vf w = expv(*(vf *)&weight[r][t] - base);
+                *(vf *)&weight[r][t] = w;
+                mass += w;
+            }
+            total[r] += sum(mass);
+        }
+        for (int b = 0; b < count; b += LANES) {
+            const int64_t block = table[(start + b) / LANES];
+            const ptrdiff_t base = (block * a->kv_heads + kv_head) * LANES * (ptrdiff_t)Dv;
+            const int here = count - b < LANES ? count - b : LANES;
+            for (int d = 0; d < Dv; d += LANES) {
+                vf mix[MAX_ROWS];
+                for (int r = 0; r < rows; r++) mix[r] = *(vf *)&acc[r][d];
+                for (int t = 0; t < here; t++) {
+                    const vf value = load(a->v, bf, base + (ptrdiff_t)t * Dv + d);
+                    for (int r = 0; r < rows; r++) mix[r] += weight[r][b + t] * value;
+                }
+                for (int r = 0; r < rows; r++) *(vf *)&acc[r][d] = mix[r];
+            }
+        }
+    }
+    for (int r = 0; r < real_rows; r++) {
+        const int64_t token = first_token + r / group;
+        const int head = kv_head * group + r % group;
+        for (int d = 0; d < Dv; d += LANES)
+            store(a->out, bf, (token * a->q_heads + head) * Dv + d, *(vf *)&acc[r][d] / total[r]);
+    }
+}
+
+static void attend_tile(const Attention *a, int real_rows, int64_t token, int64_t position, int kv_head,
+        const int32_t *table) {
+    if (real_rows == 1) attend_rows(a, 1, real_rows, token, position, kv_head, table);
+    else if (real_rows == 2) attend_rows(a, 2, real_rows, token, position, kv_head, table);
+    else if (real_rows <= 4) attend_rows(a, 4, real_rows, token, position, kv_head, table);
+    else attend_rows(a, MAX_ROWS, real_rows, token, position, kv_head, table);
+}
+
+// Returns 0, or 1 if a size is out of range (nothing is written then).
+int paged_attention(const void *q, const void *k, const void *v, void *out, int bf, const int32_t *tables,
+        int64_t table_stride, const int32_t *starts, const int32_t *contexts, int64_t sequences, int q_heads,
+        int kv_heads, int dim, int value_dim, float scale, float softcap, int window, const float *sinks, int threads) {
+    if (dim % LANES || value_dim % LANES || dim > MAX_HEAD || value_dim > MAX_HEAD || q_heads / kv_heads > MAX_ROWS)
+        return 1;
+    const Attention a = {q, k, v, out, bf, q_heads, kv_heads, dim, value_dim, scale, softcap, window, sinks};
+    const int group = q_heads / kv_heads, tile = MAX_ROWS / group;
+#pragma omp parallel for schedule(dynamic, 1) collapse(2) num_threads(threads)
+    for (int64_t s = 0; s < sequences; s++)
+        for (int head = 0; head < kv_heads; head++) {
+            const int64_t count = starts[s + 1] - starts[s];
+            for (int64_t i = 0; i < count; i += tile) {
+                const int64_t tokens = count - i < tile ? count - i : tile;
+                attend_tile(&a, (int)tokens * group, starts[s] + i, contexts[s] - count + i, head,
+                            tables + s * table_stride);
+            }
+        }
+    return 0;
+}
+
+// ---- normalisation, activation, rotary embedding -----------------------------------------------------------------
+
+static inline __attribute__((always_inline)) void normalise(const float *x, const void *weight, void *y, int bf,
+        ptrdiff_t y_at, int64_t dim, float eps, float offset, int cast_first) {
+    vf squares = {0};
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) squares += *(const vf *)(x + d) * *(const vf *)(x + d);
+    float mean = sum(squares);
+    for (; d < dim; d++) mean += x[d] * x[d];
+    const float inverse = 1.0f / sqrtf(mean / dim + eps);
+    for (d = 0; d + LANES <= dim; d += LANES) {
+        vf normed = *(const vf *)(x + d) * inverse;
+        if (cast_first && bf) normed = rounded(normed);
+        store(y, bf, y_at + d, normed * (load(weight, bf, d) + offset));
+    }
+    for (; d < dim; d++) {
+        float normed = x[d] * inverse;
+        if (cast_first && bf) {
+            uint32_t bits = (uint32_t)round_bf16(normed) << 16;
+            memcpy(&normed, &bits, 4);
+        }
+        store1(y, bf, y_at + d, normed * (load1(weight, bf, d) + offset));
+    }
+}
+
+// y = rms_norm(x [+ residual]); with a residual their sum, rounded, is written to `summed`.
+int rms_norm(const void *x, int64_t x_stride, const void *residual, int64_t residual_stride, void *summed,
+        const void *weight, void *y, int bf, int64_t tokens, int64_t dim, float eps, float offset, int cast_first,
+        int threads) {
+    if (dim > MAX_HIDDEN) return 1;
+#pragma omp parallel for schedule(static) num_threads(tokens * dim > 16384 ? threads : 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        float row[MAX_HIDDEN] __attribute__((aligned(64)));
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) {
+            vf value = load(x, bf, t * x_stride + d);
+            if (residual) {
+                value += load(residual, bf, t * residual_stride + d);
+                if (bf) value = rounded(value);
+                store(summed, bf, t * dim + d, value);
+            }
+            *(vf *)&row[d] = value;
+        }
+        for (; d < dim; d++) {
+            float value = load1(x, bf, t * x_stride + d);
+            if (residual) {
+                store1(summed, bf, t * dim + d, value + load1(residual, bf, t * residual_stride + d));
+                value = load1(summed, bf, t * dim + d);
+            }
+            row[d] = value;
+        }
+        normalise(row, weight, y, bf, t * dim, dim, eps, offset, cast_first);
+    }
+    return 0;
+}
+
+// out = act(gate) * up, the activation rounded before the product. x [T, 2 dim], kind 0: silu, 1: gelu (tanh).
+int gated_activation(const void *x, int64_t stride, void *out, int bf, int64_t tokens, int64_t dim, int kind,
+        int threads) {
+    if (dim % LANES) return 1;
+#pragma omp parallel for schedule(static) num_threads(tokens * dim > 8192 ? threads : 1)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            const vf gate = load(x, bf, t * stride + d), up = load(x, bf, t * stride + dim + d);
+            // gelu_tanh(x) = x * sigmoid(2 u), since (1 + tanh u) / 2 = sigmoid(2 u)
+            vf z = gate;
+            if (kind) z = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+            vf act = gate / (1.0f + expv(-z));
+            if (bf) act = rounded(act);
+            store(out, bf, t * dim + d, act * up);
+        }
+    return 0;
+}
+
+// Per-head norm (optional), rotation of the first `rotary` dims, keys and values written to their slots.
+// qkv [T, (Hq + 2 Hk) D] -> q [T, Hq, D]; caches as for paged_attention with Dv = D. cos, sin f32[P, rotary].
+int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys, void *values, const float *cosines,
+        const float *sines, int rotary, const int64_t *positions, const int64_t *slots, int64_t tokens, int q_heads,
+        int kv_heads, int dim, const void *q_norm, const void *k_norm, float eps, float offset, int cast_first,
+        int threads) {
+    if (dim % LANES || dim > MAX_HEAD || rotary % (2 * LANES)) return 1;
+#pragma omp parallel for schedule(static) num_threads(tokens * stride > 8192 ? threads : 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        const float *cosine = cosines + positions[t] * rotary, *sine = sines + positions[t] * rotary;
+        const int64_t slot = slots[t], block = slot / LANES, at = slot % LANES;
+        float row[MAX_HEAD] __attribute__((aligned(64))), turned[MAX_HEAD] __attribute__((aligned(64)));
+        for (int h = 0; h < q_heads + kv_heads; h++) {
+            const int is_key = h >= q_heads;
+            const void *norm = is_key ? k_norm : q_norm;
+            const ptrdiff_t from = t * stride + (ptrdiff_t)h * dim;
+            for (int d = 0; d < dim; d += LANES) *(vf *)&row[d] = load(qkv, bf, from + d);
+            if (norm) {
+                if (bf) {
+                    bf16 normed[MAX_HEAD];
+                    normalise(row, norm, normed, 1, 0, dim, eps, offset, cast_first);
+                    for (int d = 0; d < dim; d += LANES) *(vf *)&row[d] = load(normed, 1, d);
+                } else {
+                    normalise(row, norm, row, 0, 0, dim, eps, offset, cast_first);
+                }
+            }
+            const int half = rotary / 2;
+            for (int d = 0; d < half; d += LANES) {
+                vf c1 = *(const vf *)(cosine + d), s1 = *(const vf *)(sine + d);
+                vf c2 = *(const vf *)(cosine + half + d), s2 = *(const vf *)(sine + half + d);
+                if (bf) { c1 = rounded(c1); s1 = rounded(s1); c2 = rounded(c2); s2 = rounded(s2); }
+                const vf x1 = *(vf *)&row[d], x2 = *(vf *)&row[half + d];
+                *(vf *)&turned[d] = x1 * c1 - x2 * s1;
+                *(vf *)&turned[half + d] = x2 * c2 + x1 * s2;
+            }
+            memcpy(&turned[rotary], &row[rotary], sizeof(float) * (dim - rotary));
+            if (!is_key) {
+                for (int d = 0; d < dim; d += LANES)
+                    store(q, bf, (t * q_heads + h) * (ptrdiff_t)dim + d, *(vf *)&turned[d]);
+            } else if (slot >= 0) {
+                const ptrdiff_t head = block * kv_heads + (h - q_heads);
+                for (int d = 0; d < dim; d++) store1(keys, bf, (head * dim + d) * LANES + at, turned[d]);
+                const ptrdiff_t value = t * stride + (ptrdiff_t)(q_heads + kv_heads + h - q_heads) * dim;
+                for (int d = 0; d < dim; d += LANES)
+                    store(values, bf, (head * LANES + at) * dim + d, load(qkv, bf, value + d));
+            }
+        }
+    }
+    return 0;
+}
+
+// ---- sampling ----------------------------------------------------------------------------------------------------
+//
+// One token per row by inverting the cumulative distribution of softmax(z / temperature) at uniforms[m]; temperature 0
+// takes the largest logit. Each block of logits is reduced to its peak and mass while it is in the cache; only the
+// block that is drawn is read again.
+
+static void block_stats(const void *z, int bf, ptrdiff_t at, int count, float inverse, float *peak, float *mass,
+        float *moment) {
+    vf top = splat(-INFINITY);
+    vi bad = {0};
+    int i = 0;
+    float high = -INFINITY;
+    for (; i + LANES <= count; i += LANES) {
+        const vf x = load(z, bf, at + i);
+        bad |= (vi)(x != x);
+        top = maxv(x, top);
+    }
+    high = max1(top);
+    int nan = 0;
+    for (int lane = 0; lane < LANES; lane++) nan |= bad[lane];
+    for (; i < count; i++) {
+        const float x = load1(z, bf, at + i);
+        nan |= x != x;
+        high = x > high ? x : high;
+    }
+    *peak = nan ? NAN : high;
+    *mass = *moment = 0;
+    if (nan || high == -INFINITY) return;
+    vf total = {0}, weighted = {0};
+    for (i = 0; i + LANES <= count; i += LANES) {
+        const vf y = (load(z, bf, at + i) - high) * inverse, w = expv(y);
+        total += w;
+        weighted += select((vi)(w > 0), w * y, splat(0));
+    }
+    *mass = sum(total);
+    *moment = sum(weighted);
+    for (; i < count; i++) {
+        const float y = (load1(z, bf, at + i) - high) * inverse;
+        const float w = y < -87 ? 0 : expf(y);
+        *mass += w;
+        if (w > 0) *moment += w * y;
+    }
+}
+
+int draw(const void *logits, int64_t stride, int bf, int64_t rows, int64_t vocabulary, const float *temperatures,
+        const float *uniforms, int64_t *tokens, float *logprobs, float *entropies, int threads) {
+    const int64_t blocks = (vocabulary + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK;
+    if (blocks > 4096) return 1;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(rows * vocabulary > 8192 ? threads : 1)
+    for (int64_t m = 0; m < rows; m++) {
+        float peaks[4096], masses[4096], moments[4096];
+        const int greedy = temperatures[m] == 0;
+        const float inverse = greedy ? 1.0f : 1.0f / temperatures[m];
+        const ptrdiff_t row = m * stride;
+        float peak = -INFINITY;
+        int nan = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t left = vocabulary - b * SAMPLE_BLOCK;
+            block_stats(logits, bf, row + b * SAMPLE_BLOCK, left < SAMPLE_BLOCK ? (int)left : SAMPLE_BLOCK, inverse,
+                        &peaks[b], &masses[b], &moments[b]);
+            nan |= peaks[b] != peaks[b];
+            peak = peaks[b] > peak ? peaks[b] : peak;
+        }
+        if (nan || peak == -INFINITY || peak == INFINITY) {
+            tokens[m] = 0;
+            logprobs[m] = NAN;
+            if (entropies) entropies[m] = NAN;
+            continue;
+        }
+        float total = 0, moment = 0;
+        for (int64_t b = 0; b < blocks; b++) {
+            const float shift = (peaks[b] - peak) * inverse, shrink = shift < -87 ? 0 : expf(shift);
+            if (shrink > 0) moment += shrink * (moments[b] + masses[b] * shift);
+            masses[b] *= shrink;
+            total += masses[b];
+        }
+        int64_t token = -1;
+        if (greedy) {
+            for (int64_t v = 0; token < 0; v++)
+                if (load1(logits, bf, row + v) == peak) token = v;
+        } else {
+            float target = uniforms[m] * total;
+            target = target < total ? target : nextafterf(total, 0);
+            float before = 0;
+            int64_t b = 0, last = 0;
+            for (; b < blocks; b++) {
+                if (masses[b] > 0) last = b;
+                if (before + masses[b] > target) break;
+                before += masses[b];
+            }
+            if (b == blocks) {  // rounding left none
+                b = last;
+                before = INFINITY;
+            }
+            const int64_t end = (b + 1) * SAMPLE_BLOCK < vocabulary ? (b + 1) * SAMPLE_BLOCK : vocabulary;
+            float reached = before == INFINITY ? -INFINITY : before;
+            for (int64_t v = b * SAMPLE_BLOCK; v < end && !(reached > target); v += LANES) {
+                float weights[LANES] __attribute__((aligned(64)));
+                const int here = end - v < LANES ? (int)(end - v) : LANES;
+                if (here == LANES) {
+                    *(vf *)weights = expv((load(logits, bf, row + v) - peak) * inverse);
+                } else {
+                    for (int i = 0; i < here; i++) {
+                        const float y = (load1(logits, bf, row + v + i) - peak) * inverse;
+                        weights[i] = y < -87 ? 0 : expf(y);
+                    }
+                }
+                for (int i = 0; i < here && !(reached > target); i++) {
+                    reached += weights[i];
+                    if (weights[i] > 0) token = v + i;  // the last of weight, if rounding leaves none
+                }
+            }
+        }
+        tokens[m] = token;
+        logprobs[m] = (load1(logits, bf, row + token) - peak) * inverse - logf(total);
+        if (entropies) entropies[m] = logf(total) - moment / total;
+    }
+    return 0;
+}

@@ -1,0 +1,94 @@
+"""Compiles `_cpu.c` for this machine on first use and calls it.
+
+The shared object is kept under $XDG_CACHE_HOME/inflight (or ~/.cache/inflight), keyed by source, flags, compiler and
+processor. It uses the OpenMP runtime that PyTorch has loaded, so that both share one pool of threads. Where there is no
+C compiler, or INFLIGHT_NO_C=1, `library()` is None and the PyTorch references run instead.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("inflight.kernels")
+
+SOURCE = Path(__file__).with_name("_cpu.c")
+LANES = 16
+"""Tokens in a block of the paged cache that the attention kernel reads."""
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "paged_attention": [_P, _P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _I, _F, _F, _I, _P, _I],
+    "rms_norm": [_P, _L, _P, _L, _P, _P, _P, _I, _L, _L, _F, _F, _I, _I],
+    "gated_activation": [_P, _L, _P, _I, _L, _L, _I, _I],
+    "rope_and_cache": [_P, _L, _P, _I, _P, _P, _P, _P, _I, _P, _P, _L, _I, _I, _I, _P, _P, _F, _F, _I, _I],
+    "draw": [_P, _L, _I, _L, _L, _P, _P, _P, _P, _P, _I],
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None with the reason logged once."""
+    if os.environ.get("INFLIGHT_NO_C") == "1":
+        return None
+    try:
+        compiled = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        logger.warning("no C kernels (%s); PyTorch references run instead, more slowly", detail.strip()[:500])
+        return None
+    for name, types in _SIGNATURES.items():
+        getattr(compiled, name).argtypes = types
+    return compiled
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether the C kernels can read these tensors: on the CPU, all float32 or all bfloat16, rows end to end."""
+    dtype = tensors[0].dtype
+    return (
+        dtype in (torch.float32, torch.bfloat16)
+        and all(t.dtype == dtype and t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors)
+        and library() is not None
+    )
+
+
+def call(name: str, *arguments: object) -> bool:
+    """Call a kernel; tensors stand for their addresses. False if it does not take these sizes (nothing was written)."""
+    values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    return getattr(library(), name)(*values, torch.get_num_threads()) == 0
+
+
+def _compiled() -> Path:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise OSError("no C compiler found: install gcc or set CC")
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(source + repr((_FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inflight"
+    target = cache / f"kernels-{key}.so"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as directory:
+            unlinked, shared = f"{directory}/kernels.o", f"{directory}/kernels.so"
+            for arguments in (["-c", *_FLAGS, str(SOURCE), "-o", unlinked], ["-shared", unlinked, "-lm", "-o", shared]):
+                subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True)
+            os.replace(shared, target)  # whole or not at all, also for processes that compile at the same time
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "".join(sorted({line for line in file if line.startswith(("model name", "flags", "Features"))}))
+    except OSError:
+        return platform.processor()

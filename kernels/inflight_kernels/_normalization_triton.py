@@ -1,0 +1,96 @@
+"""The Triton kernel of `normalization`, one program per row."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def weigh(normed, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
+    """Normed values times offset + weight, all fp32, rounded to DTYPE as Transformers rounds them."""
+    if CAST_FIRST:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return (normed * (offset + weight)).to(DTYPE)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    y,
+    s,
+    stride_x,
+    stride_residual,
+    eps,
+    offset,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAST_FIRST: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < D
+    values = tl.load(x + row * stride_x + columns, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        values += tl.load(residual + row * stride_residual + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = values.to(s.dtype.element_ty)
+        tl.store(s + row * D + columns, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    normed = values * tl.rsqrt(tl.sum(values * values, 0) / D + eps)
+    w = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * D + columns, weigh(normed, w, offset, y.dtype.element_ty, CAST_FIRST), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast_first: bool) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, y, None, eps, offset, cast_first)
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    s = torch.empty_like(y)
+    _launch(x, residual, weight, y, s, eps, offset, cast_first)
+    return y, s
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    s: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    cast_first: bool,
+) -> None:
+    rows, width = x.shape
+    if not rows:
+        return
+    x = x if x.stride(1) == 1 else x.contiguous()
+    stride_residual = 0
+    if residual is not None:
+        residual = residual if residual.stride(1) == 1 else residual.contiguous()
+        stride_residual = residual.stride(0)
+    block = triton.next_power_of_2(width)
+    launch: Any = rms_norm_kernel[(rows,)]
+    launch(
+        x,
+        residual,
+        weight,
+        y,
+        s,
+        x.stride(0),
+        stride_residual,
+        eps,
+        offset,
+        D=width,
+        BLOCK=block,
+        CAST_FIRST=cast_first,
+        num_warps=min(max(block // 512, 1), 16),
+    )

@@ -1,0 +1,139 @@
+"""From a fused QKV projection to rotated queries and a filled KV cache, in one pass.
+
+Per head: RMSNorm if the model has one (Qwen 3, Gemma 3), then the rotation x · cos + rotate_half(x) · sin over the
+first R dimensions (Su et al. 2021, "RoFormer", in the half-split form of Llama). As in Transformers cos and sin are
+rounded to the dtype of x; the rotation itself is computed in fp32 and rounded once.
+T tokens, Hq query heads, Hk KV heads, D head dimension, R of them rotated, P positions.
+"""
+
+import torch
+
+from inflight_kernels import _cpu
+from inflight_kernels.attention import is_layout_for_cpu
+from inflight_kernels.normalization import rms_norm_reference
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast_first: bool = True,
+) -> torch.Tensor:
+    """Rotate queries and keys, write keys and values into the cache → queries [T, Hq, D] in the dtype of qkv.
+
+    qkv [T, (Hq + 2·Hk)·D] of any float dtype, its rows any distance apart: all query heads, then all keys, then all
+    values. cos and sin f32[P, R], the second half of the columns repeating the first; positions i64[T] are rows of
+    them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype; slots i64[T] are
+    block · block size + index in the block, and a negative one writes nothing. q_norm and k_norm [D] are weights of an
+    RMSNorm over each head before the rotation; eps, offset and cast_first are those of `rms_norm`.
+    Raises ValueError if the shapes do not fit. Neither positions nor slots are checked against their range.
+    """
+    head_dim, rotated = k_cache.shape[-1], cos.shape[-1]
+    if qkv.ndim != 2 or qkv.shape[1] != (q_heads + 2 * kv_heads) * head_dim:
+        raise ValueError(
+            f"expected qkv [T, ({q_heads} + 2·{kv_heads})·{head_dim}] for {q_heads} query heads, {kv_heads} KV heads "
+            f"and a cache of head dimension {head_dim}, got {list(qkv.shape)}"
+        )
+    if k_cache.ndim != 4 or k_cache.shape[2] != kv_heads or v_cache.shape != k_cache.shape:
+        raise ValueError(
+            f"expected k_cache and v_cache [blocks, block size, {kv_heads}, D], "
+            f"got {list(k_cache.shape)} and {list(v_cache.shape)}"
+        )
+    if cos.ndim != 2 or cos.shape != sin.shape or rotated % 2 or rotated > head_dim:
+        raise ValueError(
+            f"expected cos and sin [P, R] with R even and at most {head_dim}, got {list(cos.shape)} and "
+            f"{list(sin.shape)}"
+        )
+    if positions.shape != qkv.shape[:1] or slots.shape != qkv.shape[:1]:
+        raise ValueError(
+            f"expected positions and slots [{qkv.shape[0]}], got {list(positions.shape)} and {list(slots.shape)}"
+        )
+    for weight in (q_norm, k_norm):
+        if weight is not None and weight.shape != (head_dim,):
+            raise ValueError(f"expected q_norm and k_norm [{head_dim}], got {list(weight.shape)}")
+    norms = [weight for weight in (q_norm, k_norm) if weight is not None]
+    if _cpu.takes(qkv, k_cache.permute(0, 2, 3, 1), v_cache, *norms) and is_layout_for_cpu(k_cache, v_cache):
+        q = torch.empty(qkv.shape[0], q_heads, head_dim, dtype=qkv.dtype)
+        ran = _cpu.call(
+            "rope_and_cache", qkv, qkv.stride(0), q, qkv.dtype == torch.bfloat16, k_cache, v_cache,
+            cos.float().contiguous(), sin.float().contiguous(), rotated, positions.contiguous(), slots.contiguous(),
+            len(qkv), q_heads, kv_heads, head_dim, q_norm, k_norm, eps, offset, cast_first,
+        )  # fmt: skip
+        if ran:
+            return q
+    if qkv.is_cuda:
+        from inflight_kernels import _rotary_triton
+
+        function = _rotary_triton.rope_and_cache
+    else:
+        function = rope_and_cache_reference
+    return function(
+        qkv,
+        cos,
+        sin,
+        positions,
+        slots,
+        k_cache,
+        v_cache,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        offset=offset,
+        cast_first=cast_first,
+    )
+
+
+def rope_and_cache_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    q_heads: int,
+    kv_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast_first: bool = True,
+) -> torch.Tensor:
+    """The same in plain PyTorch."""
+    q_THD, k_THD, v_THD = qkv.unflatten(1, (q_heads + 2 * kv_heads, -1)).split((q_heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None:
+        q_THD = rms_norm_reference(q_THD, q_norm, eps, offset=offset, cast_first=cast_first)
+    if k_norm is not None:
+        k_THD = rms_norm_reference(k_THD, k_norm, eps, offset=offset, cast_first=cast_first)
+    cos_T1R = cos[positions].to(qkv.dtype).float()[:, None]
+    sin_T1R = sin[positions].to(qkv.dtype).float()[:, None]
+    k_THD = _rotate(k_THD, cos_T1R, sin_T1R)
+    kept = slots >= 0
+    kept_slots = slots[kept]
+    where = (kept_slots // k_cache.shape[1], kept_slots % k_cache.shape[1])
+    k_cache[where] = k_THD[kept].to(k_cache.dtype)
+    v_cache[where] = v_THD[kept].to(v_cache.dtype)
+    return _rotate(q_THD, cos_T1R, sin_T1R)
+
+
+def _rotate(x_THD: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor) -> torch.Tensor:
+    rotated = cos_T1R.shape[-1]
+    out_THD = x_THD.clone(memory_format=torch.contiguous_format)
+    x_THR = x_THD[..., :rotated].float()
+    first, second = x_THR.chunk(2, dim=-1)
+    out_THD[..., :rotated] = x_THR * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
+    return out_THD

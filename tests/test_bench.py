@@ -1,0 +1,115 @@
+"""The benchmarks that compare and sweep: what they print and write, and how they fail. No test asserts a time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from inflight.bench.peer_worker import Job, Setup, random_prompts
+from inflight.bench.peers import Worker, interpreter
+from inflight.cli import app
+from inflight.core.errors import InflightError
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+TINY = ("--model", "tiny", "--device", "cpu")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "inflight.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+
+
+def last_line(done: subprocess.CompletedProcess) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path):
+    file, png = tmp_path / "throughput.json", tmp_path / "throughput.png"
+    options = ("--sequences", "2,1", "--tokens", "4", "--prompt-tokens", "5", "--pairs", "2", "--peer", "transformers")
+    result = last_line(bench("throughput", *TINY, *options, "--json", str(file), "--plot", str(png)))
+    assert result["tokens_per_s"] > 0
+    assert result["peer_tokens_per_s"] > 0
+    assert result["ratio"] > 0
+    assert result["mbu"] is None  # a GPU's
+    assert result["peer_mode"] == "generate"
+    assert [point["sequences"] for point in result["points"]] == [1, 2]
+    last = result["points"][-1]
+    assert result["tokens_per_s"] == last["tokens_per_s"]
+    assert len(last["peers"]["transformers"]["ratios"]) == 2
+    assert last["step_ms"]["p50"] > 0
+    # Both draw from nearly uniform distributions over 512 tokens, whose mean log-probability is about -ln 512.
+    assert last["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
+    assert last["peers"]["transformers"]["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
+    written = json.loads(file.read_text())
+    assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
+    assert written == result
+    assert written["sides"]["transformers"]["versions"]["transformers"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
+    file, png = tmp_path / "scaling.json", tmp_path / "scaling.png"
+    options = ("--sequences", "1,3", "--prompt-tokens", "4", "--contexts", "4,9", "--tokens", "3", "--pairs", "1")
+    result = last_line(bench("scaling", *TINY, *options, "--queued", "50", "--json", str(file), "--plot", str(png)))
+    assert [(p["sequences"], p["context"], p["num_steps"]) for p in result["by_sequences"]] == [(1, 4, 3), (3, 4, 3)]
+    assert [(p["sequences"], p["context"], p["num_steps"]) for p in result["by_context"]] == [(16, 4, 3), (16, 9, 3)]
+    assert all(point["step_ms"]["p50"] > 0 for point in result["by_sequences"] + result["by_context"])
+    assert result["queue"]["ratio"] > 0
+    assert json.loads(file.read_text())["by_context"] == result["by_context"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["throughput", "--peer", "vllm"], "no Python with vLLM at /no/such/python; install it with `make peers`"),
+        (["throughput", "--peer", "no-such-engine"], "Invalid value for '--peer'"),
+        (["throughput", "--sequences", "1,x"], "--sequences must be one or more positive numbers"),
+        (["throughput", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
+        (["scaling", "--contexts", "0"], "--contexts must be one or more positive numbers"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments, message):
+    done = CliRunner().invoke(app, ["bench", *arguments], env={"PEERS_PYTHON": "/no/such/python", "COLUMNS": "160"})
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_an_interpreter_without_vllm_is_told_too(monkeypatch):
+    monkeypatch.setenv("PEERS_PYTHON", "/bin/false")
+    with pytest.raises(InflightError, match="no Python with vLLM at /bin/false"):
+        interpreter("vllm")
+
+
+def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path):
+    setup = Setup(
+        model=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        vocab_size=8,
+        max_sequences=1,
+        max_context=8,
+        kv_bytes_per_token=1,
+        threads=1,
+        seed=0,
+    )
+    with (
+        Worker("transformers", setup, tmp_path) as worker,
+        pytest.raises(
+            InflightError, match=r"(?s)transformers ended with code 1 while starting. Its log ends:\n.*Error"
+        ),
+    ):
+        worker.wait_until_ready()
+
+
+def test_every_worker_gets_the_same_prompts_all_different():
+    job = Job(sequences=50, tokens=1, prompt_tokens=6, seed=3)
+    prompts = random_prompts(job, 512)
+    assert prompts == random_prompts(job, 512)
+    assert len({tuple(prompt) for prompt in prompts}) == 50
+    assert all(len(prompt) == 6 for prompt in prompts)
