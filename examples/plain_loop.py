@@ -7,6 +7,7 @@ to answer with digits, so that it runs anywhere in half a minute).
 """
 
 import sys
+from itertools import islice
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,13 +29,15 @@ def main(name: str = "tiny") -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    prompts = [f"Number {i}: " for i in range(400)]
+    prompts = (f"Number {i}: " for i in range(400))
+    params = inflight.SamplingParams(n=8, max_tokens=16)
 
     with inflight.launch(name, threads=torch.get_num_threads()) as engine:
         publisher = engine.publisher(model)
         publisher.publish()  # the engine starts from the trainer's weights
-        engine.submit(prompts, inflight.SamplingParams(n=8, max_tokens=16))
+        engine.submit(islice(prompts, 16), params)  # the more is under way, the older are the tokens that arrive
         for step, batch in enumerate(engine.stream.batches(rollouts=64, score=reward), 1):
+            engine.submit(islice(prompts, 8), params)
             loss, stats = inflight.policy_loss(model, batch, correction="tis")
             loss.backward()
             optimizer.step()

@@ -1,7 +1,7 @@
 """What a user holds: an engine in its own process, its stream, and publishers to it."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ class LaunchedEngine:
 
     def submit(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Iterable[str] | Iterable[Sequence[int]],
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
@@ -111,6 +111,7 @@ class LaunchedEngine:
         """
         if isinstance(prompts, str):
             raise InvalidRequestError("submit takes a list of prompts, got one string; wrap it in a list")
+        prompts = list(prompts)
         if metadata is not None and len(metadata) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts need as many metadata, got {len(metadata)}")
         params = params or SamplingParams()
@@ -124,7 +125,7 @@ class LaunchedEngine:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: Iterable[str] | Iterable[Sequence[int]],
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
