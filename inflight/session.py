@@ -111,13 +111,13 @@ class LaunchedEngine:
         """
         if isinstance(prompts, str):
             raise InvalidRequestError("submit takes a list of prompts, got one string; wrap it in a list")
-        prompts = list(prompts)
-        if metadata is not None and len(metadata) != len(prompts):
-            raise InvalidRequestError(f"{len(prompts)} prompts need as many metadata, got {len(metadata)}")
+        token_ids = [self._token_ids(index, prompt) for index, prompt in enumerate(prompts)]
+        if metadata is not None and len(metadata) != len(token_ids):
+            raise InvalidRequestError(f"{len(token_ids)} prompts need as many metadata, got {len(metadata)}")
         params = params or SamplingParams()
         messages = [
-            Prompt(self._token_ids(index, prompt), params, dict(metadata[index]) if metadata else {}, version)
-            for index, prompt in enumerate(prompts)
+            Prompt(ids, params, dict(metadata[index]) if metadata else {}, version)
+            for index, ids in enumerate(token_ids)
         ]
         group_ids = self._launcher.client.submit(messages)
         self.stream.expect(group_ids)
