@@ -8,6 +8,9 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define CHUNK 64        // context tokens whose scores are held at a time
@@ -63,9 +66,9 @@ static inline void store(void *base, int is_bf16, ptrdiff_t i, vf x) {
 
 static inline vf splat(float x) { return x - (vf){0}; }
 
-static inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+static inline vf blend(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
 
-static inline vf maxv(vf a, vf b) { return select((vi)(a > b), a, b); }
+static inline vf maxv(vf a, vf b) { return blend((vi)(a > b), a, b); }
 
 static inline float sum(vf x) {
     float total = 0;
@@ -82,14 +85,14 @@ static inline float max1(vf x) {
 // e^x for x <= 88, relative error below 2e-7; 0 below -87. Polynomial of Cephes' expf.
 static inline vf expv(vf x) {
     vi tiny = (vi)(x < -87.0f);
-    x = select((vi)(x > 88.0f), splat(88.0f), select(tiny, splat(-87.0f), x));
+    x = blend((vi)(x > 88.0f), splat(88.0f), blend(tiny, splat(-87.0f), x));
     vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     vf f = x - n * 0.693359375f + n * 2.12194440e-4f;
     vf p = ((((1.9875691500e-4f * f + 1.3981999507e-3f) * f + 8.3334519073e-3f) * f + 4.1665795894e-2f) * f +
             1.6666665459e-1f) * f + 5.0000001201e-1f;
     p = p * f * f + f + 1.0f;
     vf power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
-    return select(tiny, splat(0), p * power);
+    return blend(tiny, splat(0), p * power);
 }
 
 // ---- attention over a paged cache --------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ typedef struct {
 // `rows` query rows (tokens x query heads of one KV head) of one sequence. Row r is token first + r / group.
 static inline __attribute__((always_inline)) void attend_rows(const Attention *a, const int rows, int real_rows,
         int64_t first_token, int64_t first_position, int kv_head, const int32_t *table) {
-    const int group = a->q_heads / a->kv_heads, D = a->dim, Dv = a->value_dim, bf = a->bf;
+    const int group = a->q_heads / a->kv_heads, D = a->dim, Dv = a->value_dim, bf = a->bf, size = bf ? 2 : 4;
     float query[MAX_ROWS][MAX_HEAD] __attribute__((aligned(64)));
     float acc[MAX_ROWS][MAX_HEAD] __attribute__((aligned(64)));
     float weight[MAX_ROWS][CHUNK] __attribute__((aligned(64)));
@@ -140,7 +143,15 @@ static inline __attribute__((always_inline)) void attend_rows(const Attention *a
             const ptrdiff_t base = (block * a->kv_heads + kv_head) * D * LANES;
             vf score[MAX_ROWS];
             for (int r = 0; r < rows; r++) score[r] = (vf){0};
+            // What comes next is fetched meanwhile: the values of this block, the keys of the one behind it.
+            const int64_t later = start + b + LANES <= last ? table[(start + b) / LANES + 1] : block;
+            const char *next_k = (const char *)a->k + (later * a->kv_heads + kv_head) * D * LANES * size;
+            const char *this_v = (const char *)a->v + (block * a->kv_heads + kv_head) * Dv * LANES * size;
             for (int d = 0; d < D; d++) {
+                if (d * LANES * size % 64 == 0) {
+                    __builtin_prefetch(next_k + d * LANES * size);
+                    __builtin_prefetch(this_v + d * LANES * size);
+                }
                 const vf key = load(a->k, bf, base + (ptrdiff_t)d * LANES);
                 for (int r = 0; r < rows; r++) score[r] += query[r][d] * key;
             }
@@ -223,6 +234,140 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
         }
     return 0;
 }
+
+// ---- products with weights as they lie in a slot -----------------------------------------------------------------
+//
+// y [T, N] = x [T, K] . w [N, K]^T (+ bias), for few rows of x. Both operands are read along K, so nothing is packed or
+// transposed: a tile of TILE x TILE results is that many vectors of partial sums, which are added up across their lanes
+// at the end. What a product of few rows waits for is w, so the rows of it to come are fetched ahead.
+
+#define TILE 4
+#define PANEL 8           // rows of w that stay in the first-level cache while all rows of x pass by
+#define DEPTH_BYTES 2048  // of a row at a time, so that they do
+#define MAX_TOKENS 48     // beyond, adding up across lanes costs more than packing
+
+#ifdef __AVX512F__
+
+#define KEEP(x) __asm__("" : "+v"(x))  // in a register: GCC would load it again for each product
+#define MERGE __builtin_shufflevector
+
+// Lane i of the result is the sum over the lanes of acc[i]; within 128 bits first, as that is cheap.
+static inline vf sums_of(vf acc[16]) {
+    for (int i = 0; i < 8; i++)
+        acc[i] = MERGE(acc[2 * i], acc[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+                 MERGE(acc[2 * i], acc[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    for (int i = 0; i < 4; i++)
+        acc[i] = MERGE(acc[2 * i], acc[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                 MERGE(acc[2 * i], acc[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    for (int i = 0; i < 2; i++)
+        acc[i] = MERGE(acc[2 * i], acc[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                 MERGE(acc[2 * i], acc[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    return MERGE(acc[0], acc[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           MERGE(acc[0], acc[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+static inline __attribute__((always_inline)) vf multiply_add(vf sum, vf a, vf b, const int bf) {
+#ifdef __AVX512BF16__
+    if (bf) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+    return sum + a * b;
+}
+
+// Lane TILE i + j of the result is x[i] . w[j] over so many bytes.
+static inline __attribute__((always_inline)) vf multiply_tile(const char *const *x, const char *const *w, int bytes,
+        const int bf) {
+    vf acc[TILE * TILE];
+    for (int i = 0; i < TILE * TILE; i++) acc[i] = (vf){0};
+    for (int at = 0; at < bytes; at += 64) {
+        vf a[TILE];
+        for (int i = 0; i < TILE; i++) {
+            a[i] = *(const vf *)(x[i] + at);
+            KEEP(a[i]);
+        }
+        for (int j = 0; j < TILE; j++) {
+            vf b = *(const vf *)(w[j] + at);
+            KEEP(b);
+            for (int i = 0; i < TILE; i++) acc[TILE * i + j] = multiply_add(acc[TILE * i + j], a[i], b, bf);
+        }
+    }
+    return sums_of(acc);
+}
+
+// sums[i][j]: tile of the rows TILE i ... of x and the rows TILE j ... of w.
+static inline __attribute__((always_inline)) void multiply_panel(const char *x, int64_t x_bytes, int64_t rows,
+        const char *w, int64_t columns, int64_t bytes, vf (*sums)[PANEL / TILE], const int bf) {
+    const char *next = w + PANEL * bytes;
+    const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + TILE - 1) / TILE);
+    const int64_t ahead = (PANEL * bytes / 64 + steps - 1) / steps;
+    for (int64_t from = 0; from < bytes; from += DEPTH_BYTES) {
+        const int depth = bytes - from < DEPTH_BYTES ? (int)(bytes - from) : DEPTH_BYTES;
+        for (int64_t m = 0; m < rows; m += TILE) {
+            for (int64_t i = 0; i < ahead; i++) __builtin_prefetch(next + 64 * i, 0, 2);
+            next += 64 * ahead;
+            const char *x_rows[TILE];  // beyond the last one it is repeated
+            for (int i = 0; i < TILE; i++) x_rows[i] = x + (m + i < rows ? m + i : rows - 1) * x_bytes + from;
+            for (int64_t n = 0; n < columns; n += TILE) {
+                const char *w_rows[TILE];
+                for (int j = 0; j < TILE; j++) w_rows[j] = w + (n + j < columns ? n + j : columns - 1) * bytes + from;
+                const vf tile = multiply_tile(x_rows, w_rows, depth, bf);
+                vf *sum = &sums[m / TILE][n / TILE];
+                *sum = tile + (from ? *sum : (vf){0});
+            }
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL / TILE], int64_t rows, int64_t columns,
+        const void *bias, ptrdiff_t first, void *y, int64_t y_stride, const int bf) {
+    const int size = bf ? 2 : 4;
+    for (int64_t n = 0; n < columns; n += TILE) {
+        const int64_t real = columns - n < TILE ? columns - n : TILE;
+        vf shift = {0};
+        for (int i = 0; bias && i < LANES; i++) shift[i] = i % TILE < real ? load1(bias, bf, first + n + i % TILE) : 0;
+        for (int64_t m = 0; m < rows; m += TILE) {
+            char tile[LANES * 4] __attribute__((aligned(64)));
+            store(tile, bf, 0, sums[m / TILE][n / TILE] + shift);
+            for (int64_t i = 0; i < TILE && m + i < rows; i++) {
+                char *to = (char *)y + ((m + i) * y_stride + first + n) * size;
+                if (real == TILE) memcpy(to, tile + i * TILE * size, TILE * size);
+                else memcpy(to, tile + i * TILE * size, real * size);
+            }
+        }
+    }
+}
+
+// Returns 0, or 1 where this processor or these sizes need another product.
+int linear(const void *x, int64_t x_stride, const void *w, const void *bias, void *y, int bf, int64_t tokens,
+        int64_t outputs, int64_t inputs, int threads) {
+    const int64_t size = bf ? 2 : 4, bytes = inputs * size;
+#ifndef __AVX512BF16__
+    if (bf) return 1;
+#endif
+    if (bytes % 64 || tokens < 1 || tokens > MAX_TOKENS) return 1;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t n = 0; n < outputs; n += PANEL) {
+        vf sums[MAX_TOKENS / TILE][PANEL / TILE] __attribute__((aligned(64)));
+        const int64_t columns = outputs - n < PANEL ? outputs - n : PANEL;
+        const char *panel = (const char *)w + n * bytes;
+        if (bf) {
+            multiply_panel(x, x_stride * size, tokens, panel, columns, bytes, sums, 1);
+            store_panel(sums, tokens, columns, bias, n, y, outputs, 1);
+        } else {
+            multiply_panel(x, x_stride * size, tokens, panel, columns, bytes, sums, 0);
+            store_panel(sums, tokens, columns, bias, n, y, outputs, 0);
+        }
+    }
+    return 0;
+}
+
+#else
+
+int linear(const void *x, int64_t x_stride, const void *w, const void *bias, void *y, int bf, int64_t tokens,
+        int64_t outputs, int64_t inputs, int threads) {
+    return 1;  // the sums of a tile need 16 registers of 64 bytes
+}
+
+#endif
 
 // ---- normalisation, activation, rotary embedding -----------------------------------------------------------------
 
@@ -310,8 +455,13 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
         const float *cosine = cosines + positions[t] * rotary, *sine = sines + positions[t] * rotary;
         const int64_t slot = slots[t], block = slot / LANES, at = slot % LANES;
         float row[MAX_HEAD] __attribute__((aligned(64))), turned[MAX_HEAD] __attribute__((aligned(64)));
+        // A key goes to one line of the cache per dimension: they are fetched while the queries are computed.
+        const int64_t key_bytes = (int64_t)kv_heads * dim * LANES * (bf ? 2 : 4);
+        const int64_t share = slot < 0 ? 0 : (key_bytes / 64 + q_heads - 1) / q_heads;
+        const char *line = (const char *)keys + block * key_bytes;
         for (int h = 0; h < q_heads + kv_heads; h++) {
             const int is_key = h >= q_heads;
+            for (int64_t i = 0; !is_key && i < share; i++, line += 64) __builtin_prefetch(line, 1);
             const void *norm = is_key ? k_norm : q_norm;
             const ptrdiff_t from = t * stride + (ptrdiff_t)h * dim;
             for (int d = 0; d < dim; d += LANES) *(vf *)&row[d] = load(qkv, bf, from + d);
@@ -381,7 +531,7 @@ static void block_stats(const void *z, int bf, ptrdiff_t at, int count, float in
     for (i = 0; i + LANES <= count; i += LANES) {
         const vf y = (load(z, bf, at + i) - high) * inverse, w = expv(y);
         total += w;
-        weighted += select((vi)(w > 0), w * y, splat(0));
+        weighted += blend((vi)(w > 0), w * y, splat(0));
     }
     *mass = sum(total);
     *moment = sum(weighted);

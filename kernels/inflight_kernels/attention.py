@@ -6,10 +6,16 @@ of its block table. Softmax((q · k) · scale), causal, with an optional sliding
 T tokens, S sequences, Hq query heads, Hk KV heads, G = Hq / Hk, D head dimension, L context length, B blocks.
 """
 
+import contextlib
+import math
+import mmap
+
 import torch
 import torch.nn.functional as F
 
 from inflight_kernels import _cpu
+
+_REAL_BYTES = 32 * 2**20
 
 
 def paged_attention(
@@ -54,9 +60,21 @@ def empty_cache_for_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(k_cache, v_cache) in the layout that the C kernel reads: keys of a block and head lie [D, 16], so that the
     scores of 16 tokens are one vector."""
-    keys = torch.empty(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
-    values = torch.empty(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
+    keys = _in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
+    values = _in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
     return keys, values
+
+
+def _in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for scattered writes: one page fault for 2 MiB and not for 4 KiB, where the system grants it, and none for
+    the beginning, which is used first. The rest becomes real when it is used."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape))
+    tensor[: _REAL_BYTES // dtype.itemsize].zero_()
+    return tensor.view(shape)
 
 
 def is_layout_for_cpu(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:

@@ -1,0 +1,129 @@
+"""The C kernels equal what they stand for, and what they cannot do goes to PyTorch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from inflight_kernels import _cpu, linear
+from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+PRECISION = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
+DTYPES = st.sampled_from(list(TOLERANCE))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    """Without the kernels these tests would compare PyTorch with itself."""
+    assert _cpu.library() is not None
+
+
+@given(
+    dtype=DTYPES,
+    chunks=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 90)), min_size=1, max_size=5),
+    heads=st.sampled_from([(4, 4), (4, 2), (8, 1), (6, 2)]),
+    dims=st.sampled_from([(16, 16), (64, 64), (80, 80), (32, 16)]),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    softcap=st.sampled_from([None, 3.0]),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_paged_attention_equals_its_reference(dtype, chunks, heads, dims, window, softcap, with_sinks, seed):
+    torch.manual_seed(seed)
+    counts, contexts = [count for count, _ in chunks], [count + before for count, before in chunks]
+    used = [-(-context // 16) for context in contexts]
+    blocks = sum(used) + 2
+    keys, values = empty_cache_for_cpu(blocks, heads[1], *dims, dtype)
+    for cache in (keys, values):
+        cache.copy_(torch.randn(cache.shape))
+        cache[-1] = float("nan")  # a block that nobody holds
+    order = (torch.randperm(blocks - 2) + 1).tolist()
+    table = torch.full((len(chunks), max(used) + 1), blocks - 1, dtype=torch.int32)
+    for row, count in enumerate(used):
+        table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+    query = torch.randn(sum(counts), heads[0], dims[0]).to(dtype)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    context_S = torch.tensor(contexts, dtype=torch.int32)
+    sinks = torch.randn(heads[0]) if with_sinks else None
+    options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+    result = paged_attention(query, keys, values, table, starts, context_S, **options)
+    exact = query.float(), keys.float(), values.float(), table, starts, context_S
+    expected = paged_attention_reference(*exact, **options)
+    torch.testing.assert_close(result.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@given(
+    dtype=DTYPES,
+    tokens=st.one_of(st.integers(0, 48), st.integers(49, 70)),
+    outputs=st.integers(1, 70),
+    inputs=st.sampled_from([16, 32, 48, 512, 544, 1536, 30]),
+    with_bias=st.booleans(),
+    strided=st.booleans(),
+)
+def test_a_product_equals_that_of_float64(dtype, tokens, outputs, inputs, with_bias, strided):
+    torch.manual_seed(tokens + outputs)
+    x = torch.randn(tokens, inputs + 16 * strided).to(dtype)[:, :inputs]
+    weight = torch.randn(outputs, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    result = linear(x, weight, bias)
+    assert result.dtype == dtype
+    assert result.shape == expected.shape
+    largest = expected.abs().max() if tokens else 0
+    torch.testing.assert_close(result.double(), expected, atol=PRECISION[dtype] * float(largest), rtol=0)
+
+
+def test_a_row_of_nan_spoils_no_other_row():
+    x, weight = torch.randn(9, 64), torch.randn(10, 64)
+    expected = linear(x, weight)
+    x[4] = float("nan")
+    result = linear(x, weight)
+    assert result[4].isnan().all()
+    assert torch.equal(result[[0, 1, 2, 3, 5, 6, 7, 8]], expected[[0, 1, 2, 3, 5, 6, 7, 8]])
+
+
+def test_a_row_does_not_depend_on_the_number_of_rows_beside_it():
+    x, weight = torch.randn(40, 512), torch.randn(100, 512)
+    together = linear(x, weight)
+    for rows in (1, 3, 17, 40):
+        assert torch.equal(linear(x[:rows], weight), together[:rows])
+
+
+SCRIPT = """
+import logging, torch
+logging.basicConfig(level=logging.WARNING)
+from inflight_kernels import _cpu, gated_activation, linear, rms_norm
+from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
+torch.manual_seed(0)
+keys, values = empty_cache_for_cpu(3, 2, 32, 32, torch.float32)
+keys.normal_()
+values.normal_()
+query, x, weight = torch.randn(2, 4, 32), torch.randn(5, 64), torch.randn(64)
+table, starts, contexts = (torch.tensor(ids, dtype=torch.int32) for ids in ([[1, 2]], [0, 2], [20]))
+results = [
+    paged_attention(query, keys, values, table, starts, contexts, scale=0.2),
+    linear(x, torch.randn(8, 64)),
+    rms_norm(x, weight, 1e-6),
+    gated_activation(x, "silu"),
+]
+print(_cpu.library() is not None, [round(float(r.sum()), 3) for r in results])
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [({"INFLIGHT_NO_C": "1"}, ""), ({"CC": "/bin/false"}, "no C kernels"), ({"CC": "/no/such/gcc"}, "no C kernels")],
+)
+def test_without_a_compiler_pytorch_computes_the_same(tmp_path, environment, message):
+    base = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", SCRIPT], env=base | more, capture_output=True, text=True, check=True)
+        for more in ({}, environment)
+    ]
+    assert runs[0].stdout.startswith("True")
+    assert runs[1].stdout == runs[0].stdout.replace("True", "False", 1)
+    assert message in runs[1].stderr
