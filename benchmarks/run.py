@@ -1,6 +1,6 @@
-"""Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 25 minutes on 2 cores.
+"""Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 50 minutes on 2 cores.
 
-    python benchmarks/run.py [demo|staleness …]
+    python benchmarks/run.py [throughput|scaling|staleness|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results" / "cpu"
+DOCS = Path(__file__).parent.parent / "docs"
 SEEDS = (0, 1, 2)
+THROUGHPUTS = (("tiny", "float32", 128, 256), ("small", "float32", 32, 128), ("small", "bfloat16", 64, 256))
 
 
 def inflight(*arguments: str) -> None:
@@ -64,13 +66,31 @@ def staleness() -> None:
             inflight("bench", "staleness", "--model", model, "--slots", slots, "--steps", "30", "--json", str(path))
 
 
+def throughput() -> None:
+    """Against vLLM at three sizes, and against vLLM and Transformers over numbers of sequences."""
+    common = ("bench", "throughput", "--device", "cpu", "--prompt-tokens", "32", "--peer", "vllm")
+    for model, dtype, sequences, tokens in THROUGHPUTS:
+        path = RESULTS / f"throughput-{model}-{dtype}-{sequences}x{tokens}.json"
+        shape = ("--model", model, "--dtype", dtype, "--sequences", str(sequences), "--tokens", str(tokens))
+        inflight(*common, *shape, "--pairs", "5", "--json", str(path))
+    for model, dtype in (("small", "bfloat16"), ("tiny", "float32")):
+        path, plot = RESULTS / f"throughput-{model}-{dtype}-sweep.json", DOCS / f"throughput-{model}.png"
+        shape = ("--model", model, "--dtype", dtype, "--sequences", "1,8,32,128,256", "--tokens", "128")
+        inflight(*common, *shape, "--peer", "transformers", "--json", str(path), "--plot", str(plot))
+
+
+def scaling() -> None:
+    path, plot = RESULTS / "scaling-small-float32.json", DOCS / "scaling.png"
+    inflight("bench", "scaling", "--model", "small", "--device", "cpu", "--json", str(path), "--plot", str(plot))
+
+
 def write_json(path: Path, data: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    benchmarks = {"staleness": staleness, "demo": demo}
+    benchmarks = {"throughput": throughput, "scaling": scaling, "staleness": staleness, "demo": demo}
     for name in sys.argv[1:] or benchmarks:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")
