@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
 import torch
+from inflight_kernels import _cpu
 from rich.console import Console
 
 from inflight.core.errors import InflightError
@@ -35,7 +36,7 @@ def print_report(console: Console) -> int:
 
 def examine() -> list[Finding]:
     """Every check of this machine, most basic first."""
-    return [_python(), *_packages(), _cores(), _shared_memory(), _gpu(), *_optional(), _shapes()]
+    return [_python(), *_packages(), _cores(), _kernels(), _shared_memory(), _gpu(), *_optional(), _shapes()]
 
 
 def _python() -> Finding:
@@ -64,6 +65,15 @@ def _cores() -> Finding:
     return Finding("ok", "cpu", f"{cores} cores; on a CPU the demo gives half to the trainer, half to the generator")
 
 
+def _kernels() -> Finding:
+    if _cpu.library() is not None:
+        return Finding("ok", "cpu kernels", "compiled")
+    if os.environ.get("INFLIGHT_NO_C") == "1":
+        return Finding("note", "cpu kernels", "off (INFLIGHT_NO_C=1); PyTorch runs instead, more slowly")
+    advice = "install gcc, or set CC to a C compiler; until then PyTorch runs instead, more slowly"
+    return Finding("note", "cpu kernels", f"not compiled (the reason is above); {advice}")
+
+
 def _shared_memory() -> Finding:
     directory = default_directory()
     left = bytes_left(directory)
@@ -86,7 +96,12 @@ def _gpu() -> Finding:
     if "expandable_segments:True" in config:
         advice = "remove expandable_segments:True from PYTORCH_ALLOC_CONF; CUDA IPC cannot share such memory"
         return Finding("note", "gpu", f"{names}; {advice}")
-    return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC")
+    try:
+        attention = f"attention by FlashInfer {version('flashinfer-python')}"
+    except PackageNotFoundError:
+        advice = "attention by PyTorch, several times as slow as FlashInfer: pip install flashinfer-python"
+        return Finding("note", "gpu", f"{names}; slots are shared by CUDA IPC; {advice}")
+    return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC; {attention}")
 
 
 def _optional() -> list[Finding]:

@@ -127,10 +127,19 @@ def test_advantages_are_relative_to_the_group():
     assert scaled.std() == pytest.approx(1)
 
 
-def test_rollouts_drawn_with_a_filter_are_warned_about():
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (SamplingParams(top_p=0.9), "importance ratios are biased"),
+        (SamplingParams(repetition_penalty=1.2), "importance ratios are not 1"),
+        (SamplingParams(logit_bias={3: 1.0}), "importance ratios are not 1"),
+        (SamplingParams(min_tokens=2), "importance ratios are not 1"),
+    ],
+)
+def test_rollouts_drawn_from_another_distribution_are_warned_about(params, message):
     rollouts = make_rollouts(1)
-    rollouts[0].params = SamplingParams(top_p=0.9)
-    with pytest.warns(UserWarning, match="importance ratios are biased"):
+    rollouts[0].params = params
+    with pytest.warns(UserWarning, match=message):
         pack(rollouts, [0.0])
 
 

@@ -135,6 +135,17 @@ class Engine:
         self.num_swaps = 0
         self.num_swaps_in_flight = 0
 
+    def describe(self) -> str:
+        """In a line: where it runs, how, and how much fits."""
+        runner, cache = self.runner, self.cache
+        how = "fused" if runner.unfused_reason is None else f"unfused ({runner.unfused_reason})"
+        graphs = f", {runner.num_graphs} CUDA graphs" if runner.num_graphs else ""
+        return (
+            f"{self.device}, {how}{graphs}, attention {self.attention}, up to {self.max_sequences} sequences of "
+            f"{self.max_context:,} tokens, KV cache of {cache.nbytes / 2**20:,.0f} MiB for {cache.capacity_tokens:,} "
+            "tokens"
+        )
+
     def close(self) -> None:
         """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
         for slot in self.receiver.slots:

@@ -252,7 +252,7 @@ def main() -> int:
     orphaned = _stop_with_parent(process, startup.parent_pid)
     gc.collect()
     gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second
-    logger.info("engine %s serves %s", engine.engine_id, startup.options.model)
+    logger.info("engine %s serves %s: %s", engine.engine_id, startup.options.model, engine.describe())
     try:
         process.run()
     finally:

@@ -68,6 +68,13 @@ def pack(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> PackedBatc
             "kept, the trainer's over the whole vocabulary, so importance ratios are biased towards 0 even on-policy",
             stacklevel=2,
         )
+    if any(rollout.params.adjusted for rollout in rollouts):
+        warnings.warn(
+            "rollouts drawn with repetition_penalty, logit_bias or min_tokens: their log-probabilities are those of "
+            "the logits that these changed, the trainer's those of the model, so importance ratios are not 1 even "
+            "on-policy",
+            stacklevel=2,
+        )
     lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in rollouts]
 
     def column(dtype: np.typing.DTypeLike, prompt_value: float, drawn: Sequence[np.ndarray | float]) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""What a user does with a running engine, through its process."""
+
+import time
+
+import numpy as np
+import pytest
+from conftest import make_model
+
+import inflight
+from inflight.core.errors import InvalidRequestError
+from inflight.core.messages import LIVE_VERSION
+
+LONG = inflight.SamplingParams(max_tokens=240, seed=5, ignore_eos=True)
+
+
+@pytest.fixture
+def launch(model_dir):
+    """Engines of the small test models, in processes of their own."""
+    engines = []
+
+    def start(name="qwen3", **options):
+        defaults = {"device": "cpu", "max_sequences": 8, "max_context": 256, "threads": 1}
+        engines.append(inflight.launch(model_dir(name), **(defaults | options)))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def wait_for_tokens(engine, group_id, count):
+    """The group's samples once the first of them has drawn so many tokens."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        rollouts = engine.partial(group_id)
+        if rollouts and len(rollouts[0].token_ids) >= count:
+            return rollouts
+        time.sleep(0.005)
+    raise AssertionError("no tokens arrived")
+
+
+def collect(engine, *group_ids):
+    return {group[0].group_id: group for group in engine.stream.collect(list(group_ids))}
+
+
+def test_a_fork_goes_on_from_a_running_sample_which_goes_on_too(launch):
+    engine = launch()
+    [group] = engine.submit([[1, 2, 3]], LONG)
+    [sample] = wait_for_tokens(engine, group, 20)
+    assert sample.finish_reason == ""
+    params = inflight.SamplingParams(max_tokens=6, n=3, ignore_eos=True)
+    fork = engine.fork(sample, at=7, params=params, metadata={"why": "a pivot"})
+    rollouts = collect(engine, group, fork)
+    [whole] = rollouts[group]
+    assert len(whole.token_ids) == 240
+    for child in rollouts[fork]:
+        assert child.forked_from == (whole.request_id, 7)
+        assert child.prompt_token_ids.tolist() == [1, 2, 3, *whole.token_ids[:7]]
+        assert child.metadata == {"why": "a pivot"}
+        assert len(child.token_ids) == 6
+    assert len({tuple(child.token_ids) for child in rollouts[fork]}) > 1
+    with pytest.raises(InvalidRequestError, match="is not unfinished; submit its prompt and tokens as a new prompt"):
+        engine.fork(whole)
+
+
+def test_a_paused_engine_computes_nothing_and_takes_weights(launch):
+    engine = launch()
+    expected = engine.generate([[1, 2, 3]], LONG)[0][0]
+    [group] = engine.submit([[1, 2, 3]], LONG)
+    wait_for_tokens(engine, group, 5)
+    engine.pause()
+    before = engine.status()
+    time.sleep(0.2)
+    after = engine.status()
+    assert before.paused
+    assert before.num_tokens == after.num_tokens
+    assert before.num_running == 1
+    with engine.publisher(make_model("qwen3")) as publisher:  # the same weights again
+        publisher.publish()
+        engine.wait_for_version(1)
+        assert engine.status().num_tokens == before.num_tokens
+        engine.resume()
+        [rollout] = collect(engine, group)[group]
+    assert set(rollout.weight_versions) == {0, 1}
+    assert rollout.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_a_sleeping_engine_holds_no_blocks_and_goes_on_where_it_was(launch):
+    engine = launch()
+    expected = engine.generate([[1, 2, 3]], LONG)[0][0]
+    [group] = engine.submit([[1, 2, 3]], LONG)
+    wait_for_tokens(engine, group, 5)
+    engine.sleep()
+    status = engine.status()
+    assert (status.asleep, status.kv_blocks_used, status.num_running) == (True, 0, 0)
+    [late] = engine.submit([[7, 8]], inflight.SamplingParams(max_tokens=3, ignore_eos=True))
+    engine.wake()
+    rollouts = collect(engine, group, late)
+    assert rollouts[group][0].token_ids.tolist() == expected.token_ids.tolist()
+    assert len(rollouts[late][0].token_ids) == 3
+    assert engine.status().num_preemptions == 1
+
+
+def test_a_pinned_group_keeps_its_version_through_publishes(launch):
+    engine = launch(slots=3)
+    [pinned] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)
+    [free] = engine.submit([[1, 2, 3]], LONG)
+    wait_for_tokens(engine, pinned, 3)
+    with engine.publisher(make_model("qwen3", seed=1)) as publisher:
+        for version in (1, 2):
+            publisher.publish()
+            engine.wait_for_version(version)
+            assert 0 in engine.status().versions
+        rollouts = collect(engine, pinned, free)
+    assert set(rollouts[pinned][0].weight_versions) == {0}
+    assert set(rollouts[free][0].weight_versions) == {0, 1, 2}
+    assert engine.status().versions == [2]
+
+
+def test_one_sample_of_a_group_can_be_cancelled(launch):
+    engine = launch()
+    [group] = engine.submit([[1, 2, 3]], inflight.SamplingParams(max_tokens=240, n=3, ignore_eos=True))
+    samples = wait_for_tokens(engine, group, 3)
+    engine.cancel(request_ids=[samples[1].request_id])
+    reasons = [rollout.finish_reason for rollout in collect(engine, group)[group]]
+    assert reasons == ["length", "cancelled", "length"]
+
+
+def test_what_was_asked_for_arrives_with_every_token(launch):
+    engine = launch("qwen3-moe", record_routing=True)
+    params = inflight.SamplingParams(
+        n=2, max_tokens=9, top_p=0.8, return_entropy=True, top_logprobs=3, return_kept=True, ignore_eos=True
+    )
+    for rollout in engine.generate([[1, 2, 3, 4]], params)[0]:
+        assert rollout.entropies.shape == (9,)
+        assert rollout.top_token_ids.shape == rollout.top_logprobs.shape == (9, 3)
+        assert np.diff(rollout.kept_offsets).min() >= 1
+        kept = np.split(rollout.kept_token_ids, rollout.kept_offsets[1:-1])
+        assert all(token in ids for token, ids in zip(rollout.token_ids, kept, strict=True))
+        model = make_model("qwen3-moe").config
+        assert rollout.routing.shape == (4 + 9 - 1, model.num_hidden_layers, model.num_experts_per_tok)
+
+
+def test_the_engine_says_what_it_runs_on(launch):
+    engine = launch()
+    info = engine.info
+    assert (info.device, info.attention, info.fused) == ("cpu", "cpu", True)
+    assert info.kv_cache_tokens >= 8 * 256
+    layers, kv_heads, head_dim = 3, 2, 16
+    assert info.kv_cache_bytes >= info.kv_cache_tokens * layers * kv_heads * head_dim * 2 * 4
