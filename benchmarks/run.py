@@ -6,14 +6,16 @@ Each file names its command, commit, machine and versions. `demo.json` is the me
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results" / "cpu"
-DOCS = Path(__file__).parent.parent / "docs"
+os.chdir(Path(__file__).parents[1])  # commands are recorded with short paths
+RESULTS = Path("benchmarks/results/cpu")
+DOCS = Path("docs")
 SEEDS = (0, 1, 2)
 THROUGHPUTS = (("tiny", "float32", 128, 256), ("small", "float32", 32, 128), ("small", "bfloat16", 64, 256))
 

@@ -28,9 +28,13 @@ def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:
     return figure, list(panels[0])
 
 
-def draw_sizes(axes: "Axes", name: str, sizes: list[int]) -> None:
-    """A logarithmic axis of sizes, each written out."""
-    axes.set_xscale("log", base=2)
+def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = False) -> None:
+    """An axis of sizes that are written out: a logarithmic one, or a linear one with the larger half of them."""
+    if linear:
+        axes.set_xlim(left=0)
+        sizes = [size for size in sizes if size * 8 >= max(sizes)]
+    else:
+        axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
     axes.set_xlabel(name)
     axes.set_ylim(bottom=0)

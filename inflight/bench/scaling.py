@@ -106,7 +106,7 @@ def plot_scaling(path: Path, result: dict[str, Any]) -> None:
         sizes = [point[size] for point in result[curve]]
         axes.plot(sizes, [point["step_ms"]["p50"] for point in result[curve]], "o-")
         axes.set_ylabel("decode step, p50 in ms")
-        draw_sizes(axes, size, sizes)
+        draw_sizes(axes, size, sizes, linear=True)
     left.set_title(f"{_title(result)}; context {result['prompt_tokens']}", loc="left", fontsize=10)
     right.set_title(f"{CONTEXT_SEQUENCES} sequences", loc="left", fontsize=10)
     right.set_xlabel("tokens of context")
@@ -122,8 +122,9 @@ def _title(result: dict[str, Any]) -> str:
 def _queue_sentence(result: dict[str, Any]) -> str:
     queue = result["queue"]
     return (
-        f"{queue['sequences']} sequences with {result['queued']:,} requests waiting: {queue['tokens_per_s']:,.0f} "
-        f"tokens/s, {queue['ratio']:.3f} of the {queue['tokens_per_s_without']:,.0f} without them"
+        f"{queue['sequences']} sequences: {queue['tokens_per_s']:,.0f} tokens/s with {result['queued']:,} requests "
+        f"waiting, {queue['tokens_per_s_without']:,.0f} without; median ratio of {len(queue['ratios'])} alternated pairs "
+        f"{queue['ratio']:.3f}"
     )
 
 
