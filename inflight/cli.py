@@ -138,8 +138,8 @@ def throughput(
     device: Annotated[Device, typer.Option()] = Device.auto,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights, on all sides.")] = Dtype.auto,
     sequences: Annotated[str, typer.Option(help="Drawn at a time; several as in 1,8,32 make a sweep.")] = "32",
-    tokens: Annotated[int, typer.Option(min=1, help="Drawn per sequence.")] = 128,
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    tokens: Annotated[str, typer.Option(help="Drawn per sequence; 100-1024 draws lengths uniformly.")] = "128",
+    prompt_tokens: Annotated[str, typer.Option(help="Likewise.")] = "32",
     peer: Annotated[list[Peer] | None, typer.Option(help="Measured in alternation; may be given twice.")] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Alternated runs of ours and a peer.")] = 3,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each side; 0 is torch's own choice.")] = 0,
@@ -161,8 +161,8 @@ def throughput(
             device=device.value,
             dtype=dtype.value,
             sequences=_numbers("--sequences", sequences),
-            tokens=tokens,
-            prompt_tokens=prompt_tokens,
+            tokens=_lengths("--tokens", tokens),
+            prompt_tokens=_lengths("--prompt-tokens", prompt_tokens),
             peers=tuple(dict.fromkeys(chosen.value for chosen in peer or ())),
             pairs=pairs,
             threads=threads,
@@ -285,6 +285,18 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 1:
         raise ValueError(f"{option} must be one or more positive numbers such as 1,8,32, got {text!r}")
     return numbers
+
+
+def _lengths(option: str, text: str) -> tuple[int, int]:
+    """ "128" or "100-1024" as the least and the most. Raises ValueError."""
+    first, _, last = text.partition("-")
+    try:
+        least, most = int(first), int(last or first)
+    except ValueError:
+        least = most = 0
+    if not 1 <= least <= most:
+        raise ValueError(f"{option} must be a positive number or two that rise, such as 100-1024, got {text!r}")
+    return least, most
 
 
 def _print_json(result: dict) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from inflight.bench.peer_worker import Job, Setup, random_prompts
+from inflight.bench.peer_worker import Job, Setup, random_requests
 from inflight.bench.peers import Worker, interpreter
 from inflight.cli import app
 from inflight.core.errors import InflightError
@@ -30,7 +30,8 @@ def last_line(done: subprocess.CompletedProcess) -> dict:
 @pytest.mark.slow
 def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path):
     file, png = tmp_path / "throughput.json", tmp_path / "throughput.png"
-    options = ("--sequences", "2,1", "--tokens", "4", "--prompt-tokens", "5", "--pairs", "2", "--peer", "transformers")
+    lengths = ("--sequences", "2,1", "--tokens", "4", "--prompt-tokens", "3-5")
+    options = (*lengths, "--pairs", "2", "--peer", "transformers")
     result = last_line(bench("throughput", *TINY, *options, "--json", str(file), "--plot", str(png)))
     assert result["tokens_per_s"] > 0
     assert result["peer_tokens_per_s"] > 0
@@ -71,6 +72,8 @@ def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
         (["throughput", "--peer", "no-such-engine"], "Invalid value for '--peer'"),
         (["throughput", "--sequences", "1,x"], "--sequences must be one or more positive numbers"),
         (["throughput", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
+        (["throughput", "--tokens", "9-3"], "--tokens must be a positive number or two that rise"),
+        (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["scaling", "--contexts", "0"], "--contexts must be one or more positive numbers"),
     ],
 )
@@ -108,8 +111,10 @@ def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path):
 
 
 def test_every_worker_gets_the_same_prompts_all_different():
-    job = Job(sequences=50, tokens=1, prompt_tokens=6, seed=3)
-    prompts = random_prompts(job, 512)
-    assert prompts == random_prompts(job, 512)
-    assert len({tuple(prompt) for prompt in prompts}) == 50
-    assert all(len(prompt) == 6 for prompt in prompts)
+    job = Job(sequences=50, tokens=(2, 9), prompt_tokens=(6, 8), seed=3)
+    requests = random_requests(job, 512)
+    assert requests == random_requests(job, 512)
+    assert len({tuple(ids) for ids, _ in requests}) == 50
+    assert {len(ids) for ids, _ in requests} == {6, 7, 8}
+    assert {tokens for _, tokens in requests} == set(range(2, 10))
+    assert [tokens for _, tokens in random_requests(job, 1)] == [tokens for _, tokens in requests]

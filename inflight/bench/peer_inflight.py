@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import inflight
-from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_prompts, serve
+from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -35,8 +35,8 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
     def generate(job: Job) -> Run:
         prompts = [
-            Prompt(ids, SamplingParams(max_tokens=job.tokens, temperature=1.0, ignore_eos=True, seed=job.seed + index))
-            for index, ids in enumerate(random_prompts(job, setup.vocab_size))
+            Prompt(ids, SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, seed=job.seed + index))
+            for index, (ids, tokens) in enumerate(random_requests(job, setup.vocab_size))
         ]
         frames, times = [], []
         began = time.perf_counter()
@@ -52,7 +52,13 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
         decoding = [i for i in range(prefilled + 1, len(frames)) if frames[i].header.num_tokens == job.sequences]
         if decoding:
             steps_s = [times[i] - times[i - 1] for i in decoding]
-            detail |= {"step_ms": float(np.median(steps_s)) * 1e3, "decode_step_s": float(np.mean(steps_s))}
+            drawn = np.cumsum([frame.header.num_tokens for frame in frames])
+            context = sum(len(prompt.token_ids) for prompt in prompts) + drawn[np.array(decoding) - 1].mean()
+            detail |= {
+                "step_ms": float(np.median(steps_s)) * 1e3,
+                "decode_step_s": float(np.mean(steps_s)),
+                "context_tokens": float(context),
+            }
         return Run(seconds=times[-1], tokens=len(logprobs), logprob_mean=float(logprobs.mean()), detail=detail)
 
     hello = Hello(

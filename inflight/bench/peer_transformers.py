@@ -1,6 +1,6 @@
 """Transformers as a worker of `inflight bench throughput`.
 
-On a CPU `generate` over one padded batch, which is faster there; on a GPU its continuous batching, `generate_batch`.
+On a CPU `generate` over one padded batch, which is faster there; on a GPU its continuous batching.
 """
 
 import importlib.metadata
@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
-from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_prompts, serve
+from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
 GPU_MEMORY_SHARE = 0.5
-"""Of what the other workers leave free, for the KV cache of `generate_batch`."""
+"""Of what the other workers leave free, for the KV cache of continuous batching."""
 
 
 def load(setup: Setup) -> tuple[Hello, Generate]:
@@ -26,54 +26,69 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
     torch.nn.Module.to(model, setup.device).eval()
     last_sequences = 0
 
-    def config(job: Job) -> GenerationConfig:
+    def config(tokens: int) -> GenerationConfig:
         return GenerationConfig(
             do_sample=True,
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=job.tokens,
+            max_new_tokens=tokens,
             eos_token_id=-1,  # no sequence ends early
             pad_token_id=0,
         )
 
     @torch.inference_mode()
     def generate(job: Job) -> Run:
-        prompts = torch.tensor(random_prompts(job, setup.vocab_size))
+        """Every sequence runs as long as the longest one; what is beyond its own length does not count."""
+        requests = random_requests(job, setup.vocab_size)
+        lengths = torch.tensor([tokens for _, tokens in requests])
+        widest = max(len(ids) for ids, _ in requests)
+        prompts = torch.tensor([[0] * (widest - len(ids)) + ids for ids, _ in requests])
+        mask = torch.tensor([[0] * (widest - len(ids)) + [1] * len(ids) for ids, _ in requests])
         record = _DrawnLogprobs()
         began = time.perf_counter()
         tokens = model.generate(
             prompts,
-            attention_mask=torch.ones_like(prompts),
-            generation_config=config(job),
+            attention_mask=mask,
+            generation_config=config(int(lengths.max())),
             logits_processor=LogitsProcessorList([record]),
         )
         record(tokens, None)
         seconds = time.perf_counter() - began
-        logprobs = torch.stack(record.logprobs)
+        logprobs = torch.stack(record.logprobs, 1)
+        logprobs = logprobs[torch.arange(logprobs.shape[1]) < lengths[:, None]]
         return Run(seconds=seconds, tokens=logprobs.numel(), logprob_mean=float(logprobs.mean()))
 
-    def generate_batch(job: Job) -> Run:
+    def batch_continuously(job: Job) -> Run:
         nonlocal last_sequences
-        prompts = random_prompts(job, setup.vocab_size)
+        requests = random_requests(job, setup.vocab_size)
         if job.sequences != last_sequences:  # its buffers and CUDA graphs are sized for one workload
             model.destroy_cached_continuous_batching_manager()
             last_sequences = job.sequences
         batching = ContinuousBatchingConfig(return_logprobs=True, max_memory_percent=GPU_MEMORY_SHARE, seed=job.seed)
-        began = time.perf_counter()
-        outputs = model.generate_batch(
-            prompts, generation_config=config(job), continuous_batching_config=batching, persistent_manager=True
-        )
-        seconds = time.perf_counter() - began
-        logprobs = [value for output in outputs.values() for value in output.logprobs]
+        with model.continuous_batching_context_manager(
+            generation_config=config(job.tokens[1]), continuous_batching_config=batching, persistent_manager=True
+        ) as manager:
+            began = time.perf_counter()
+            for ids, tokens in requests:
+                manager.add_request(ids, max_new_tokens=tokens)
+            outputs = []
+            while len(outputs) < len(requests):
+                output = manager.get_result(timeout=1)
+                if output is not None and output.is_finished():
+                    outputs.append(output)
+                elif output is None and not manager.is_running():
+                    raise RuntimeError("the continuous batching of Transformers ended early")
+            seconds = time.perf_counter() - began
+        logprobs = [value for output in outputs for value in output.logprobs]
         return Run(seconds=seconds, tokens=len(logprobs), logprob_mean=sum(logprobs) / len(logprobs))
 
     hello = Hello(
-        mode="generate_batch" if on_gpu else "generate",
+        mode="continuous batching" if on_gpu else "generate",
         threads=torch.get_num_threads(),
         versions={name: importlib.metadata.version(name) for name in ("transformers", "torch")},
     )
-    return hello, generate_batch if on_gpu else generate
+    return hello, batch_continuously if on_gpu else generate
 
 
 class _DrawnLogprobs(LogitsProcessor):

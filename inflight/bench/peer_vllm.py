@@ -3,7 +3,7 @@
 import importlib.metadata
 import time
 
-from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_prompts, serve
+from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
 LEAST_KV_CACHE_BYTES = 2 << 30
 
@@ -29,17 +29,21 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
     )
 
     def generate(job: Job) -> Run:
-        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(job, setup.vocab_size)]
-        params = SamplingParams(
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            max_tokens=job.tokens,
-            ignore_eos=True,
-            logprobs=0,  # of the token drawn alone
-            detokenize=False,
-        )
+        requests = random_requests(job, setup.vocab_size)
+        prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                min_p=0.0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                logprobs=0,  # of the token drawn alone
+                detokenize=False,
+            )
+            for _, tokens in requests
+        ]
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began

@@ -34,11 +34,12 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Draw exactly `tokens` tokens at temperature 1 for each of `sequences` different random prompts."""
+    """Draw at temperature 1 for each of `sequences` different random prompts. Lengths are uniform from the first to the
+    second number, both included."""
 
     sequences: int
-    tokens: int
-    prompt_tokens: int
+    tokens: tuple[int, int]
+    prompt_tokens: tuple[int, int]
     seed: int
 
 
@@ -64,7 +65,8 @@ class Run:
     logprob_mean: float
     """Mean of the log-probabilities that were recorded when the tokens were drawn."""
     detail: dict[str, float] = field(default_factory=dict)
-    """What only our own engine tells: `step_ms` (median decode step), `prefill_s`, `decode_step_s` (mean)."""
+    """What only our own engine tells: `step_ms` (median of the steps that drew for every sequence), `prefill_s`, and
+    over those steps the means `decode_step_s` and `context_tokens` (of all sequences together)."""
     cpu_s: float = 0.0
     """CPU time that the process used for the job, over all its threads."""
     idle_cpu: float = 0.0
@@ -74,10 +76,11 @@ class Run:
 Generate = Callable[[Job], Run]
 
 
-def random_prompts(job: Job, vocab_size: int) -> list[list[int]]:
-    """The job's prompts as token ids, the same in every worker."""
-    draw = random.Random(job.seed).randrange
-    return [[draw(vocab_size) for _ in range(job.prompt_tokens)] for _ in range(job.sequences)]
+def random_requests(job: Job, vocab_size: int) -> list[tuple[list[int], int]]:
+    """The job's prompts as token ids, and how many tokens are drawn after each; the same in every worker."""
+    draw = random.Random(job.seed)
+    lengths = [(draw.randint(*job.prompt_tokens), draw.randint(*job.tokens)) for _ in range(job.sequences)]
+    return [([draw.randrange(vocab_size) for _ in range(prompt)], tokens) for prompt, tokens in lengths]
 
 
 def serve(load: Callable[[Setup], tuple[Hello, Generate]]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import inflight
-from inflight.bench.peer_worker import Hello, Job, Run, Setup
+from inflight.bench.peer_worker import Hello, Job, Run, Setup, random_requests
 from inflight.core.errors import InflightError
 
 PEERS = ("vllm", "transformers")
@@ -49,14 +49,15 @@ class Worker:
 
     def run(self, job: Job) -> Run:
         self.wait_until_ready()
-        self._task = f"drawing {job.sequences} × {job.tokens} tokens"
+        self._task = f"drawing for {job.sequences} sequences"
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended: _answer() says how
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             self._process.stdin.flush()
         run = Run(**self._answer())
-        if run.tokens != job.sequences * job.tokens:
-            raise InflightError(f"{self.name} drew {run.tokens} tokens instead of {job.sequences} × {job.tokens}")
+        expected = sum(tokens for _, tokens in random_requests(job, 1))
+        if run.tokens != expected:
+            raise InflightError(f"{self.name} drew {run.tokens} tokens instead of {expected}")
         return run
 
     def close(self) -> None:

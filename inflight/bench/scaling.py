@@ -123,7 +123,7 @@ def _queue_sentence(result: dict[str, Any]) -> str:
     queue = result["queue"]
     return (
         f"{queue['sequences']} sequences: {queue['tokens_per_s']:,.0f} tokens/s with {result['queued']:,} requests "
-        f"waiting, {queue['tokens_per_s_without']:,.0f} without; median ratio of {len(queue['ratios'])} alternated pairs "
+        f"waiting, {queue['tokens_per_s_without']:,.0f} without; median ratio of {len(queue['ratios'])} pairs "
         f"{queue['ratio']:.3f}"
     )
 

@@ -42,8 +42,8 @@ class ThroughputBench:
     device: str
     dtype: str
     sequences: tuple[int, ...]
-    tokens: int
-    prompt_tokens: int
+    tokens: tuple[int, int]
+    prompt_tokens: tuple[int, int]
     peers: tuple[str, ...]
     pairs: int
     threads: int
@@ -53,9 +53,10 @@ class ThroughputBench:
 def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Tokens per second of our engine and of each peer, for each number of sequences.
 
-    Every sequence has its own random prompt and gets exactly `tokens` tokens at temperature 1, with their
-    log-probabilities recorded. A run is timed from submitting the prompts to the last token; the first run of each
-    side at each number of sequences is a warm-up. Without peers ours runs `pairs` times.
+    Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
+    uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
+    the last token; the first run of each side at each number of sequences is a warm-up. Without peers ours runs `pairs`
+    times.
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
     for peer in settings.peers:
@@ -72,7 +73,7 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
             dtype=str(model.dtype).removeprefix("torch."),
             vocab_size=model.config.get_text_config().vocab_size,
             max_sequences=sizes[-1],
-            max_context=settings.prompt_tokens + settings.tokens,
+            max_context=settings.prompt_tokens[1] + settings.tokens[1],
             kv_bytes_per_token=_kv_bytes_per_token(model.config, model.dtype),
             threads=settings.threads,
             seed=settings.seed,
@@ -88,12 +89,14 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
     for point in points:
         if device == "cuda":  # a worker's own processes would be counted as others
             point["other_cpu"] = None
-        point["mbu"] = _mbu(point, settings, model, hellos[OURS])
+        point["mbu"] = _mbu(point, model, hellos[OURS])
     last = points[-1]
     first_peer = settings.peers[0] if settings.peers else None
     return {
         "bench": "throughput",
         **asdict(settings),
+        "tokens": _as_given(settings.tokens),
+        "prompt_tokens": _as_given(settings.prompt_tokens),
         "device": setup.device,
         "dtype": setup.dtype,
         "sequences": sizes,
@@ -163,10 +166,16 @@ def plot_throughput(path: Path, result: dict[str, Any]) -> None:
 
 
 def _title(result: dict[str, Any]) -> str:
-    return (
-        f"{result['model']} {result['dtype']} on {result['device']}: {result['tokens']} tokens after "
-        f"{result['prompt_tokens']}"
+    tokens, prompt = (
+        str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
+        for length in (result["tokens"], result["prompt_tokens"])
     )
+    return f"{result['model']} {result['dtype']} on {result['device']}: {tokens} tokens after {prompt}"
+
+
+def _as_given(lengths: tuple[int, int]) -> int | list[int]:
+    """One number where both are the same."""
+    return lengths[0] if lengths[0] == lengths[1] else list(lengths)
 
 
 def resolve_device(name: str) -> str:
@@ -216,9 +225,9 @@ def _measure_point(
     ours: list[Run] = []
     others: list[float] = []
 
-    def run(name: str) -> Run:
+    def run(name: str, seed: int) -> Run:
         time.sleep(SETTLE_S)
-        job = Job(sequences=sequences, tokens=settings.tokens, prompt_tokens=settings.prompt_tokens, seed=next(seeds))
+        job = Job(sequences=sequences, tokens=settings.tokens, prompt_tokens=settings.prompt_tokens, seed=seed)
         began, began_cpu_s = time.monotonic(), _busy_cpu_s()
         done = workers[name].run(job)
         others.append((_busy_cpu_s() - began_cpu_s - done.cpu_s) / (time.monotonic() - began))
@@ -226,15 +235,16 @@ def _measure_point(
 
     for name in workers:
         progress(f"{sequences} sequences: {name} warms up")
-        run(name)
+        run(name, next(seeds))
     others.clear()
     peers: dict[str, dict[str, Any]] = {}
     for peer in settings.peers or (None,):
         mine, theirs = [], []
         for pair in range(settings.pairs):
             progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}")
-            mine.append(run(OURS))
-            theirs += [run(peer)] if peer else []
+            seed = next(seeds)
+            mine.append(run(OURS, seed))
+            theirs += [run(peer, seed)] if peer else []
         ours += mine
         if peer:
             ratios = [_speed(a) / _speed(b) for a, b in zip(mine, theirs, strict=True)]
@@ -250,6 +260,7 @@ def _measure_point(
         "step_ms": {"p50": detail("step_ms")},
         "prefill_s": detail("prefill_s"),
         "decode_step_s": detail("decode_step_s"),
+        "context_tokens": detail("context_tokens"),
         "other_cpu": max(others),
         "peers": peers,
     }
@@ -296,17 +307,16 @@ def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return num_weights * dtype.itemsize
 
 
-def _mbu(point: dict[str, Any], settings: ThroughputBench, model: "_Model", hello: Hello) -> float | None:
+def _mbu(point: dict[str, Any], model: "_Model", hello: Hello) -> float | None:
     """Model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's bandwidth.
 
-    A copy's bytes are those read and those written. A sequence's context is on average its prompt and half its tokens.
-    None on a CPU, and where what a step reads depends on more than that: mixtures of experts, sliding windows.
+    A copy's bytes are those read and those written. None on a CPU, and where what a step reads depends on more than
+    that: mixtures of experts, sliding windows.
     """
     text = model.config.get_text_config()
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
     if not hello.copy_gb_s or not point["decode_step_s"] or has_experts or getattr(text, "sliding_window", None):
         return None
-    context = settings.prompt_tokens + settings.tokens / 2
-    kv_bytes = point["sequences"] * context * _kv_bytes_per_token(model.config, model.dtype)
+    kv_bytes = point["context_tokens"] * _kv_bytes_per_token(model.config, model.dtype)
     read_bytes = _weight_bytes_per_step(model.config, model.dtype) + kv_bytes
     return read_bytes / point["decode_step_s"] / (hello.copy_gb_s * 1e9)

@@ -43,6 +43,7 @@ class ModelRunner:
         self._decoders: list[FusedDecoder] = []
         if fused:
             self._fuse(max_context)
+        self._tables = [_BlockTable(max_sequences, cache.max_blocks) for _ in cache.groups]
         self._max_sequences = max_sequences
         self._wants_graphs = cuda_graphs
         self._graphs: DecodeGraphs | None = None
@@ -85,7 +86,7 @@ class ModelRunner:
             logits = self._run(slot, batch)
         chunks = [chunk for _, chunk in schedule.draws]
         if len(set(chunks)) < len(chunks):  # samples of one prompt draw from the same row
-            logits = logits[torch.tensor(_rank(chunks), device=self._device)]
+            logits = logits[self._to_device([np.array(_rank(chunks))])[0]]
         return logits
 
     def _run(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
@@ -103,13 +104,13 @@ class ModelRunner:
         drawing = sorted({chunk for _, chunk in schedule.draws})
         rows = starts[1:][drawing] - 1
         used = -(-int((begins + counts).max()) // size)
+        owner = np.repeat(np.arange(len(chunks)), counts)
+        lanes_S = np.array([chunk.sequence.lane for chunk in chunks])
         tables, slots = [], []
-        for group in range(len(self._cache.groups)):
-            table = np.full((len(chunks), used), NO_BLOCK, np.int32)
-            for row, chunk in enumerate(chunks):
-                blocks = chunk.sequence.blocks[group][:used]
-                table[row, : len(blocks)] = blocks
-            owner = np.repeat(np.arange(len(chunks)), counts)
+        for group, table_of_lanes in enumerate(self._tables):
+            for chunk in chunks:
+                table_of_lanes.update(chunk.sequence.lane, chunk.sequence.blocks[group])
+            table = table_of_lanes.blocks[lanes_S, :used]
             slots.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
             tables.append(table)
         on_device = self._to_device([token_ids, positions, rows, *slots])
@@ -178,6 +179,25 @@ class ModelRunner:
             starts=torch.tensor([0, length], dtype=torch.int32),
             contexts=torch.tensor([length], dtype=torch.int32),
         )
+
+
+class _BlockTable:
+    """The blocks of the running sequences by lane, brought up to date and not made anew for each pass. Of a block that
+    a sliding window has left behind the old number stays; nothing looks at it."""
+
+    def __init__(self, lanes: int, max_blocks: int):
+        self.blocks = np.full((lanes, max_blocks), NO_BLOCK, np.int32)
+        self._lists: list[list[int]] = [[] for _ in range(lanes)]
+        self._lengths = [0] * lanes
+
+    def update(self, lane: int, blocks: list[int]) -> None:
+        """`blocks` only ever grows; a sequence that gave its own back holds another list."""
+        if self._lists[lane] is not blocks:
+            self._lists[lane], self._lengths[lane] = blocks, 0
+        known = self._lengths[lane]
+        if len(blocks) > known:
+            self.blocks[lane, known : len(blocks)] = blocks[known:]
+            self._lengths[lane] = len(blocks)
 
 
 def _rank(values: list[int]) -> list[int]:
