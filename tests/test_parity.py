@@ -114,6 +114,23 @@ def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, 
             np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCE)
 
 
+def test_a_fork_of_a_sample_that_has_just_joined_shares_what_is_still_to_be_copied(make_engine):
+    """The second sample's last block is a copy that the next pass makes; the fork's is a copy of that."""
+    engine = make_engine()
+    [group] = engine.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=20, n=2, seed=1, ignore_eos=True))])
+    frames = [engine.step()]
+    params = SamplingParams(max_tokens=12, seed=2, ignore_eos=True)
+    forks = [engine.fork(request_id, at, params) for request_id in (0, 1) for at in (0, 1)]
+    while engine.has_work:
+        frames.append(engine.step())
+    assembler = Assembler()
+    rollouts = {r.request_id: r for frame in frames for done in assembler.add(frame) for r in done}
+    assert {r.group_id for r in rollouts.values()} == {group, *forks}
+    model = make_model("qwen3")
+    for rollout in rollouts.values():
+        assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() < TOLERANCE
+
+
 def test_a_group_computes_its_prompt_once(make_engine):
     engine = make_engine(max_sequences=4, max_prefill_tokens=1000)
     prompt = Prompt([5, 9] * 20, SamplingParams(n=12, max_tokens=3, seed=0, ignore_eos=True))
@@ -146,6 +163,35 @@ def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
     assert engine.cache.num_reused_tokens == 48
     other.set_attn_implementation("eager")
     assert np.abs(full_forward_logprobs(other, swapped) - swapped.logprobs).max() < TOLERANCE
+
+
+def test_what_two_versions_computed_is_not_remembered(make_engine):
+    engine, assembler = make_engine(), Assembler()
+    engine.submit([Prompt([3] * 5, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))])  # less than a block
+    rollouts = []
+    for _ in range(4):
+        assembler.add(engine.step())
+    other = make_model("qwen3", seed=1)
+    [slot] = engine.receiver.lend()
+    fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(other))
+    engine.receiver.ready(SlotReady(slot, 1, engine.receiver.layout.fingerprint, 0))
+    while engine.has_work:
+        rollouts += [r for group in assembler.add(engine.step()) for r in group]
+    assert set(rollouts[0].weight_versions) == {0, 1}
+    whole = np.concatenate([rollouts[0].prompt_token_ids, rollouts[0].token_ids]).tolist()
+    [again] = run(engine, [Prompt(whole, SamplingParams(max_tokens=5, seed=2, ignore_eos=True))])
+    assert engine.cache.num_reused_tokens == 0
+    assert np.abs(full_forward_logprobs(other, again) - again.logprobs).max() < TOLERANCE
+
+
+def test_a_preempted_sequence_knows_its_last_token_in_any_lane(make_engine):
+    """Token by token the last one of a prompt is computed alone, like one that was drawn in the lane before."""
+    engine = make_engine(kv_cache_tokens=128, max_prefill_tokens=1)
+    model = make_model("qwen3")
+    prompts = ragged_prompts(16, [SamplingParams(max_tokens=80, ignore_eos=True)], seed=1)
+    for rollout in run(engine, prompts):
+        assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() < TOLERANCE
+    assert engine.scheduler.num_preemptions > 3
 
 
 def test_pinned_requests_keep_their_version_while_others_go_on(make_engine):

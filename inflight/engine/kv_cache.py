@@ -328,7 +328,6 @@ class KVCache:
             self._forget_entry(next(iter(group.remembered.values())))
         block = group.free.pop()
         group.holders[block] = 1
-        self.copies[index].pop(block, None)  # what an earlier holder wanted there
         return block
 
     def _hold(self, group: _Group, block: int) -> None:
