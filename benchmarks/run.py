@@ -1,6 +1,6 @@
 """Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 50 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|scaling|staleness|demo …]
+    python benchmarks/run.py [throughput|swap|scaling|staleness|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -86,13 +86,20 @@ def scaling() -> None:
     inflight("bench", "scaling", "--model", "small", "--device", "cpu", "--json", str(path), "--plot", str(plot))
 
 
+def swap() -> None:
+    for dtype in ("float32", "bfloat16"):
+        path = RESULTS / f"swap-small-{dtype}.json"
+        common = ("--model", "small", "--dtype", dtype, "--device", "cpu", "--publishes", "200", "--peer", "vllm")
+        inflight("bench", "swap", *common, "--json", str(path))
+
+
 def write_json(path: Path, data: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    benchmarks = {"throughput": throughput, "scaling": scaling, "staleness": staleness, "demo": demo}
+    benchmarks = {"throughput": throughput, "swap": swap, "scaling": scaling, "staleness": staleness, "demo": demo}
     for name in sys.argv[1:] or benchmarks:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")

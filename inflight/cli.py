@@ -42,6 +42,10 @@ class Peer(StrEnum):
     transformers = "transformers"
 
 
+class SwapPeer(StrEnum):
+    vllm = "vllm"
+
+
 @app.command()
 def demo(
     model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
@@ -173,6 +177,46 @@ def throughput(
     console.print(throughput_table(result))
     if plot:
         plot_throughput(plot, result)
+    _finish_bench(result, json_file)
+
+
+@bench.command()
+def swap(
+    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights, on both sides.")] = Dtype.auto,
+    sequences: Annotated[int, typer.Option(min=1, help="In flight while weights are published.")] = 32,
+    tokens: Annotated[int, typer.Option(min=64, help="Drawn per sequence, then all begin anew.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    publishes: Annotated[int, typer.Option(min=1)] = 200,
+    slots: Annotated[int, typer.Option(min=1, max=8)] = 2,
+    peer: Annotated[
+        SwapPeer | None, typer.Option(help="Pause, load and resume of this engine, in the same run.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
+    ] = None,
+) -> None:
+    """What does a running generator feel of new weights?"""
+    from inflight.bench.swap import SwapBench, measure_swap, swap_table
+
+    with _reported():
+        settings = SwapBench(
+            model=model,
+            device=device.value,
+            dtype=dtype.value,
+            sequences=sequences,
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            publishes=publishes,
+            slots=slots,
+            peer=peer.value if peer else None,
+            seed=seed,
+        )
+        with console.status("") as status:
+            result = measure_swap(settings, status.update)
+    console.print(swap_table(result))
     _finish_bench(result, json_file)
 
 

@@ -65,9 +65,28 @@ def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("slots", ["2", "1"])
+def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
+    file = tmp_path / "swap.json"
+    options = ("--sequences", "3", "--tokens", "120", "--publishes", "5", "--slots", slots, "--json", str(file))
+    result = last_line(bench("swap", *TINY, *options))
+    assert result["num_swaps"] >= 5
+    for name in ("swap_ms", "stall_ms", "forward_ms", "copy_ms"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"]
+    assert result["stall_ms"]["p50"] < result["swap_ms"]["p50"]
+    across, without = result["gap_ms"]["across_swaps"]["p99"], result["gap_ms"]["without"]["p99"]
+    assert result["gap_ratio"] == pytest.approx(across / without)
+    assert result["copy_gb_s"] > 0
+    assert result["memcpy_gb_s"] > 0
+    assert result["peer_stall_ms"] is None
+    assert json.loads(file.read_text())["gap_ratio"] == result["gap_ratio"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["swap", "--peer", "vllm"], "no Python with vLLM at /no/such/python"),
+        (["swap", "--tokens", "3"], "Invalid value for '--tokens'"),
         (["throughput", "--peer", "vllm"], "no Python with vLLM at /no/such/python; install it with `make peers`"),
         (["throughput", "--peer", "no-such-engine"], "Invalid value for '--peer'"),
         (["throughput", "--sequences", "1,x"], "--sequences must be one or more positive numbers"),

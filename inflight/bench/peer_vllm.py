@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import time
+from typing import Any
 
 from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
@@ -11,22 +12,9 @@ LEAST_KV_CACHE_BYTES = 2 << 30
 def load(setup: Setup) -> tuple[Hello, Generate]:
     import torch
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
-    if current_platform.device_type != setup.device:
-        raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, and {setup.device} was asked for")
-    blocks_tokens = setup.max_context + 256  # whole blocks of up to 128 tokens, and one to spare
-    llm = LLM(
-        model=setup.model,
-        dtype=setup.dtype,
-        seed=setup.seed,
-        max_num_seqs=setup.max_sequences,
-        max_model_len=setup.max_context,
-        kv_cache_memory_bytes=max(LEAST_KV_CACHE_BYTES, setup.max_sequences * blocks_tokens * setup.kv_bytes_per_token),
-        enable_prefix_caching=False,  # no two prompts share a prefix
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-    )
+    refuse_other_device(setup)
+    llm = LLM(**engine_arguments(setup))
 
     def generate(job: Job) -> Run:
         requests = random_requests(job, setup.vocab_size)
@@ -54,6 +42,31 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
     installed = importlib.metadata.packages_distributions().get("vllm", ["vllm"])
     versions = {name: importlib.metadata.version(name) for name in (installed[0], "torch", "transformers")}
     return Hello(mode="LLM.generate", threads=torch.get_num_threads(), versions=versions), generate
+
+
+def engine_arguments(setup: Setup) -> dict[str, Any]:
+    """What vLLM is started with."""
+    blocks_tokens = setup.max_context + 256  # whole blocks of up to 128 tokens, and one to spare
+    return {
+        "model": setup.model,
+        "dtype": setup.dtype,
+        "seed": setup.seed,
+        "max_num_seqs": setup.max_sequences,
+        "max_model_len": setup.max_context,
+        "kv_cache_memory_bytes": max(
+            LEAST_KV_CACHE_BYTES, setup.max_sequences * blocks_tokens * setup.kv_bytes_per_token
+        ),
+        "enable_prefix_caching": False,  # no two prompts share a prefix
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+    }
+
+
+def refuse_other_device(setup: Setup) -> None:
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if current_platform.device_type != setup.device:
+        raise RuntimeError(f"this vLLM runs on {current_platform.device_type}, and {setup.device} was asked for")
 
 
 if __name__ == "__main__":

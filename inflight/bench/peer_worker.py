@@ -41,6 +41,8 @@ class Job:
     tokens: tuple[int, int]
     prompt_tokens: tuple[int, int]
     seed: int
+    publishes: int = 0
+    """How often new weights are loaded meanwhile (`inflight bench swap`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,9 @@ class Run:
     logprob_mean: float
     """Mean of the log-probabilities that were recorded when the tokens were drawn."""
     detail: dict[str, float] = field(default_factory=dict)
-    """What only our own engine tells: `step_ms` (median of the steps that drew for every sequence), `prefill_s`, and
-    over those steps the means `decode_step_s` and `context_tokens` (of all sequences together)."""
+    """Of a swap, `stall_p50_ms` and `stall_p99_ms`. Of throughput what only our own engine tells: `step_ms` (median of
+    the steps that drew for every sequence), `prefill_s`, and over those steps the means `decode_step_s` and
+    `context_tokens` (of all sequences together)."""
     cpu_s: float = 0.0
     """CPU time that the process used for the job, over all its threads."""
     idle_cpu: float = 0.0

@@ -21,7 +21,7 @@ _NUM_LOG_LINES = 15
 
 
 class Worker:
-    """A process that holds one side's engine: "inflight" or one of PEERS. `directory` gets its log.
+    """A process that holds one side's engine: "inflight", one of PEERS, or "vllm_swap". `directory` gets its log.
 
     Raises InflightError if there is no interpreter for it, if it does not start or if it ends early.
     """
@@ -92,7 +92,7 @@ class Worker:
 
 def interpreter(name: str) -> str:
     """The Python that runs this side: our own, or for vLLM that of `make peers`. Raises InflightError."""
-    if name != "vllm":
+    if not name.startswith("vllm"):
         return sys.executable
     python = Path(os.environ.get("PEERS_PYTHON") or _PACKAGE.parent / ".venv-peers" / "bin" / "python")
     finds_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"

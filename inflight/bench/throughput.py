@@ -66,7 +66,7 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary, ExitStack() as stack:
         directory = Path(temporary)
         progress("saving the model")
-        model = _prepare_model(settings, device, directory)
+        model = prepare_model(settings.model, settings.dtype, settings.seed, device, directory)
         setup = Setup(
             model=model.path,
             device=device,
@@ -74,7 +74,7 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
             vocab_size=model.config.get_text_config().vocab_size,
             max_sequences=sizes[-1],
             max_context=settings.prompt_tokens[1] + settings.tokens[1],
-            kv_bytes_per_token=_kv_bytes_per_token(model.config, model.dtype),
+            kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
             threads=settings.threads,
             seed=settings.seed,
         )
@@ -196,23 +196,25 @@ def resolve_dtype(name: str, *, model: str, config: PretrainedConfig, device: st
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class BenchModel:
+    """What all sides of a comparison load."""
+
     path: str
     """A directory or a hub id."""
     config: PretrainedConfig
     dtype: torch.dtype
 
 
-def _prepare_model(settings: ThroughputBench, device: str, directory: Path) -> _Model:
-    """A built-in shape is saved, so that all sides have the same weights."""
-    config = load_config(settings.model)
-    dtype = resolve_dtype(settings.dtype, model=settings.model, config=config, device=device)
-    path = Path(settings.model)
-    if settings.model in SHAPES:
-        path = directory / settings.model
-        torch.manual_seed(settings.seed)
+def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory: Path) -> BenchModel:
+    """A built-in shape is saved to `directory`, so that all sides have the same weights."""
+    config = load_config(name)
+    dtype = resolve_dtype(dtype_name, model=name, config=config, device=device)
+    path = Path(name)
+    if name in SHAPES:
+        path = directory / name
+        torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
-    return _Model(str(path.resolve()) if path.is_dir() else settings.model, config, dtype)
+    return BenchModel(str(path.resolve()) if path.is_dir() else name, config, dtype)
 
 
 def _measure_point(
@@ -288,7 +290,7 @@ def _busy_cpu_s() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def _kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Over all layers."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -307,7 +309,7 @@ def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return num_weights * dtype.itemsize
 
 
-def _mbu(point: dict[str, Any], model: "_Model", hello: Hello) -> float | None:
+def _mbu(point: dict[str, Any], model: BenchModel, hello: Hello) -> float | None:
     """Model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's bandwidth.
 
     A copy's bytes are those read and those written. None on a CPU, and where what a step reads depends on more than
@@ -317,6 +319,6 @@ def _mbu(point: dict[str, Any], model: "_Model", hello: Hello) -> float | None:
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
     if not hello.copy_gb_s or not point["decode_step_s"] or has_experts or getattr(text, "sliding_window", None):
         return None
-    kv_bytes = point["context_tokens"] * _kv_bytes_per_token(model.config, model.dtype)
+    kv_bytes = point["context_tokens"] * kv_bytes_per_token(model.config, model.dtype)
     read_bytes = _weight_bytes_per_step(model.config, model.dtype) + kv_bytes
     return read_bytes / point["decode_step_s"] / (hello.copy_gb_s * 1e9)

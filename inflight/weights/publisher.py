@@ -103,6 +103,8 @@ class Publisher:
         self._free = list(attached.free)
         self.version = attached.version
         """The version that the last `publish()` returned."""
+        self.last_copy_s = 0.0
+        """Seconds that the last copy into a slot took."""
         self._stream = torch.cuda.Stream(self._slots[0].buffer.device) if self._slots[0].buffer.is_cuda else None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
@@ -214,6 +216,7 @@ class Publisher:
 
     def _copy(self, slot: int) -> None:
         """Fill the slot. The parameters may change again once the copy is done, or in order on their device."""
+        began_ns = now_ns()
         tensors = published_tensors(self._model)
         if self._stream is None:
             fill(self._views[slot], tensors)
@@ -230,6 +233,7 @@ class Publisher:
             self._condition.notify_all()
         if copied is not None:
             copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
+        self.last_copy_s = (now_ns() - began_ns) / 1e9
 
     def _announce(self, slot: int, record: Published) -> None:
         self._send(

@@ -1,0 +1,344 @@
+"""`inflight bench swap`: what a running generator feels of new weights, and what another engine does.
+
+The engine draws for a fixed number of sequences in a process of its own; this process receives its frames and
+publishes. Windows without publishes, windows of publishes one after another, and copies of the same size between two
+plain buffers alternate. On a CPU each side keeps to its half of the cores.
+"""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from inflight.bench.peer_worker import Job, Setup
+from inflight.bench.peers import Worker, interpreter
+from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model, resolve_device
+from inflight.core.clock import NS_PER_MS
+from inflight.core.frames import TokenFrame
+from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.launcher import EngineLauncher
+from inflight.stream.reader import StreamReader
+from inflight.weights.publisher import Publisher
+
+QUIET_PASSES = 16
+WARM_UP_PASSES = 8
+"""Not counted, at the beginning of each quiet window."""
+PUBLISHES_PER_WINDOW = 5
+PEER_PUBLISHES = 20
+_TIMEOUT_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapBench:
+    model: str
+    device: str
+    dtype: str
+    sequences: int
+    tokens: int
+    prompt_tokens: int
+    publishes: int
+    slots: int
+    peer: str | None
+    seed: int
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Milliseconds, but for the seconds that copies took."""
+
+    quiet_gaps: list[float] = field(default_factory=list)
+    """Between two passes while nothing is published."""
+    copy_gaps: list[float] = field(default_factory=list)
+    """Between two passes of one version while a publish is under way."""
+    swap_gaps: list[float] = field(default_factory=list)
+    """Between the last pass with one version and the first with the next."""
+    swaps: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    copies_s: list[float] = field(default_factory=list)
+    memcpys_s: list[float] = field(default_factory=list)
+
+
+def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Publish `publishes` times while the engine draws, and compare with passes between which nothing happens.
+
+    swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
+    between a sequence's tokens across a swap over that without; copy_gb_s and memcpy_gb_s count bytes read and bytes
+    written per second, of a publish and of a plain copy of as many bytes while the engine draws. With a peer,
+    peer_stall_ms: pausing it, loading the same weights from a directory and resuming, requests kept with their caches.
+    Raises InflightError or ValueError; `progress` is told what is going on.
+    """
+    if settings.peer:
+        interpreter(settings.peer)
+    device = resolve_device(settings.device)
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary:
+        progress("saving the model")
+        model = prepare_model(settings.model, settings.dtype, settings.seed, device, Path(temporary))
+        setup = Setup(
+            model=model.path,
+            device=device,
+            dtype=str(model.dtype).removeprefix("torch."),
+            vocab_size=model.config.get_text_config().vocab_size,
+            max_sequences=settings.sequences,
+            max_context=settings.prompt_tokens + settings.tokens,
+            kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
+            threads=len(_halves()[0]) if device == "cpu" else 0,
+            seed=settings.seed,
+        )
+        with _kept_apart(device) as (engine_side, trainer_side):
+            samples, copied_bytes, num_rounds = _measure_ours(settings, setup, engine_side, trainer_side, progress)
+            peer = _measure_peer(settings, setup, engine_side, Path(temporary), progress)
+    copy_s, memcpy_s = float(np.median(samples.copies_s)), float(np.median(samples.memcpys_s))
+    quiet, across = percentiles(samples.quiet_gaps), percentiles(samples.swap_gaps)
+    return {
+        "bench": "swap",
+        **asdict(settings),
+        "device": setup.device,
+        "dtype": setup.dtype,
+        "num_swaps": len(samples.swaps),
+        "num_rounds": num_rounds,
+        "swap_ms": percentiles(samples.swaps),
+        "stall_ms": percentiles(samples.stalls),
+        "forward_ms": quiet,
+        "gap_ms": {"across_swaps": across, "while_copying": percentiles(samples.copy_gaps), "without": quiet},
+        "gap_ratio": across["p99"] / quiet["p99"],
+        "weight_bytes": copied_bytes // 2,
+        "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
+        "copy_gb_s": copied_bytes / copy_s / 1e9,
+        "memcpy_gb_s": copied_bytes / memcpy_s / 1e9,
+        **peer,
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """{"p50": …, "p99": …} of at least one value."""
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+
+
+def swap_table(result: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{result['model']} {result['dtype']} on {result['device']}: {result['num_swaps']} publishes, "
+        f"{result['sequences']} sequences in flight",
+        title_justify="left",
+    )
+    for name in ("ms", "p50", "p99"):
+        table.add_column(name, justify="left" if name == "ms" else "right")
+
+    def row(name: str, values: dict[str, float] | None) -> None:
+        if values:
+            table.add_row(name, f"{values['p50']:,.3g}", f"{values['p99']:,.3g}")
+
+    row("stall: work, and no pass because of a swap", result["stall_ms"])
+    row("swap: publish() to the first token", result["swap_ms"])
+    row("copy of the parameters into a slot", result["copy_ms"])
+    row("token to token without publishes", result["gap_ms"]["without"])
+    row("token to token while a publish is copied", result["gap_ms"]["while_copying"])
+    row("token to token across a swap", result["gap_ms"]["across_swaps"])
+    row(f"{result['peer']}: pause, load, resume", result["peer_stall_ms"])
+    table.caption = (
+        f"gap ratio {result['gap_ratio']:.2f}; copy {result['copy_gb_s']:.1f} GB/s, plain copy of as much "
+        f"{result['memcpy_gb_s']:.1f} GB/s"
+    )
+    return table
+
+
+# ---- ours -----------------------------------------------------------------------------------------------------------
+
+
+def _measure_ours(
+    settings: SwapBench,
+    setup: Setup,
+    engine_side: Callable[[], None],
+    trainer_side: Callable[[], None],
+    progress: Callable[[str], None],
+) -> tuple[_Samples, int, int]:
+    """(samples, bytes that a publish reads and writes, rounds of prompts that it took)."""
+    samples = _Samples()
+    with ExitStack() as stack:
+        progress(f"{OURS} is loading the model")
+        zmq.Context.instance().socket(zmq.DEALER).close()  # its threads begin here, on both halves
+        engine_side()
+        options = EngineOptions(
+            model=setup.model,
+            device=setup.device,
+            dtype=setup.dtype,
+            slots=settings.slots,
+            max_sequences=settings.sequences,
+            max_context=setup.max_context,
+            threads=setup.threads,
+            seed=settings.seed,
+        )
+        launcher = EngineLauncher(options)
+        stack.callback(launcher.close)
+        trainer_side()
+        reader = StreamReader(launcher.welcome.stream_endpoint)
+        stack.callback(reader.close)
+        dtype = getattr(torch, setup.dtype)
+        trainer: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype)
+        torch.nn.Module.to(trainer, setup.device)
+        publisher = stack.enter_context(
+            Publisher(launcher.client.endpoint, trainer, check_engine=launcher.check, timeout_s=600)
+        )
+        copied_bytes = 2 * sum(tensor.nbytes for tensor in trainer.parameters())
+        source = torch.ones(copied_bytes // 2, dtype=torch.uint8, device=setup.device)
+        target = torch.empty_like(source).copy_(source)
+        rounds = 0
+        while len(samples.swaps) < settings.publishes:
+            before = len(samples.swaps)
+            progress(f"{before} of {settings.publishes} publishes")
+            _round(settings, setup, launcher, reader, publisher, (source, target), samples, seed=rounds)
+            rounds += 1
+            if len(samples.swaps) == before:
+                raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
+    return samples, copied_bytes, rounds
+
+
+def _round(
+    settings: SwapBench,
+    setup: Setup,
+    launcher: EngineLauncher,
+    reader: StreamReader,
+    publisher: Publisher,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    samples: _Samples,
+    *,
+    seed: int,
+) -> None:
+    """All sequences from their prompts to their ends."""
+    draw = random.Random(settings.seed * 1_000_003 + seed)
+    params = SamplingParams(max_tokens=settings.tokens, ignore_eos=True, seed=draw.getrandbits(32))
+    length = settings.prompt_tokens
+    launcher.client.submit(
+        [Prompt([draw.randrange(setup.vocab_size) for _ in range(length)], params) for _ in range(settings.sequences)]
+    )
+    windows = _windows()
+    window, left = next(windows)
+    last: TokenFrame | None = None
+    awaited = 0
+    """The version that was published and is not live yet."""
+    for frame in _full_passes(launcher, reader, settings.sequences):
+        gap = (frame.header.time_ns - last.header.time_ns) / NS_PER_MS if last else 0.0
+        last, switch = frame, frame.header.switch
+        if switch is not None and switch.version == awaited:
+            awaited = 0
+            left -= 1
+            samples.swap_gaps.append(gap)
+            samples.stalls.append(switch.stall_ns / NS_PER_MS)
+            samples.swaps.append((frame.header.time_ns - switch.published_ns) / NS_PER_MS)
+            samples.copies_s.append(publisher.last_copy_s)
+        elif awaited:
+            samples.copy_gaps.append(gap)
+        elif window == "quiet":
+            left -= 1
+            if left < QUIET_PASSES:
+                samples.quiet_gaps.append(gap)
+        if not left:
+            if window == "publishes":
+                samples.memcpys_s.append(_timed_copy(*buffers))  # passes that felt it are the next window's warm-up
+            window, left = next(windows)
+        if window == "publishes" and not awaited:
+            awaited = publisher.publish()
+
+
+def _windows() -> Iterator[tuple[str, int]]:
+    """(what happens, how many passes or publishes it lasts), in alternation."""
+    while True:
+        yield "quiet", WARM_UP_PASSES + QUIET_PASSES
+        yield "publishes", PUBLISHES_PER_WINDOW
+
+
+def _full_passes(launcher: EngineLauncher, reader: StreamReader, sequences: int) -> Iterator[TokenFrame]:
+    """Frames of passes that drew a token for each sequence and started none; returns when all of them have ended."""
+    num_finished = 0
+    while num_finished < sequences:
+        frame = reader.receive(_TIMEOUT_MS)
+        if frame is None:
+            launcher.check()
+            raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
+        num_finished += len(frame.header.finishes)
+        if frame.header.num_tokens == sequences and not frame.header.starts and not frame.header.finishes:
+            yield frame
+
+
+def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    began = time.perf_counter()
+    target.copy_(source)
+    if source.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+# ---- the peer -------------------------------------------------------------------------------------------------------
+
+
+def _measure_peer(
+    settings: SwapBench,
+    setup: Setup,
+    engine_side: Callable[[], None],
+    directory: Path,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    if not settings.peer:
+        return {"peer_stall_ms": None, "peer_mode": None, "peer_versions": None}
+    progress(f"{settings.peer} is loading the model")
+    engine_side()
+    with Worker(f"{settings.peer}_swap", setup, directory) as worker:
+        hello = worker.wait_until_ready()
+        progress(f"{settings.peer}: {PEER_PUBLISHES} times pause, load and resume")
+        job = Job(
+            sequences=settings.sequences,
+            tokens=(settings.tokens, settings.tokens),
+            prompt_tokens=(settings.prompt_tokens, settings.prompt_tokens),
+            seed=settings.seed,
+            publishes=PEER_PUBLISHES,
+        )
+        detail = worker.run(job).detail
+    return {
+        "peer_stall_ms": {"p50": detail["stall_p50_ms"], "p99": detail["stall_p99_ms"]},
+        "peer_mode": hello.mode,
+        "peer_versions": hello.versions,
+    }
+
+
+# ---- cores ----------------------------------------------------------------------------------------------------------
+
+
+def _halves() -> tuple[set[int], set[int]]:
+    """The engine's cores and the trainer's; the same where there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return set(cores[half:]), set(cores[:half] or cores)
+
+
+@contextmanager
+def _kept_apart(device: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Two functions that move this process, and what it starts from then on, to the engine's half of the cores and to
+    the trainer's. On a GPU they do nothing."""
+    if device != "cpu":
+        yield (lambda: None), (lambda: None)
+        return
+    everything, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    engine, trainer = _halves()
+
+    def move(cores: set[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+
+    torch.set_num_threads(len(trainer))
+    try:
+        yield (lambda: move(engine)), (lambda: move(trainer))
+    finally:
+        torch.set_num_threads(num_threads)
+        move(everything)
