@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inflight.training.grpo import GRPOConfig, grpo
     from inflight.training.loss import LossStats, policy_loss
     from inflight.weights.publisher import Publisher
+    from inflight.weights.sharded import ShardSender
 
 _HOME = {
     "InflightError": "inflight.core.errors",
@@ -37,6 +38,7 @@ _HOME = {
     "LossStats": "inflight.training.loss",
     "policy_loss": "inflight.training.loss",
     "Publisher": "inflight.weights.publisher",
+    "ShardSender": "inflight.weights.sharded",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "Publisher",
     "Rollout",
     "SamplingParams",
+    "ShardSender",
     "group_advantages",
     "grpo",
     "launch",

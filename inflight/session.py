@@ -195,9 +195,11 @@ class LaunchedEngine:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
 
-    def publisher(self, model: "nn.Module") -> "Publisher":
+    def publisher(self, model: "nn.Module", *, check_finite: bool = False) -> "Publisher":
         """A publisher of this model's parameters to the engine. At most one lives at a time.
 
+        check_finite: refuse versions with NaN or infinite weights; the engine keeps those that it has, and the next
+        `publish()` or optimizer step raises NonFiniteWeightsError.
         Raises LayoutMismatchError, naming the tensors that differ, or PublisherConflictError.
         """
         from inflight.weights.publisher import Publisher
@@ -207,6 +209,7 @@ class LaunchedEngine:
             model,
             check_engine=self._launcher.check,
             on_publish=self.staleness.published,
+            check_finite=check_finite,
         )
         self._publishers.add(publisher)
         return publisher

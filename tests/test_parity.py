@@ -165,6 +165,39 @@ def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
     assert np.abs(full_forward_logprobs(other, swapped) - swapped.logprobs).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, policy, overlap):
+    engine, assembler = make_engine(kv_on_swap=policy, max_prefill_tokens=20, overlap=overlap), Assembler()
+    prompts = ragged_prompts(12, [SamplingParams(max_tokens=40, ignore_eos=True, n=2)])
+    engine.submit(prompts)
+    models, rollouts = [make_model("qwen3")], []
+    steps = 0
+    while engine.has_work:
+        frame = engine.step()
+        rollouts += [r for group in assembler.add(frame) for r in group] if frame else []
+        steps += 1
+        if steps in (25, 60, 62):  # the last one while sequences are still computed again
+            models.append(make_model("qwen3", seed=len(models)))
+            slot = engine.receiver.lend(in_use=engine.slot_in_use)[0]
+            fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(models[-1]))
+            engine.receiver.ready(SlotReady(slot, len(models) - 1, engine.receiver.layout.fingerprint, 0))
+    assert len(rollouts) == 24
+    errors = {version: [] for version in range(len(models))}
+    for rollout in rollouts:
+        assert len(rollout.token_ids) == 40
+        for version, model in enumerate(models):
+            drawn = rollout.weight_versions == version
+            errors[version] += np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs)[drawn].tolist()
+    assert max(errors[0]) < TOLERANCE
+    if policy == "recompute":
+        assert max(errors[1]) < TOLERANCE
+    else:
+        assert np.mean(errors[1]) > 0.01
+    assert engine.cache.num_used_blocks == 0
+    assert engine.scheduler.num_preemptions == 0
+
+
 def test_what_two_versions_computed_is_not_remembered(make_engine):
     engine, assembler = make_engine(), Assembler()
     engine.submit([Prompt([3] * 5, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))])  # less than a block

@@ -7,7 +7,7 @@ import pytest
 from conftest import make_model
 
 import inflight
-from inflight.core.errors import InvalidRequestError
+from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
 from inflight.core.messages import LIVE_VERSION
 
 LONG = inflight.SamplingParams(max_tokens=240, seed=5, ignore_eos=True)
@@ -115,6 +115,25 @@ def test_a_pinned_group_keeps_its_version_through_publishes(launch):
     assert set(rollouts[pinned][0].weight_versions) == {0}
     assert set(rollouts[free][0].weight_versions) == {0, 1, 2}
     assert engine.status().versions == [2]
+
+
+def test_weights_that_are_not_finite_are_refused_and_the_old_ones_serve_on(launch):
+    engine, model = launch(), make_model("qwen3", seed=1)
+    name, parameter = "model.layers.1.mlp.up_proj.weight", model.model.layers[1].mlp.up_proj.weight
+    with engine.publisher(model, check_finite=True) as publisher:
+        publisher.publish()
+        engine.wait_for_version(1)
+        good = parameter.data[3, 4].item()
+        parameter.data[3, 4] = float("inf")
+        publisher.publish()
+        with pytest.raises(NonFiniteWeightsError, match=rf"version 2 was not published: {name} of \d+ tensors hold"):
+            engine.wait_for_version(2, timeout_s=20)
+        assert engine.status().version == 1
+        assert set(engine.generate([[1, 2]], LONG)[0][0].weight_versions) == {1}
+        parameter.data[3, 4] = good
+        publisher.publish()
+        engine.wait_for_version(3)
+        assert set(engine.generate([[1, 2]], LONG)[0][0].weight_versions) == {3}
 
 
 def test_one_sample_of_a_group_can_be_cancelled(launch):

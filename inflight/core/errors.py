@@ -37,6 +37,10 @@ class PublisherConflictError(InflightError):
     """Another live publisher is attached to this engine."""
 
 
+class NonFiniteWeightsError(InflightError, ValueError):
+    """A version with NaN or infinite weights was not published; the message names the tensors."""
+
+
 class ProtocolError(InflightError):
     """A message or frame that breaks the protocol."""
 
@@ -63,6 +67,7 @@ _BY_NAME: dict[str, type[InflightError]] = {
         SharedMemoryError,
         DeviceMemoryError,
         PublisherConflictError,
+        NonFiniteWeightsError,
         ProtocolError,
         FrameError,
         StreamGapError,

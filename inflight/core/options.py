@@ -3,6 +3,7 @@
 import msgspec
 
 DEFAULT_MAX_CONTEXT = 4096
+KV_POLICIES = ("keep", "recompute")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "torch", "cpu")
 
 
@@ -32,6 +33,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the KV cache holds; 0: max_sequences · max_context, as far as the memory goes."""
     prefix_caching: bool = True
     """Keep keys and values of ended sequences, for prompts that begin alike under the same weights."""
+    kv_on_swap: str = "keep"
+    """What becomes of the keys and values of running sequences when new weights go live. keep: they stay, and later
+    tokens attend to what older weights computed. recompute: they are computed again before the next token is drawn, as
+    a prompt is; a sequence that is not through with that when the next version comes goes on, so that all of them
+    advance however often weights are published."""
     attention: str = "auto"
     """flashinfer, torch or cpu; auto takes what is fastest and there."""
     cuda_graphs: bool = True
@@ -59,6 +65,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
         if self.kv_cache_tokens < 0:
             raise ValueError(f"kv_cache_tokens must be positive, or 0 for a default, got {self.kv_cache_tokens}")
+        if self.kv_on_swap not in KV_POLICIES:
+            raise ValueError(f"kv_on_swap must be {' or '.join(KV_POLICIES)}, got {self.kv_on_swap!r}")
         if self.attention not in ATTENTION_BACKENDS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}, got {self.attention!r}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):

@@ -117,6 +117,7 @@ class Engine:
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Pass | None = None
         self._last_served = 0
+        self._recompute_on_swap = options.kv_on_swap == "recompute"
         self.paused = False
         self.asleep = False
 
@@ -281,6 +282,8 @@ class Engine:
                 self._stalled_since_ns = began_ns
             return
         num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
+        if self._recompute_on_swap:
+            self.scheduler.recompute_unpinned()
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         since_ns, self._stalled_since_ns = self._stalled_since_ns or began_ns, None

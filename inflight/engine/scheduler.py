@@ -164,9 +164,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's lane and blocks away; it waits at the front of the queue."""
         self.num_preemptions += 1
-        self._leave(sequence)
-        self._queue(sequence).appendleft(sequence)
-        self.num_waiting += 1
+        self._send_back(sequence)
 
     def preempt_all(self) -> None:
         """No sequence holds a block afterwards."""
@@ -174,6 +172,13 @@ class Scheduler:
             self.preempt(sequence)
         for sequence in list(self._holding.values()):
             self._drop(sequence)
+
+    def recompute_unpinned(self) -> None:
+        """Sequences that are not pinned and draw a token in each pass compute their keys and values again. Those that
+        are not that far go on."""
+        for sequence in reversed(list(self.running.values())):
+            if sequence.pin is UNPINNED and sequence.has_drawn_in_lane:
+                self._send_back(sequence)
 
     def schedule(self, version: int, *, live: bool) -> Schedule:
         """The next pass under `version`: sequences pinned to it and, if it is live, all that are not pinned."""
@@ -311,6 +316,11 @@ class Scheduler:
         sequence.lane = self._free_lanes.pop()
         sequence.has_drawn_in_lane = False
         self.running[sequence.request_id] = sequence
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self._queue(sequence).appendleft(sequence)
+        self.num_waiting += 1
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.request_id]

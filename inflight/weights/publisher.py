@@ -5,6 +5,7 @@ parameters must not change; a `torch.optim` optimizer that holds some of them wa
 other code that writes to them calls `wait_copied()` first. When publishing outruns the engine, the latest version wins.
 """
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -18,7 +19,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, ProtocolError, PublisherConflictError, from_wire
+from inflight.core.errors import (
+    InflightError,
+    NonFiniteWeightsError,
+    ProtocolError,
+    PublisherConflictError,
+    from_wire,
+)
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
     Attach,
@@ -39,6 +46,7 @@ from inflight.core.messages import (
 )
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.receiver import Slot
+from inflight.weights.sharded import ShardGroup, is_sharded
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
@@ -58,7 +66,8 @@ class Publisher:
     """Publishes a model's parameters to one engine.
 
     The model's tensor names and shapes must be the engine's; its dtypes may differ (fp32 masters are cast into bf16
-    slots). Raises LayoutMismatchError, naming what differs, or PublisherConflictError if another publisher lives.
+    slots). Of a model that FSDP2 spreads over ranks, rank 0 makes the Publisher and each other rank a ShardSender.
+    Raises LayoutMismatchError, naming what differs, or PublisherConflictError if another publisher lives.
     """
 
     def __init__(
@@ -68,10 +77,14 @@ class Publisher:
         *,
         check_engine: Callable[[], None] = lambda: None,
         on_publish: Callable[[int, int], None] = lambda version, called_ns: None,
+        check_finite: bool = False,
         timeout_s: float = 60.0,
     ):
-        """`check_engine` raises if the engine is known to be dead; it is called while waiting for an answer or a slot.
-        `on_publish(version, called_ns)` is told of every publish. `timeout_s` is for the engine's first answers."""
+        """`check_finite` refuses versions with NaN or infinite weights, which are read once more for that, behind
+        `publish()`; the engine keeps the weights that it has, and the next `publish()`, `wait_copied()` or `check()`
+        raises NonFiniteWeightsError, once. `check_engine` raises if the engine is known to be dead; it is called while
+        waiting for an answer or a slot. `on_publish(version, called_ns)` is told of every publish. `timeout_s` is for
+        the engine's first answers."""
         self._model = model
         self._check_engine = check_engine
         self._on_publish = on_publish
@@ -81,10 +94,14 @@ class Publisher:
         self._copying = False
         self._closing = False
         self._error: InflightError | None = None
+        self._check_finite = check_finite
+        self._refused: NonFiniteWeightsError | None = None
         parameter = next(model.parameters())
         self._gpu = parameter.device if parameter.is_cuda else None
         self._written: Any = None  # events on the trainer's and on the copy's stream
         self._copied: Any = None
+
+        self._shards = ShardGroup(model) if is_sharded(model) else None
 
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 1000
@@ -96,9 +113,15 @@ class Publisher:
             attached = self._ask(Attach(layout=layout_of(model)), Attached)
             self._layout: WeightLayout = attached.layout
             self._slots = [_attach(descriptor) for descriptor in attached.slots]
-        except BaseException:
+        except BaseException as error:
             self._release()
+            if self._shards is not None:
+                reason = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
+                with contextlib.suppress(InflightError):  # which the other ranks raise
+                    self._shards.introduce(reason)
             raise
+        if self._shards is not None:
+            self._shards.introduce((self._layout, attached.version))
         self._views = [slot_views(slot.buffer, self._layout) for slot in self._slots]
         self._free = list(attached.free)
         self.version = attached.version
@@ -147,6 +170,9 @@ class Publisher:
         """Raise what made a publish fail, if one did."""
         if self._error is not None:
             raise self._error
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
 
     def close(self) -> None:
         """Finish the publish in progress and detach. The engine serves on with the newest whole version."""
@@ -180,13 +206,19 @@ class Publisher:
             while self._wait_for_work():
                 slot = self._acquire_slot()
                 record = self._claim()
-                self._copy(slot)
-                self._announce(slot, record)
+                self._copy(slot, record.version)
+                if self._check_finite and (bad := self._non_finite(slot)):
+                    self._refuse(slot, record, bad)
+                else:
+                    self._announce(slot, record)
             self._send(Detach())
         except InflightError as error:
             self._fail(error)
         except Exception as error:  # reported by the next publish(), wait_copied() or check()
             self._fail(InflightError(f"publishing failed: {error!r}"))
+        if self._shards is not None:
+            with contextlib.suppress(RuntimeError):  # the other ranks are gone
+                self._shards.command()
 
     def _wait_for_work(self) -> bool:
         with self._condition:
@@ -214,18 +246,17 @@ class Publisher:
             record, self._pending, self._copying = self._pending, None, True
             return record
 
-    def _copy(self, slot: int) -> None:
+    def _copy(self, slot: int, version: int) -> None:
         """Fill the slot. The parameters may change again once the copy is done, or in order on their device."""
         began_ns = now_ns()
-        tensors = published_tensors(self._model)
         if self._stream is None:
-            fill(self._views[slot], tensors)
+            self._fill(slot, version)
             copied = None
         else:
             with torch.cuda.stream(self._stream):
                 if self._written is not None:
                     self._stream.wait_event(self._written)
-                fill(self._views[slot], tensors)
+                self._fill(slot, version)
                 copied = self._stream.record_event()
         with self._condition:
             self._copying = False
@@ -234,6 +265,28 @@ class Publisher:
         if copied is not None:
             copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
         self.last_copy_s = (now_ns() - began_ns) / 1e9
+
+    def _fill(self, slot: int, version: int) -> None:
+        if self._shards is None:
+            fill(self._views[slot], published_tensors(self._model))
+        else:
+            self._shards.command(version)
+            self._shards.receive(self._views[slot])
+
+    def _non_finite(self, slot: int) -> list[str]:
+        """Names of the tensors in a slot that hold NaN or infinite values."""
+        floats = {name: view for name, view in self._views[slot].items() if view.is_floating_point()}
+        finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
+        return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
+
+    def _refuse(self, slot: int, record: Published, bad: list[str]) -> None:
+        """What is in the slot was never announced, so that it may be filled again."""
+        self._free.append(slot)
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        self._refused = NonFiniteWeightsError(
+            f"version {record.version} was not published: {named} of {len(self._views[slot])} tensors "
+            "hold NaN or infinite values; the engine keeps the weights that it has"
+        )
 
     def _announce(self, slot: int, record: Published) -> None:
         self._send(

@@ -1,0 +1,181 @@
+"""Models whose parameters are spread over the ranks of a trainer (FSDP2), published without ever being put together.
+
+Rank 0 talks to the engine. For every version each rank sends its rows of one tensor after another, cast to what the
+engine holds, and rank 0 receives them where they belong in the slot. That happens in threads and in a process group of
+its own, so that it never mixes with what the training loop sends; the order of versions is rank 0's.
+"""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.layout import WeightLayout
+from inflight.weights.tensors import published_tensors
+
+_STOP = -1
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some parameters are DTensors of more than one rank."""
+    return any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters())
+
+
+class ShardGroup:
+    """The ranks that hold a model between them. Making one is collective: all ranks do it, in the same order.
+
+    Raises LayoutMismatchError for a tensor that is spread in another way than by rows over one dimension of ranks.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._size = dist.get_world_size()
+        self.tensors = published_tensors(model)
+        """As they are between two steps: while a forward pass runs, FSDP puts whole parameters into the model."""
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, DTensor):
+                self._check(name, tensor)
+        on_gpu = next(iter(self.tensors.values())).is_cuda
+        self._control: Any = dist.new_group(backend="gloo")
+        self._data: Any = dist.new_group(backend="nccl") if on_gpu else self._control
+
+    def introduce(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
+        """What rank 0 learned of the engine, on every rank: the layout of its slots and its version. Raises what kept
+        rank 0 from learning it."""
+        box = [engine]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        if isinstance(box[0], InflightError):
+            raise box[0]
+        assert box[0] is not None
+        return box[0]
+
+    def command(self, version: int = _STOP) -> int:
+        """The version that rank 0 copies next, on every rank; −1 ends it."""
+        number = torch.tensor([version])
+        dist.broadcast(number, src=0, group=self._control)
+        return int(number)
+
+    @torch.no_grad()
+    def receive(self, views: Mapping[str, torch.Tensor]) -> None:
+        """On rank 0: fill a slot with its own rows and those of the others."""
+        for name, tensor in self.tensors.items():
+            view, local = views[name], tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not _by_rows(tensor):
+                view.copy_(local)
+                continue
+            rows = -(-len(view) // self._size)
+            pending = [
+                dist.irecv(part, src=rank, group=self._data)
+                for rank in range(1, self._size)
+                if len(part := view[rank * rows : (rank + 1) * rows])
+            ]
+            view[:rows].copy_(local)
+            for work in pending:
+                assert work is not None
+                work.wait()
+
+    @torch.no_grad()
+    def send(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """On the other ranks: the counterpart of `receive`."""
+        for name, tensor in self.tensors.items():
+            if _by_rows(tensor):
+                assert isinstance(tensor, DTensor)
+                local = tensor.to_local().detach().to(dtypes[name]).contiguous()
+                if len(local):
+                    dist.send(local, dst=0, group=self._data)
+
+    def _check(self, name: str, tensor: DTensor) -> None:
+        if tensor.device_mesh.ndim != 1 or not (_by_rows(tensor) or isinstance(tensor.placements[0], Replicate)):
+            raise LayoutMismatchError(
+                f"{name} is spread as {tuple(tensor.placements)} over a mesh of {tuple(tensor.device_mesh.shape)} "
+                "ranks; what can be published is spread by rows (Shard(0)) over one dimension of ranks, as FSDP2 does"
+            )
+        if tensor.device_mesh.size() != self._size:
+            raise LayoutMismatchError(
+                f"{name} is spread over {tensor.device_mesh.size()} of {self._size} ranks; all of them must hold a part"
+            )
+
+
+def _by_rows(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    placement = tensor.placements[0]
+    return isinstance(placement, Shard) and placement.dim == 0
+
+
+class ShardSender:
+    """What ranks other than 0 hold in place of a Publisher: `publish()` is called on every rank, in step.
+
+    Until a version is copied its parameters must not change; a `torch.optim` optimizer that holds them waits for that
+    by itself, as with a Publisher. Rank 0 makes its Publisher at the same time (`engine.publisher(model)`).
+    """
+
+    def __init__(self, model: nn.Module):
+        self._group = ShardGroup(model)
+        self._parameters = {id(tensor) for tensor in self._group.tensors.values()}
+        layout, version = self._group.introduce()
+        self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in layout.tensors}
+        self._condition = threading.Condition()
+        self.version: int = version
+        """The version that the last `publish()` returned."""
+        self._copied = version
+        self._error: InflightError | None = None
+        self._ended = False
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._thread = threading.Thread(target=self._run, name="inflight-shard-sender", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> int:
+        """Announce the parameters as they are now; rank 0 decides when they are copied. Returns the version at once."""
+        with self._condition:
+            self.check()
+            self.version += 1
+            self._condition.notify_all()
+            return self.version
+
+    def wait_copied(self) -> None:
+        """Return when no announced version will read the parameters any more. Raises what made sending fail."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._copied >= self.version or self._ended)
+            self.check()
+
+    def check(self) -> None:
+        """Raise what made sending fail, if something did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Return when rank 0 has closed its Publisher."""
+        self._thread.join()
+        self._hook.remove()
+
+    def __enter__(self) -> "ShardSender":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
+            self.wait_copied()
+
+    def _run(self) -> None:
+        try:
+            while (version := self._group.command()) != _STOP:
+                with self._condition:
+                    self._condition.wait_for(lambda version=version: self.version >= version)
+                self._group.send(self._dtypes)
+                with self._condition:
+                    self._copied = version
+                    self._condition.notify_all()
+        except Exception as error:  # rank 0 is gone, or the group is; told by the next call
+            self._error = InflightError(f"sending shards failed: {error!r}")
+        finally:
+            with self._condition:
+                self._ended = True
+                self._condition.notify_all()
