@@ -28,17 +28,20 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def _commit() -> str | None:
-    try:
-        out = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent,
-            timeout=5,
+    """Of this package's own checkout, with "-dirty" if something other than what benchmarks write was changed."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10
         )
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
+        written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
+        dirty = git("diff", "--quiet", "HEAD", "--", ":(top)", *written).returncode == 1
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return out.stdout.strip() or None
+    return commit + "-dirty" * dirty or None
 
 
 def _cores() -> int:
