@@ -294,6 +294,7 @@ def test_experts_are_recorded_for_every_token(make_engine):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_output_equals_generate(make_engine, name):
     model = make_model(name)
+    model.set_attn_implementation("eager")
     prompts = ragged_prompts(12, [SamplingParams(max_tokens=30, temperature=0)], seed=3)
     rollouts = run(make_engine(name), prompts, arrivals=list(range(12)))
     for prompt, rollout in zip(prompts, rollouts, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCABULARY, make_model, run
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from inflight_kernels import uniforms
 from inflight_kernels.sampling import draw_reference
@@ -516,7 +516,8 @@ def filtered_rows(draw):
     return torch.tensor(rows), draw(st.lists(params, min_size=len(rows), max_size=len(rows)))
 
 
-@given(filtered_rows(), st.sampled_from([1, 3, 512]))
+@given(rows=filtered_rows(), at_first=st.sampled_from([1, 3, 512]))
+@example(rows=(torch.zeros(2, 28), [SamplingParams(top_p=0.06), SamplingParams(top_k=5, top_p=0.5)]), at_first=3)
 def test_filters_keep_what_a_float64_restatement_keeps(rows, at_first):
     scores_FV, params = rows
     with mock.patch("inflight.engine.sampler._MANY", at_first):

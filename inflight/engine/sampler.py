@@ -221,7 +221,8 @@ def _candidates(
     vocabulary = scaled_FV.shape[1]
     ranks_FV = _ranks(scaled_FV)
     most = max(p.top_k or vocabulary for p in params)
-    if most >= vocabulary and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
+    few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all that top-k keeps
+    if most >= vocabulary and few and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
         # Sorting is slow and what top-p or min-p keep is mostly few: try that first. (On a GPU, asking whether it was
         # enough would wait for the device.)
         order_FK = ranks_FV.topk(_MANY).indices
