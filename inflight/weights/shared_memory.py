@@ -32,7 +32,9 @@ class SharedMemorySlot:
     def __init__(self, path: Path, file: int, nbytes: int, *, owned: bool):
         self.path = path
         self.nbytes = nbytes
-        self.buffer = torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8)
+        # Mapped whole at once: else the first publish, and the first forward pass over it, would fault in page by page.
+        memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if owned:  # the open file holds the lock that says that we live
             self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
         else:
