@@ -157,6 +157,8 @@ class _Run:
                 self.records[-1].accuracy = self.accuracy_after
         except KeyboardInterrupt:
             self.interrupted = True
+        finally:
+            gc.unfreeze()  # what is never collected is reported as leaked by some libraries when the process ends
         meter = engine.staleness
         self._swaps = {"num_swaps": meter.num_swaps, "num_swaps_in_flight": meter.num_swaps_in_flight}
         self._staleness = meter.summary()
