@@ -1,6 +1,6 @@
 """Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 50 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|swap|scaling|staleness|demo …]
+    python benchmarks/run.py [throughput|swap|kernels|scaling|staleness|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -91,6 +91,18 @@ def swap() -> None:
         path = RESULTS / f"swap-small-{dtype}.json"
         common = ("--model", "small", "--dtype", dtype, "--device", "cpu", "--publishes", "200", "--peer", "vllm")
         inflight("bench", "swap", *common, "--json", str(path))
+    script("swap_growth.py")
+    script("kv_policy.py")
+
+
+def kernels() -> None:
+    script("cpu_kernels.py")
+
+
+def script(name: str) -> None:
+    """Run a benchmark that is a script of its own and knows where its results go."""
+    print("$ python", f"benchmarks/{name}", flush=True)
+    subprocess.run([sys.executable, f"benchmarks/{name}"], check=True)
 
 
 def write_json(path: Path, data: dict) -> None:
@@ -99,7 +111,7 @@ def write_json(path: Path, data: dict) -> None:
 
 
 if __name__ == "__main__":
-    benchmarks = {"throughput": throughput, "swap": swap, "scaling": scaling, "staleness": staleness, "demo": demo}
+    benchmarks = {run.__name__: run for run in (throughput, swap, kernels, scaling, staleness, demo)}
     for name in sys.argv[1:] or benchmarks:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")

@@ -46,14 +46,21 @@ class SwapPeer(StrEnum):
     vllm = "vllm"
 
 
+Model = Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")]
+OnDevice = Annotated[Device, typer.Option(help="Where all of it runs.")]
+OfWeights = Annotated[Dtype, typer.Option(help="Of the engine's weights.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of weights, data and draws.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result here, with its environment.")]
+
+
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
+    model: Model = "tiny",
     task: Annotated[str, typer.Option(help="A reasoning-gym task.")] = "spell_backward",
     data: Annotated[
         Path | None, typer.Option(help='Instead of a task: JSON lines, each {"prompt": …, "answer": …}.')
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where trainer and generator run.")] = Device.auto,
+    device: OnDevice = Device.auto,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of reinforcement learning.")] = None,
     warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="Supervised steps before it; by default none for a model of your own.")
@@ -63,9 +70,9 @@ def demo(
     groups_per_step: Annotated[int | None, typer.Option(min=1, help="Prompts per optimizer step.")] = None,
     learning_rate: Annotated[float | None, typer.Option(min=0, help="Of reinforcement learning.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Length of an answer at most.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, data and draws.")] = 0,
+    seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Directory for steps.jsonl, summary.json and demo.png.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the summary here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """The whole loop on this machine: warm up a small model, then improve it while the generator never stops."""
     from inflight.demo.run import DemoConfig, run_demo
@@ -104,18 +111,16 @@ def demo(
 
 @bench.command()
 def staleness(
-    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(help="Of the engine's weights; masters are fp32.")] = Dtype.auto,
+    model: Model = "tiny",
+    device: OnDevice = Device.auto,
+    dtype: OfWeights = Dtype.auto,
     sequences: Annotated[int, typer.Option(min=1, help="Drawn at a time, and consumed per step.")] = 32,
     tokens: Annotated[int, typer.Option(min=1, help="Drawn per sequence.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, each followed by a publish.")] = 40,
     slots: Annotated[int, typer.Option(min=1, help="Copies of the weights in the engine.")] = 2,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
-    ] = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
 ) -> None:
     """How old are the tokens that an optimizer step consumes? All names are those of the README's table."""
     from inflight.bench.staleness import StalenessBench, measure_staleness
@@ -138,19 +143,17 @@ def staleness(
 
 @bench.command()
 def throughput(
-    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights, on all sides.")] = Dtype.auto,
+    model: Model = "tiny",
+    device: OnDevice = Device.auto,
+    dtype: OfWeights = Dtype.auto,
     sequences: Annotated[str, typer.Option(help="Drawn at a time; several as in 1,8,32 make a sweep.")] = "32",
     tokens: Annotated[str, typer.Option(help="Drawn per sequence; 100-1024 draws lengths uniformly.")] = "128",
     prompt_tokens: Annotated[str, typer.Option(help="Likewise.")] = "32",
     peer: Annotated[list[Peer] | None, typer.Option(help="Measured in alternation; may be given twice.")] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Alternated runs of ours and a peer.")] = 3,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each side; 0 is torch's own choice.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
-    ] = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write tokens/s against sequences here, as PNG.")] = None,
 ) -> None:
     """How many tokens per second, and how many does another engine draw on the same weights?"""
@@ -182,9 +185,9 @@ def throughput(
 
 @bench.command()
 def swap(
-    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option(help="Of the weights, on both sides.")] = Dtype.auto,
+    model: Model = "tiny",
+    device: OnDevice = Device.auto,
+    dtype: OfWeights = Dtype.auto,
     sequences: Annotated[int, typer.Option(min=1, help="In flight while weights are published.")] = 32,
     tokens: Annotated[int, typer.Option(min=64, help="Drawn per sequence, then all begin anew.")] = 512,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
@@ -193,10 +196,8 @@ def swap(
     peer: Annotated[
         SwapPeer | None, typer.Option(help="Pause, load and resume of this engine, in the same run.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
-    ] = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
 ) -> None:
     """What does a running generator feel of new weights?"""
     from inflight.bench.swap import SwapBench, measure_swap, swap_table
@@ -222,9 +223,9 @@ def swap(
 
 @bench.command()
 def scaling(
-    model: Annotated[str, typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.")] = "tiny",
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    model: Model = "tiny",
+    device: OnDevice = Device.auto,
+    dtype: OfWeights = Dtype.auto,
     sequences: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,2,4,8,16,32,64,128,256",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Context of each of those sequences.")] = 256,
     contexts: Annotated[str, typer.Option(help="Context lengths, at 16 sequences.")] = "64,128,256,512,1024,2048",
@@ -232,10 +233,8 @@ def scaling(
     queued: Annotated[int, typer.Option(min=0, help="Requests that wait; 0 leaves this part out.")] = 10_000,
     pairs: Annotated[int, typer.Option(min=1, help="Alternated runs without and with that queue.")] = 5,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 is torch's own choice.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result here, with its environment.")
-    ] = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write both curves here, as PNG.")] = None,
 ) -> None:
     """What does a decode step cost with more sequences, with longer ones, and with a long queue behind it?"""

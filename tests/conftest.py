@@ -25,11 +25,12 @@ from transformers import (
 )
 
 from inflight.core.frames import FrameHeader, TokenFrame
-from inflight.core.messages import Prompt
+from inflight.core.messages import Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.engine.engine import Engine
 from inflight.stream.assembler import Assembler
+from inflight.weights.tensors import fill, published_tensors, slot_views
 
 torch.set_num_threads(1)
 
@@ -117,6 +118,18 @@ def make_engine(model_dir: Callable[[str], str]) -> Iterator[Callable[..., Engin
     yield make
     for engine in engines:
         engine.close()
+
+
+def publish(engine: Engine, model: torch.nn.Module, slot: int | None = None) -> int:
+    """Hand the engine a model as its next version, in a slot that it lent or one that it lends now. Returns the
+    version."""
+    receiver = engine.receiver
+    if slot is None:
+        slot = receiver.lend(in_use=engine.slot_in_use)[0]
+    fill(slot_views(receiver.slots[slot].buffer, receiver.layout), published_tensors(model))
+    version = receiver.newest_version + 1
+    receiver.ready(SlotReady(slot, version, receiver.layout.fingerprint, 0))
+    return version
 
 
 def run(engine: Engine, prompts: list[Prompt], *, arrivals: list[int] | None = None) -> list[Rollout]:

@@ -6,14 +6,14 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, make_model, run
+from conftest import CONFIGS, make_model, publish, run
 from hypothesis import given
 from hypothesis import strategies as st
 from test_parity import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
 from transformers import AutoModelForCausalLM
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.core.messages import Prompt
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention import flashinfer
@@ -22,6 +22,7 @@ from inflight.engine.attention.flashinfer import FlashInferAttention, page_lists
 from inflight.engine.engine import Engine
 from inflight.engine.graphs import graph_sizes
 from inflight.engine.kv_cache import LayerShape
+from inflight.stream.assembler import Assembler
 
 CPU = torch.device("cpu")
 LAYER = LayerShape(8, 2, 64, 64, None, torch.bfloat16, 0.125)
@@ -152,9 +153,22 @@ def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch):
 
 
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):
-    import test_parity  # the same test over graphs
-
-    test_parity.test_pinned_requests_keep_their_version_while_others_go_on(make_engine)
+    engine, assembler, models = make_engine(), Assembler(), [make_model("qwen3", seed) for seed in (0, 1)]
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    engine.submit([Prompt([1, 2, 3], params, version=version) for version in (LIVE_VERSION, None)])
+    for _ in range(5):
+        assembler.add(engine.step())
+    publish(engine, models[1])
+    engine.submit([Prompt([4, 5], params)])
+    rollouts = []
+    while engine.has_work:
+        frame = engine.step()
+        rollouts += [r for group in assembler.add(frame) for r in group] if frame else []
+    rollouts.sort(key=lambda rollout: rollout.group_id)
+    assert [sorted(set(r.weight_versions.tolist())) for r in rollouts] == [[0], [0, 1], [1]]
+    for rollout in (rollouts[0], rollouts[2]):
+        expected = full_forward_logprobs(models[rollout.weight_versions[0]], rollout)
+        assert np.abs(expected - rollout.logprobs).max() < TOLERANCE
 
 
 def test_sleeping_drops_the_graphs_and_waking_records_them_again(fake_gpu, make_engine):

@@ -5,14 +5,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, VOCABULARY, make_model, run
+from conftest import CONFIGS, VOCABULARY, make_model, publish, run
 
 from inflight.core.errors import InvalidRequestError
-from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.stream.assembler import Assembler
-from inflight.weights.tensors import fill, published_tensors, slot_views
 
 
 def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> list[Prompt]:
@@ -156,9 +155,7 @@ def test_the_prefix_cache_is_never_shared_across_versions(make_engine):
     assert engine.cache.num_reused_tokens == 48
     assert first.token_ids.tolist() == again.token_ids.tolist()
     other = make_model("qwen3", seed=1)
-    [slot] = engine.receiver.lend()
-    fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(other))
-    engine.receiver.ready(SlotReady(slot, 1, engine.receiver.layout.fingerprint, 0))
+    publish(engine, other)
     swapped = run(engine, [prompt])[0]
     assert engine.cache.num_reused_tokens == 48
     other.set_attn_implementation("eager")
@@ -179,9 +176,7 @@ def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, po
         steps += 1
         if steps in (25, 60, 62):  # the last one while sequences are still computed again
             models.append(make_model("qwen3", seed=len(models)))
-            slot = engine.receiver.lend(in_use=engine.slot_in_use)[0]
-            fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(models[-1]))
-            engine.receiver.ready(SlotReady(slot, len(models) - 1, engine.receiver.layout.fingerprint, 0))
+            publish(engine, models[-1])
     assert len(rollouts) == 24
     errors = {version: [] for version in range(len(models))}
     for rollout in rollouts:
@@ -198,6 +193,23 @@ def test_after_a_swap_keys_and_values_are_kept_or_computed_again(make_engine, po
     assert engine.scheduler.num_preemptions == 0
 
 
+def test_a_fork_that_waits_recomputes_what_its_parent_had_from_older_weights(make_engine):
+    engine, assembler = make_engine(max_sequences=1, kv_on_swap="recompute"), Assembler()
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    engine.submit([Prompt([3] * 20, params)])
+    for _ in range(4):
+        assembler.add(engine.step())
+    forked = engine.fork(0, params=params)  # there is no lane for it yet
+    other = make_model("qwen3", seed=1)
+    publish(engine, other)
+    rollouts = []
+    while engine.has_work:
+        rollouts += [r for group in assembler.add(engine.step()) for r in group]
+    [fork] = [r for r in rollouts if r.group_id == forked]
+    assert set(fork.weight_versions) == {1}
+    assert np.abs(full_forward_logprobs(other, fork) - fork.logprobs).max() < TOLERANCE
+
+
 def test_what_two_versions_computed_is_not_remembered(make_engine):
     engine, assembler = make_engine(), Assembler()
     engine.submit([Prompt([3] * 5, SamplingParams(max_tokens=60, seed=1, ignore_eos=True))])  # less than a block
@@ -205,9 +217,7 @@ def test_what_two_versions_computed_is_not_remembered(make_engine):
     for _ in range(4):
         assembler.add(engine.step())
     other = make_model("qwen3", seed=1)
-    [slot] = engine.receiver.lend()
-    fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(other))
-    engine.receiver.ready(SlotReady(slot, 1, engine.receiver.layout.fingerprint, 0))
+    publish(engine, other)
     while engine.has_work:
         rollouts += [r for group in assembler.add(engine.step()) for r in group]
     assert set(rollouts[0].weight_versions) == {0, 1}
@@ -238,10 +248,7 @@ def test_pinned_requests_keep_their_version_while_others_go_on(make_engine):
     )
     for _ in range(5):
         assembler.add(engine.step())
-    [slot] = engine.receiver.lend()
-    other = make_model("qwen3", seed=1)
-    fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(other))
-    engine.receiver.ready(SlotReady(slot, 1, engine.receiver.layout.fingerprint, 0))
+    publish(engine, make_model("qwen3", seed=1))
     rollouts = []
     while engine.has_work:
         for group in assembler.add(engine.step()):

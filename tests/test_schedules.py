@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from conftest import VOCABULARY, make_model
+from conftest import VOCABULARY, make_model, publish
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,13 +21,12 @@ from hypothesis.stateful import (
 from test_parity import full_forward_logprobs
 
 from inflight.core.errors import InvalidRequestError
-from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
+from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.stream.assembler import Assembler
-from inflight.weights.tensors import fill, published_tensors, slot_views
 
 MODELS = 2
 """Weights that versions take in turn: version v draws with model v % MODELS."""
@@ -95,10 +94,8 @@ class Schedules(RuleBasedStateMachine):
         for slot in engine.receiver.lend(in_use=engine.slot_in_use):
             self.lent.append(slot)
         if self.lent:
-            slot, version = self.lent.pop(), engine.receiver.newest_version + 1
-            model = self.models[version % MODELS]
-            fill(slot_views(engine.receiver.slots[slot].buffer, engine.receiver.layout), published_tensors(model))
-            engine.receiver.ready(SlotReady(slot, version, engine.receiver.layout.fingerprint, 0))
+            model = self.models[(engine.receiver.newest_version + 1) % MODELS]
+            publish(engine, model, self.lent.pop())
 
     @rule()
     def pause_or_resume(self) -> None:

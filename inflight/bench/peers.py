@@ -13,17 +13,15 @@ import inflight
 from inflight.bench.peer_worker import Hello, Job, Run, Setup, random_requests
 from inflight.core.errors import InflightError
 
-PEERS = ("vllm", "transformers")
-"""What the engine can be measured against."""
-
 _PACKAGE = Path(inflight.__file__).parent
 _NUM_LOG_LINES = 15
 
 
 class Worker:
-    """A process that holds one side's engine: "inflight", one of PEERS, or "vllm_swap". `directory` gets its log.
+    """A process that holds one side's engine: "inflight", "transformers", "vllm" or "vllm_swap".
 
-    Raises InflightError if there is no interpreter for it, if it does not start or if it ends early.
+    `directory` gets its log. Raises InflightError if there is no interpreter for it, if it does not start or if it ends
+    early.
     """
 
     def __init__(self, name: str, setup: Setup, directory: Path):

@@ -13,13 +13,13 @@ from typing import Any
 from rich.table import Table
 
 from inflight.bench.plots import draw_sizes, new_figure, save_figure
-from inflight.bench.throughput import resolve_device, resolve_dtype
+from inflight.bench.throughput import checkpoint_dtype
 from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
-from inflight.engine.loading import load_config
+from inflight.engine.loading import load_config, resolve_device
 
 CONTEXT_SEQUENCES = 16
 """Sequences at each context length."""
@@ -64,7 +64,7 @@ def measure_scaling(settings: ScalingBench, progress: Callable[[str], None] = la
     by_sequences, by_context = [], []
     device = resolve_device(settings.device)
     config = load_config(settings.model)
-    dtype = resolve_dtype(settings.dtype, model=settings.model, config=config, device=device)
+    dtype = checkpoint_dtype(settings.dtype, settings.model, config, device)
     with _engine(settings, sizes[-1], settings.prompt_tokens) as engine:
         for size in sizes:
             progress(f"{size} sequences of {settings.prompt_tokens} tokens")
@@ -76,7 +76,7 @@ def measure_scaling(settings: ScalingBench, progress: Callable[[str], None] = la
     return {
         "bench": "scaling",
         **asdict(settings),
-        "device": device,
+        "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "by_sequences": by_sequences,
         "by_context": by_context,

@@ -23,13 +23,14 @@ from transformers import AutoModelForCausalLM
 
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import Worker, interpreter
-from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model, resolve_device
+from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.launcher import EngineLauncher
+from inflight.engine.loading import resolve_device
 from inflight.stream.reader import StreamReader
 from inflight.weights.publisher import Publisher
 
@@ -77,12 +78,13 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
     between a sequence's tokens across a swap over that without; copy_gb_s and memcpy_gb_s count bytes read and bytes
     written per second, of a publish and of a plain copy of as many bytes while the engine draws. With a peer,
-    peer_stall_ms: pausing it, loading the same weights from a directory and resuming, requests kept with their caches.
+    peer_stall_ms: pausing it, loading the same weights from a directory and resuming, requests kept with their caches
+    (its p99 is the longest of about 20).
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
     if settings.peer:
         interpreter(settings.peer)
-    device = resolve_device(settings.device)
+    device = resolve_device(settings.device).type
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary:
         progress("saving the model")
         model = prepare_model(settings.model, settings.dtype, settings.seed, device, Path(temporary))

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.bench.peers import Worker, interpreter
 from inflight.bench.plots import draw_sizes, new_figure, save_figure
-from inflight.core.errors import InflightError
-from inflight.engine.loading import load_config
+from inflight.engine.loading import load_config, resolve_device, resolve_dtype
 from inflight.engine.shapes import SHAPES
 
 SETTLE_S = 0.5
@@ -62,7 +61,7 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
     for peer in settings.peers:
         interpreter(peer)
     sizes = sorted(set(settings.sequences))
-    device = resolve_device(settings.device)
+    device = resolve_device(settings.device).type
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary, ExitStack() as stack:
         directory = Path(temporary)
         progress("saving the model")
@@ -178,23 +177,6 @@ def _as_given(lengths: tuple[int, int]) -> int | list[int]:
     return lengths[0] if lengths[0] == lengths[1] else list(lengths)
 
 
-def resolve_device(name: str) -> str:
-    """cpu or cuda. Raises InflightError if there is no GPU to be had."""
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise InflightError("device 'cuda' was asked for, but torch sees no GPU; use --device cpu")
-    return "cuda" if has_gpu and name != "cpu" else "cpu"
-
-
-def resolve_dtype(name: str, *, model: str, config: PretrainedConfig, device: str) -> torch.dtype:
-    """The dtype that "auto" stands for in our engine; the peers' own ideas of it differ."""
-    if name != "auto":
-        return getattr(torch, name)
-    if model in SHAPES:
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    return getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
-
-
 @dataclass(frozen=True, slots=True)
 class BenchModel:
     """What all sides of a comparison load."""
@@ -205,10 +187,17 @@ class BenchModel:
     dtype: torch.dtype
 
 
+def checkpoint_dtype(name: str, model: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
+    """The dtype that our engine takes; what "auto" means to the peers differs."""
+    return resolve_dtype(name, model=model, device=device) or getattr(
+        torch, str(config.dtype or "float32").removeprefix("torch.")
+    )
+
+
 def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory: Path) -> BenchModel:
     """A built-in shape is saved to `directory`, so that all sides have the same weights."""
     config = load_config(name)
-    dtype = resolve_dtype(dtype_name, model=name, config=config, device=device)
+    dtype = checkpoint_dtype(dtype_name, name, config, torch.device(device))
     path = Path(name)
     if name in SHAPES:
         path = directory / name

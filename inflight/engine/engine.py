@@ -11,22 +11,28 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InvalidRequestError, ModelLoadError
+from inflight.core.errors import InvalidRequestError
 from inflight.core.frames import Finish, FrameHeader, GroupStart, Switch, TokenFrame
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention.backend import choose_backend
 from inflight.engine.kv_cache import KVCache
-from inflight.engine.loading import context_limit, eos_token_ids, load_model, load_tokenizer, modules_over_slots
+from inflight.engine.loading import (
+    context_limit,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    modules_over_slots,
+    resolve_device,
+    resolve_dtype,
+)
 from inflight.engine.model_runner import ModelRunner, probe_layers
 from inflight.engine.routing import RoutingRecorder
 from inflight.engine.sampler import Drawn, Sampler, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
-from inflight.engine.shapes import SHAPES
 from inflight.engine.stopping import StopCondition
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.receiver import Receiver, Slot
@@ -67,10 +73,9 @@ class Engine:
         if options.threads:
             torch.set_num_threads(options.threads)
         self.engine_id = uuid.uuid4().hex[:12]
-        self.device = _resolve_device(options.device)
-        model = load_model(
-            options.model, dtype=_resolve_dtype(options, self.device), device=self.device, seed=options.seed
-        )
+        self.device = resolve_device(options.device)
+        dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
+        model = load_model(options.model, dtype=dtype, device=self.device, seed=options.seed)
         layers = probe_layers(model)
         text_config = model.config.get_text_config()
         self.max_context = context_limit(text_config, options.max_context)
@@ -113,7 +118,7 @@ class Engine:
         eos_ids = eos_token_ids(modules[0])
         self._sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens)
         self._stop = StopCondition(eos_ids, load_tokenizer(options.model))
-        self._routing = RoutingRecorder(modules, _num_experts(text_config)) if options.record_routing else None
+        self._routing = RoutingRecorder(modules, text_config) if options.record_routing else None
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Pass | None = None
         self._last_served = 0
@@ -219,8 +224,8 @@ class Engine:
         if not self.asleep:
             self.asleep = True
             self.scheduler.preempt_all()
+            self.runner.free_memory()  # first: the cache returns all that nobody holds to the device
             self.cache.free_memory()
-            self.runner.free_memory()
 
     def wake(self) -> None:
         """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
@@ -304,12 +309,9 @@ class Engine:
         logits = self.runner.forward(schedule, slot)
         drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else _nothing(logits)
         routing = self._routing.take() if self._routing else None
-        switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
-        done = None
         drawn = drawn.to_host()
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
+        done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
         self.step_count += 1
         return _Pass(schedule, version, slot, switch, drawn, routing, done)
 
@@ -475,32 +477,3 @@ class Engine:
 
 def _nothing(logits: torch.Tensor) -> Drawn:
     return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32))
-
-
-def _resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelLoadError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ModelLoadError(f"device {name!r} was asked for, but torch sees no GPU; use device='cpu'")
-        return torch.device("cuda", device.index or 0)
-    if device.type != "cpu":
-        raise ModelLoadError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    return device
-
-
-def _resolve_dtype(options: EngineOptions, device: torch.device) -> torch.dtype | None:
-    if options.dtype != "auto":
-        return getattr(torch, options.dtype)
-    if options.model in SHAPES:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return None
-
-
-def _num_experts(config: PretrainedConfig) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max(int(getattr(config, name, 0) or 0) for name in names)

@@ -100,7 +100,7 @@ class ModelRunner:
         begins = np.array([chunk.start for chunk in chunks])
         starts = np.concatenate(([0], np.cumsum(counts)))
         positions = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
-        token_ids, lanes = self._known_tokens(schedule)
+        token_ids = self._known_tokens(schedule)
         drawing = sorted({chunk for _, chunk in schedule.draws})
         rows = starts[1:][drawing] - 1
         used = -(-int((begins + counts).max()) // size)
@@ -113,28 +113,28 @@ class ModelRunner:
             table = table_of_lanes.blocks[lanes_S, :used]
             slots.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
             tables.append(table)
-        on_device = self._to_device([token_ids, positions, rows, *slots])
-        ids = on_device[0]
-        if len(lanes):
-            ids[: len(lanes)] = self.last_tokens[self._to_device([lanes])[0]]
+        num_single = schedule.num_single
+        ids, positions, rows, lanes, *slots = self._to_device(
+            [token_ids, positions, rows, lanes_S[:num_single], *slots]
+        )
+        ids[:num_single] = self.last_tokens[lanes]
         return ForwardBatch(
             token_ids=ids,
-            positions=on_device[1],
-            rows=on_device[2],
-            slots=on_device[3:],
+            positions=positions,
+            rows=rows,
+            slots=slots,
             tables=tables,
             starts=torch.from_numpy(starts.astype(np.int32)),
             contexts=torch.from_numpy((begins + counts).astype(np.int32)),
-            num_single=schedule.num_single,
+            num_single=num_single,
         )
 
-    def _known_tokens(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids i64[T], 0 for the single chunks, and the lanes of these, where the device has their tokens."""
-        single, several = schedule.chunks[: schedule.num_single], schedule.chunks[schedule.num_single :]
-        ids = [0] * len(single)
-        for chunk in several:
+    def _known_tokens(self, schedule: Schedule) -> np.ndarray:
+        """Token ids i64[T]; 0 for the single chunks, whose tokens are on the device."""
+        ids = [0] * schedule.num_single
+        for chunk in schedule.chunks[schedule.num_single :]:
             ids += chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
-        return np.array(ids, np.int64), np.array([chunk.sequence.lane for chunk in single], np.int64)
+        return np.array(ids, np.int64)
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """Integer arrays as i64 tensors on the device, in one copy."""

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from inflight.core.errors import UnsupportedModelError
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class RoutingRecorder:
@@ -16,7 +19,8 @@ class RoutingRecorder:
     none.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], num_experts: int):
+    def __init__(self, modules: Sequence[nn.Module], config: PretrainedConfig):
+        num_experts = max(int(getattr(config, name, 0) or 0) for name in _NUM_EXPERTS)
         self._dtype = np.dtype("<u1") if num_experts <= 256 else np.dtype("<u2")
         self._chosen: list[torch.Tensor] = []
         for module in modules:

@@ -175,10 +175,13 @@ class Scheduler:
 
     def recompute_unpinned(self) -> None:
         """Sequences that are not pinned and draw a token in each pass compute their keys and values again. Those that
-        are not that far go on."""
+        are not that far go on. Forks that wait let go of what their parents computed."""
         for sequence in reversed(list(self.running.values())):
             if sequence.pin is UNPINNED and sequence.has_drawn_in_lane:
                 self._send_back(sequence)
+        for fork in list(self._holding.values()):
+            if fork.pin is UNPINNED:
+                self._drop(fork)
 
     def schedule(self, version: int, *, live: bool) -> Schedule:
         """The next pass under `version`: sequences pinned to it and, if it is live, all that are not pinned."""
