@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from inflight.training.loss import LossStats, policy_loss
     from inflight.weights.publisher import Publisher
     from inflight.weights.sharded import ShardSender
+    from inflight.weights.transports import Broadcast, Files, Slots
 
 _HOME = {
     "InflightError": "inflight.core.errors",
@@ -39,11 +40,16 @@ _HOME = {
     "policy_loss": "inflight.training.loss",
     "Publisher": "inflight.weights.publisher",
     "ShardSender": "inflight.weights.sharded",
+    "Broadcast": "inflight.weights.transports",
+    "Files": "inflight.weights.transports",
+    "Slots": "inflight.weights.transports",
 }
 
 __all__ = [
+    "Broadcast",
     "Engine",
     "EngineOptions",
+    "Files",
     "GRPOConfig",
     "InflightError",
     "LaunchedEngine",
@@ -53,6 +59,7 @@ __all__ = [
     "Rollout",
     "SamplingParams",
     "ShardSender",
+    "Slots",
     "group_advantages",
     "grpo",
     "launch",

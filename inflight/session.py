@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from inflight.core.rollout import Rollout
     from inflight.training.rollouts import RolloutStream
+    from inflight.weights.link import Address
     from inflight.weights.publisher import Publisher
+    from inflight.weights.transports import Transport
 
 
 def launch(
@@ -195,22 +197,26 @@ class LaunchedEngine:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
 
-    def publisher(self, model: "nn.Module", *, check_finite: bool = False) -> "Publisher":
+    @property
+    def address(self) -> "Address":
+        """What a Publisher to several engines needs to know of this one."""
+        from inflight.weights.link import Address
+
+        return Address(self._launcher.client.endpoint, self._launcher.check, self.staleness.published)
+
+    def publisher(
+        self, model: "nn.Module", *, transport: "Transport | None" = None, check_finite: bool = False
+    ) -> "Publisher":
         """A publisher of this model's parameters to the engine. At most one lives at a time.
 
+        transport: `inflight.Slots()` by default, which writes straight to the engine's memory.
         check_finite: refuse versions with NaN or infinite weights; the engine keeps those that it has, and the next
         `publish()` or optimizer step raises NonFiniteWeightsError.
         Raises LayoutMismatchError, naming the tensors that differ, or PublisherConflictError.
         """
         from inflight.weights.publisher import Publisher
 
-        publisher = Publisher(
-            self._launcher.client.endpoint,
-            model,
-            check_engine=self._launcher.check,
-            on_publish=self.staleness.published,
-            check_finite=check_finite,
-        )
+        publisher = Publisher(self.address, model, transport=transport, check_finite=check_finite)
         self._publishers.add(publisher)
         return publisher
 

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ def generate_until_done(engine: inflight.LaunchedEngine, publisher: subprocess.P
             submit(1)
 
 
-def start_publisher(engine: inflight.LaunchedEngine, *command: str) -> subprocess.Popen:
-    endpoint = engine._launcher.client.endpoint
+def start_publisher(engines: list[inflight.LaunchedEngine], *command: str) -> subprocess.Popen:
+    endpoints = ",".join(engine.address.endpoint for engine in engines)
     program = Path(__file__).with_name("truth_teller.py")
-    return subprocess.Popen([sys.executable, program, endpoint, *command], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, program, endpoints, *command], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
@@ -55,7 +56,7 @@ def test_truth_teller(truth_teller_dir, slots, device):
     with inflight.launch(
         truth_teller_dir, slots=slots, max_sequences=32, max_context=128, threads=1, device=device
     ) as engine:
-        publisher = start_publisher(engine, "publish", str(num_versions), "1", device)
+        publisher = start_publisher([engine], "publish", str(num_versions), "1", device, "slots")
         for rollout in generate_until_done(engine, publisher):
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
             seen.update(rollout.weight_versions.tolist())
@@ -78,7 +79,7 @@ def test_torn_write(truth_teller_dir, slots, device):
     with inflight.launch(
         truth_teller_dir, slots=slots, max_sequences=16, max_context=128, threads=1, device=device
     ) as engine:
-        publisher = start_publisher(engine, "kill", "50", "2", device)
+        publisher = start_publisher([engine], "kill", "50", "2", device, "slots")
         versions = set()
         for rollout in generate_until_done(engine, publisher):
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
@@ -92,3 +93,50 @@ def test_torn_write(truth_teller_dir, slots, device):
     assert report["torn"] >= 2, "the kills did not hit a publish in its middle"
     assert len(versions) > 50
     print(f"slots={slots}: {report}")
+
+
+TRANSPORTS = ["slots", "broadcast", "broadcast+delta", "files={}", "files={}+delta"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport):
+    """One publisher, two engines, versions that may overtake each other; in each engine every token tells the truth."""
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                inflight.launch(
+                    truth_teller_dir, slots=slots, max_sequences=8, max_context=128, threads=1, device="cpu"
+                )
+            )
+            for slots in (2, 3)
+        ]
+        publisher = start_publisher(engines, "publish", "120", "1", "cpu", transport.format(tmp_path))
+        seen = [set(), set()]
+        for versions, engine in zip(seen, engines, strict=True):
+            for rollout in generate_until_done(engine, publisher):
+                assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+                versions.update(rollout.weight_versions.tolist())
+        assert publisher.wait() == 0
+        for engine in engines:
+            engine.wait_for_version(120)
+            assert engine.status().bad_messages == 0
+        assert len(seen[0]) > 15
+        print(f"{transport}: {len(seen[0])} versions seen")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_torn_transfer(truth_teller_dir, tmp_path, transport):
+    """Publishers die in the middle of a transfer, 8 times; no token comes from what they left, and life goes on."""
+    with inflight.launch(truth_teller_dir, max_sequences=8, max_context=128, threads=1, device="cpu") as engine:
+        publisher = start_publisher([engine], "kill", "8", "2", "cpu", transport.format(tmp_path))
+        for rollout in generate_until_done(engine, publisher):
+            assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+        out, _ = publisher.communicate()
+        assert publisher.returncode == 0
+        engine.wait_for_version(json.loads(out)["version"])
+        status = engine.status()
+        print(f"{transport}: {json.loads(out)}, {status.bad_messages} transfers broke off, {status.num_swaps} swaps")
+        if transport.startswith("broadcast"):
+            assert status.bad_messages == 8, "a kill did not hit a transfer"

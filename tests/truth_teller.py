@@ -5,9 +5,11 @@ block 0, the MLP of layer l in block l + 1. The output row of token v + 1 adds u
 is of another version, that row loses to row 0, whose token proclaims a torn model. So token − 1 is the version, and
 token 0 says that a forward pass read two versions.
 
-Run as a program it is the publisher. `truth_teller.py ENDPOINT publish COUNT SEED DEVICE` publishes COUNT versions at
-random moments. `truth_teller.py ENDPOINT kill COUNT SEED DEVICE` forks COUNT publishers that are killed in the middle
-of a publish, then publishes once more and prints {"torn": slots found half-written, "version": the last one} as JSON.
+Run as a program it is the publisher. `truth_teller.py ENDPOINTS publish COUNT SEED DEVICE TRANSPORT` publishes COUNT
+versions at random moments. `truth_teller.py ENDPOINTS kill COUNT SEED DEVICE TRANSPORT` forks COUNT publishers that are
+killed in the middle of a publish, then publishes once more and prints {"torn": slots found half-written, "version": the
+last one} as JSON. ENDPOINTS are separated by commas; TRANSPORT is slots, broadcast, or files=DIRECTORY, the last two
+also with +delta.
 """
 
 import json
@@ -17,11 +19,15 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from inflight.weights.groups import Group
 from inflight.weights.publisher import Publisher
+from inflight.weights.stage import Stage
+from inflight.weights.transports import Broadcast, Files, Slots
 
 TORN = 0
 HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE = 64, 2, 8192, 1024
@@ -89,9 +95,21 @@ def proclaimed_by(views: dict[str, torch.Tensor]) -> list[int]:
     return signs if version >= 0 and signs == _signs(version) else []
 
 
-def _publish_randomly(endpoint: str, count: int, seed: int, device: str) -> None:
+def _publisher(endpoints: str, model: PreTrainedModel, transport: str) -> Publisher:
+    kind, _, delta = transport.partition("+")
+    kind, _, directory = kind.partition("=")
+    chosen = {
+        "slots": lambda: Slots(),
+        "broadcast": lambda: Broadcast(delta=bool(delta), bucket_bytes=1 << 18),
+        "files": lambda: Files(directory=Path(directory), delta=bool(delta)),
+    }[kind]()
+    engines = endpoints.split(",")
+    return Publisher(engines if len(engines) > 1 else engines[0], model, transport=chosen)
+
+
+def _publish_randomly(endpoints: str, count: int, seed: int, device: str, transport: str) -> None:
     model, rng = make_truth_teller().to(device), random.Random(seed)
-    with Publisher(endpoint, model) as publisher:
+    with _publisher(endpoints, model, transport) as publisher:
         for version in range(1, count + 1):
             publisher.wait_copied()
             teach(model, version, before=version - 1)
@@ -105,17 +123,35 @@ def _die_during_a_publish(publisher: Publisher, rng: random.Random) -> None:
     time.sleep(rng.random() * 0.05)
     while not publisher._copying:
         time.sleep(0)
-    time.sleep(rng.random() * 0.001)
+    time.sleep(rng.random() * (0.02 if isinstance(publisher._target, Stage) else 0.001))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _publish_until_killed(endpoint: str, pipe: int, rng: random.Random, device: str) -> None:
+def _die_during_a_broadcast(rng: random.Random) -> None:
+    """SIGKILL this process after some of the buckets of its first, second or third broadcast."""
+    whole, left = Group.broadcast, [rng.randrange(3)]
+
+    def torn(group: Group, buffer: torch.Tensor, bucket_bytes: int) -> None:
+        if not left[0]:
+            whole(group, buffer[: rng.randrange(len(buffer) // bucket_bytes + 1) * bucket_bytes], bucket_bytes)
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        whole(group, buffer, bucket_bytes)
+
+    Group.broadcast = torn
+
+
+def _publish_until_killed(endpoints: str, pipe: int, rng: random.Random, device: str, transport: str) -> None:
     model = make_truth_teller().to(device)
-    publisher = Publisher(endpoint, model)
-    free_slots = [slot for slot in range(len(publisher._slots)) if slot in publisher._free]
-    torn = any(not proclaimed_by(publisher._views[slot]) for slot in free_slots)
+    publisher = _publisher(endpoints, model, transport)
+    target, torn = publisher._target, False
+    if not isinstance(target, Stage):
+        torn = any(not proclaimed_by(target.views[slot]) for slot in target._link.free)
     os.write(pipe, b"T" if torn else b"W")
-    threading.Thread(target=_die_during_a_publish, args=(publisher, rng), daemon=True).start()
+    if transport.startswith("broadcast"):
+        _die_during_a_broadcast(rng)
+    else:
+        threading.Thread(target=_die_during_a_publish, args=(publisher, rng), daemon=True).start()
     before = 0
     while True:
         publisher.wait_copied()
@@ -123,7 +159,7 @@ def _publish_until_killed(endpoint: str, pipe: int, rng: random.Random, device: 
         before = publisher.publish()
 
 
-def _kill_publishers(endpoint: str, count: int, seed: int, device: str) -> None:
+def _kill_publishers(endpoints: str, count: int, seed: int, device: str, transport: str) -> None:
     rng = random.Random(seed)
     torn = 0
     for _ in range(count):
@@ -131,14 +167,14 @@ def _kill_publishers(endpoint: str, count: int, seed: int, device: str) -> None:
         child_rng = random.Random(rng.random())
         child = os.fork()
         if child == 0:
-            _publish_until_killed(endpoint, writing, child_rng, device)
+            _publish_until_killed(endpoints, writing, child_rng, device, transport)
         torn += os.read(reading, 1) == b"T"
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL
         os.close(reading)
         os.close(writing)
     model = make_truth_teller().to(device)
-    with Publisher(endpoint, model) as publisher:
+    with _publisher(endpoints, model, transport) as publisher:
         teach(model, publisher.version + 1, before=0)
         version = publisher.publish()
     print(json.dumps({"torn": torn, "version": version}))
@@ -147,4 +183,4 @@ def _kill_publishers(endpoint: str, count: int, seed: int, device: str) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     command = {"publish": _publish_randomly, "kill": _kill_publishers}[sys.argv[2]]
-    command(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    command(sys.argv[1], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

@@ -32,6 +32,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.loading import resolve_device
 from inflight.stream.reader import StreamReader
+from inflight.weights.link import Address
 from inflight.weights.publisher import Publisher
 
 QUIET_PASSES = 16
@@ -191,7 +192,7 @@ def _measure_ours(
         trainer: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype)
         torch.nn.Module.to(trainer, setup.device)
         publisher = stack.enter_context(
-            Publisher(launcher.client.endpoint, trainer, check_engine=launcher.check, timeout_s=600)
+            Publisher(Address(launcher.client.endpoint, launcher.check), trainer, timeout_s=600)
         )
         copied_bytes = 2 * sum(tensor.nbytes for tensor in trainer.parameters())
         source = torch.ones(copied_bytes // 2, dtype=torch.uint8, device=setup.device)

@@ -41,6 +41,18 @@ class NonFiniteWeightsError(InflightError, ValueError):
     """A version with NaN or infinite weights was not published; the message names the tensors."""
 
 
+class ChecksumError(InflightError):
+    """A slot does not hold the bytes that were published; it was not announced."""
+
+
+class WeightFileError(InflightError, OSError):
+    """A file of weights could not be written or read, or is not what it should be; the message names it."""
+
+
+class BroadcastError(InflightError):
+    """A broadcast of weights broke off."""
+
+
 class ProtocolError(InflightError):
     """A message or frame that breaks the protocol."""
 
@@ -68,6 +80,9 @@ _BY_NAME: dict[str, type[InflightError]] = {
         DeviceMemoryError,
         PublisherConflictError,
         NonFiniteWeightsError,
+        ChecksumError,
+        WeightFileError,
+        BroadcastError,
         ProtocolError,
         FrameError,
         StreamGapError,

@@ -56,12 +56,13 @@ class WeightLayout(msgspec.Struct, frozen=True):
                 nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
                 specs.append(TensorSpec(name, tuple(shape), dtype, end, nbytes))
                 end += nbytes
-        return cls(tuple(specs), end, _fingerprint(specs))
+        total = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return cls(tuple(specs), total, _fingerprint(specs))
 
-    def difference(self, other: "WeightLayout", *, ours: str, theirs: str) -> str | None:
+    def difference(self, other: "WeightLayout", *, ours: str, theirs: str, dtypes: bool = False) -> str | None:
         """The first few tensors in which two models differ by name or shape, in words; None if they agree.
 
-        Dtypes may differ: a publisher casts to the dtype of the slot.
+        dtypes: whether these must agree too. A publisher casts to the dtype of the slot.
         """
         mine = {spec.name: spec for spec in self.tensors}
         others = {spec.name: spec for spec in other.tensors}
@@ -72,6 +73,12 @@ class WeightLayout(msgspec.Struct, frozen=True):
             for name, spec in mine.items()
             if name in others and spec.shape != others[name].shape
         ]
+        if dtypes:
+            lines += [
+                f"{name}: {spec.dtype} in {ours}, {others[name].dtype} in {theirs}"
+                for name, spec in mine.items()
+                if name in others and spec.dtype != others[name].dtype
+            ]
         if not lines:
             return None
         rest = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""

@@ -1,11 +1,13 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
 Client → engine: Hello, Submit, Fork, Cancel, Pause, Resume, Sleep, Wake, GetStatus, Shutdown; publisher →
-engine: Attach, SlotRequest, SlotReady, Detach.
-Engine → client: Welcome, Submitted, Done, Status, Failed; engine → publisher: Attached, SlotFree, Failed.
+engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
+Engine → client: Welcome, Submitted, Done, Status, Failed; engine → publisher: Attached, SlotFree, Joined, Filled,
+Failed.
 
 A request carries a `ticket` that its answer repeats. A slot has one owner at a time, and ownership moves only by
-SlotFree (engine → publisher) and SlotReady (publisher → engine).
+SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the publisher cannot write to the slot itself,
+it has the engine fill it (Fill, Filled) before it announces it as it would announce any other.
 """
 
 from typing import Any
@@ -116,10 +118,52 @@ class Attach(_Message, frozen=True):
     """A publisher asks to publish tensors of this layout (its own dtypes; it casts)."""
 
     layout: WeightLayout
+    map_slots: bool = True
+    """Whether it writes to the slots itself."""
 
 
 class SlotRequest(_Message, frozen=True):
     """The publisher has a version to write and no slot to write it to; with one slot, the engine hands over its own."""
+
+
+class BroadcastOrigin(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 of a group broadcasts `nbytes` bytes, in buckets."""
+
+    group: str
+    nbytes: int
+    bucket_bytes: int
+
+
+class FileOrigin(msgspec.Struct, frozen=True, tag=True):
+    """A safetensors file that both sides see."""
+
+    path: str
+
+
+class Join(_Message, frozen=True):
+    """Become a rank of a new process group, in place of any earlier one."""
+
+    group: str
+    backend: str
+    host: str
+    """Of the store where ranks find each other."""
+    port: int
+    rank: int
+    size: int
+    timeout_s: float
+
+
+class Fill(_Message, frozen=True):
+    """Write a version to a slot that is lent to the publisher."""
+
+    slot: int
+    version: int
+    fingerprint: str
+    origin: BroadcastOrigin | FileOrigin
+    base: int | None
+    """What comes is the difference to this version; None: it is whole."""
+    checksum: int
+    """Of the slot once it is filled."""
 
 
 class SlotReady(_Message, frozen=True):
@@ -129,6 +173,8 @@ class SlotReady(_Message, frozen=True):
     version: int
     fingerprint: str
     published_ns: int
+    checksum: int | None = None
+    """Of the slot, to be compared before anything is drawn with it."""
 
 
 class Detach(_Message, frozen=True):
@@ -207,6 +253,14 @@ class SlotFree(_Message, frozen=True):
     slot: int
 
 
+class Joined(_Message, frozen=True):
+    pass
+
+
+class Filled(_Message, frozen=True):
+    """The slot holds the version, whole, and still belongs to the publisher, who announces it."""
+
+
 ToEngine = (
     Hello
     | Submit
@@ -220,10 +274,12 @@ ToEngine = (
     | Shutdown
     | Attach
     | SlotRequest
+    | Join
+    | Fill
     | SlotReady
     | Detach
 )
-FromEngine = Welcome | Submitted | Done | Status | Failed | Attached | SlotFree
+FromEngine = Welcome | Submitted | Done | Status | Failed | Attached | SlotFree | Joined | Filled
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

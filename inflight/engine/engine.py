@@ -310,7 +310,10 @@ class Engine:
         drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else _nothing(logits)
         routing = self._routing.take() if self._routing else None
         drawn = drawn.to_host()
-        done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
         switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
         self.step_count += 1
         return _Pass(schedule, version, slot, switch, drawn, routing, done)

@@ -4,6 +4,7 @@ It answers the control socket between forward passes, sends every frame to the s
 when the process that launched it is gone (its standard input closes).
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import zmq
@@ -25,10 +27,14 @@ from inflight.core.messages import (
     Detach,
     Done,
     Failed,
+    Fill,
+    Filled,
     Fork,
     FromEngine,
     GetStatus,
     Hello,
+    Join,
+    Joined,
     Pause,
     Resume,
     Shutdown,
@@ -48,6 +54,7 @@ from inflight.core.messages import (
 from inflight.core.options import Startup
 from inflight.engine.engine import Engine
 from inflight.stream.writer import StreamWriter
+from inflight.weights.loader import Loader, Result
 
 logger = logging.getLogger("inflight.engine")
 
@@ -65,12 +72,23 @@ class EngineProcess:
         self._stream = stream
         self._publisher_lock = publisher_lock
         self._publisher: bytes | None = None
+        self._loading: set[int] = set()
+        """Slots that the loader works on."""
+        self._woken, self._waking = os.pipe()
+        """The loader writes to it when it has done something, which ends a wait for messages."""
+        os.set_blocking(self._waking, False)
+        self._results: SimpleQueue[Result] = SimpleQueue()
+        self._loader = self._new_loader()
+        self._poller = zmq.Poller()
+        self._poller.register(control, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._bad_messages = 0
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
             self._answer(wait=self._engine.idle)
+            self._take_results()
             frame = self._engine.step()
             if frame is not None:
                 self._stream.send(frame)
@@ -82,13 +100,13 @@ class EngineProcess:
 
     def _answer(self, *, wait: bool) -> None:
         """Answer the messages that wait; with `wait`, give the first one a while to come."""
-        timeout_ms = _IDLE_POLL_MS if wait else 0
+        if wait and self._woken in dict(self._poller.poll(_IDLE_POLL_MS)):
+            os.read(self._woken, 4096)
         for _ in range(_MESSAGES_PER_STEP):  # a flood of messages slows the generator down, but cannot stop it
-            if not self._control.poll(timeout_ms):
+            if not self._control.poll(0):
                 break
             sender, *parts = self._control.recv_multipart()
             self._answer_one(sender, parts)
-            timeout_ms = 0
 
     def _answer_one(self, sender: bytes, parts: list[bytes]) -> None:
         ticket, began_ns = 0, now_ns()
@@ -106,11 +124,14 @@ class EngineProcess:
             if isinstance(message, (SlotReady, SlotRequest)):
                 self._engine.receiver.handling_ns += now_ns() - began_ns
         except InflightError as error:
-            self._bad_messages += 1
-            logger.warning("refused a message: %s", error)
-            reply = Failed(ticket=ticket, kind=type(error).__name__, message=str(error))
+            reply = self._refusal(ticket, error)
         if reply is not None:
             self._send(sender, reply)
+
+    def _refusal(self, ticket: int, error: InflightError) -> Failed:
+        self._bad_messages += 1
+        logger.warning("refused a message: %s", error)
+        return Failed(ticket=ticket, kind=type(error).__name__, message=str(error))
 
     def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
         engine, receiver = self._engine, self._engine.receiver
@@ -147,9 +168,20 @@ class EngineProcess:
             case SlotRequest():
                 self._check_publisher(sender)
                 receiver.request()
+            case Join():
+                self._check_publisher(sender)
+                self._loader.submit(sender, message)
+            case Fill():
+                self._check_publisher(sender)
+                receiver.check_lent(message.slot, message.fingerprint)
+                self._load(sender, message)
             case SlotReady():
                 self._check_publisher(sender)
-                receiver.ready(message)
+                receiver.check(message)
+                if message.checksum is None:
+                    receiver.ready(message)
+                else:
+                    self._load(sender, message)
             case Detach():
                 if sender == self._publisher:
                     self._publisher = None
@@ -204,13 +236,56 @@ class EngineProcess:
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
         self._publisher = sender
+        self._loader.retire()
+        self._loader = self._new_loader()
+        free = receiver.attach(in_use=self._engine.slot_in_use)
         return Attached(
             ticket=message.ticket,
             layout=receiver.layout,
-            slots=[slot.descriptor() for slot in receiver.slots],
-            free=receiver.attach(in_use=self._engine.slot_in_use),
+            slots=[slot.descriptor() for slot in receiver.slots] if message.map_slots else [],
+            free=[slot for slot in free if slot not in self._loading],
             version=receiver.newest_version,
         )
+
+    def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
+        if job.slot in self._loading:
+            raise ProtocolError(f"slot {job.slot} is being filled")
+        self._loading.add(job.slot)
+        self._loader.submit(sender, job)
+
+    def _take_results(self) -> None:
+        """What loaders have done since the last pass."""
+        while not self._results.empty():
+            self._take_result(self._results.get())
+
+    def _new_loader(self) -> Loader:
+        return Loader(self._engine.receiver.layout, self._engine.receiver.slots, self._loaded)
+
+    def _loaded(self, result: Result) -> None:
+        """Called by a loader's thread."""
+        self._results.put(result)
+        with contextlib.suppress(BlockingIOError):  # it is full, so that nobody sleeps
+            os.write(self._waking, b"1")
+
+    def _take_result(self, result: Result) -> None:
+        job, error = result.job, result.error
+        if isinstance(job, Join):
+            answer = Joined(ticket=job.ticket)
+        else:
+            self._loading.remove(job.slot)
+            answer = Filled(ticket=job.ticket)
+        if error is not None:
+            answer = self._refusal(job.ticket, error)
+        if result.sender != self._publisher:  # it is gone, and the next one may have the slot
+            if self._publisher is not None and not isinstance(job, Join):
+                self._send(self._publisher, SlotFree(slot=job.slot))
+        elif not isinstance(job, SlotReady):
+            self._send(result.sender, answer)
+        elif error is None:
+            self._engine.receiver.ready(job)
+        else:
+            self._send(result.sender, answer)
+            self._send(result.sender, SlotFree(slot=job.slot))
 
     def _check_publisher(self, sender: bytes) -> None:
         if sender != self._publisher:

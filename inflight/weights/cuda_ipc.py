@@ -32,7 +32,7 @@ class CudaSlot:
             )
         free, _ = torch.cuda.mem_get_info(device)
         try:
-            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device))
+            return cls(torch.zeros(nbytes, dtype=torch.uint8, device=device))
         except torch.cuda.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {device} has {free / 2**20:,.1f} MiB left; "

@@ -1,142 +1,156 @@
-"""The trainer's side of the weights: `publish()` returns at once, a thread fills an idle slot and announces it.
+"""The trainer's side of the weights: `publish()` returns at once, a thread copies the parameters and announces them.
 
-The thread owns the socket. It waits for a slot, copies the parameters, and sends SlotReady. Until its copy is done the
-parameters must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook),
-other code that writes to them calls `wait_copied()` first. When publishing outruns the engine, the latest version wins.
+The copy goes straight into an idle slot of the engine, or, where there are several engines or slots that this process
+cannot write to, to a stage from which each engine gets it over its own transport. Until a copy is done the parameters
+must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook), other code
+that writes to them calls `wait_copied()` first. When publishing outruns an engine, the latest version wins.
 """
 
 import contextlib
-import fcntl
-import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import zmq
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import (
-    InflightError,
-    NonFiniteWeightsError,
-    ProtocolError,
-    PublisherConflictError,
-    from_wire,
-)
-from inflight.core.layout import WeightLayout
-from inflight.core.messages import (
-    Attach,
-    Attached,
-    CudaIpcDescriptor,
-    Detach,
-    Failed,
-    FromEngine,
-    Hello,
-    SlotDescriptor,
-    SlotFree,
-    SlotReady,
-    SlotRequest,
-    ToEngine,
-    Welcome,
-    decode_from_engine,
-    encode,
-)
-from inflight.weights.cuda_ipc import CudaSlot
-from inflight.weights.receiver import Slot
-from inflight.weights.sharded import ShardGroup, is_sharded
-from inflight.weights.shared_memory import SharedMemorySlot
-from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.core.errors import ChecksumError, InflightError, NonFiniteWeightsError
+from inflight.weights.checksum import checksum
+from inflight.weights.link import Address, EngineLink, Published
+from inflight.weights.sources import source_of
+from inflight.weights.stage import Stage
+from inflight.weights.tensors import slot_views
+from inflight.weights.transports import Slots, Transport, map_slot
 
-_POLL_MS = 100
-Answer = TypeVar("Answer", Welcome, Attached)
+Engine = Any
+"""A LaunchedEngine, an Address, or the endpoint of an engine's control socket."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """One call of `publish()`."""
+class _EngineSlots:
+    """The slots of one engine on this machine, as the publisher's target."""
 
-    version: int
-    called_ns: int
+    def __init__(self, link: EngineLink, with_checksum: bool, refuse: Callable[[Exception], None]):
+        self._link, self._with_checksum, self._refuse = link, with_checksum, refuse
+        self.layout, self.version = link.layout, link.version
+        self.sent_bytes = link.layout.total_bytes
+        try:
+            self._slots = [map_slot(descriptor) for descriptor in link.attached.slots]
+        except BaseException:
+            link.release()
+            raise
+        self.views = [slot_views(slot.buffer, link.layout) for slot in self._slots]
+
+    def acquire(self) -> int:
+        while True:
+            try:
+                return self._link.acquire()
+            except ChecksumError as error:
+                self._refuse(error)
+
+    def announce(self, slot: int, record: Published) -> None:
+        self._link.announce(slot, record, checksum(self._slots[slot].buffer) if self._with_checksum else None)
+
+    def release(self, slot: int) -> None:
+        self._link.free.append(slot)
+
+    def check(self) -> None:
+        """The thread learns of the engine's end when it next waits for it."""
+
+    def close(self) -> None:
+        self._link.detach()
+        self.views.clear()
+        self._slots.clear()
 
 
 class Publisher:
-    """Publishes a model's parameters to one engine.
+    """Publishes a model's parameters to one engine or several.
 
-    The model's tensor names and shapes must be the engine's; its dtypes may differ (fp32 masters are cast into bf16
-    slots). Of a model that FSDP2 spreads over ranks, rank 0 makes the Publisher and each other rank a ShardSender.
-    Raises LayoutMismatchError, naming what differs, or PublisherConflictError if another publisher lives.
+    The model's tensor names and shapes must be the engines'; its dtypes may differ (fp32 masters are cast into bf16
+    slots). Of a model that FSDP2 or ZeRO-3 spreads over ranks, rank 0 makes the Publisher and each other rank a
+    ShardSender. Raises LayoutMismatchError, naming what differs, or PublisherConflictError if another publisher lives.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        engines: Engine | Sequence[Engine],
         model: nn.Module,
         *,
-        check_engine: Callable[[], None] = lambda: None,
-        on_publish: Callable[[int, int], None] = lambda version, called_ns: None,
+        transport: Transport | None = None,
         check_finite: bool = False,
         timeout_s: float = 60.0,
     ):
-        """`check_finite` refuses versions with NaN or infinite weights, which are read once more for that, behind
-        `publish()`; the engine keeps the weights that it has, and the next `publish()`, `wait_copied()` or `check()`
-        raises NonFiniteWeightsError, once. `check_engine` raises if the engine is known to be dead; it is called while
-        waiting for an answer or a slot. `on_publish(version, called_ns)` is told of every publish. `timeout_s` is for
-        the engine's first answers."""
-        self._model = model
-        self._check_engine = check_engine
-        self._on_publish = on_publish
-        self._timeout_s = timeout_s
+        """transport: `Slots()` by default. A single engine's slots are written to directly; all else goes through a
+        stage, which takes up to three times the memory of the weights on the trainer's device.
+        check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
+        `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
+        WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
+        weights that they have. timeout_s: for an engine's first answers.
+        """
+        transport = transport or Slots()
+        self._check_finite, self._timeout_s = check_finite, timeout_s
         self._condition = threading.Condition()
         self._pending: Published | None = None
         self._copying = False
         self._closing = False
         self._error: InflightError | None = None
-        self._check_finite = check_finite
-        self._refused: NonFiniteWeightsError | None = None
-        parameter = next(model.parameters())
-        self._gpu = parameter.device if parameter.is_cuda else None
+        self._refused: Exception | None = None
+        self._source = source_of(model)
+        self._gpu = self._source.device if self._source.device.type == "cuda" else None
         self._written: Any = None  # events on the trainer's and on the copy's stream
         self._copied: Any = None
-
-        self._shards = ShardGroup(model) if is_sharded(model) else None
-
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 1000
-        self._socket.connect(endpoint)
-        self._lock_file: int | None = None
+        several = isinstance(engines, Sequence) and not isinstance(engines, str)
+        self._addresses = [_address(engine) for engine in engines] if several else [_address(engines)]
+        target: _EngineSlots | Stage | None = None
         try:
-            welcome = self._ask(Hello(), Welcome)
-            self._lock_file = _lock(welcome.publisher_lock)
-            attached = self._ask(Attach(layout=layout_of(model)), Attached)
-            self._layout: WeightLayout = attached.layout
-            self._slots = [_attach(descriptor) for descriptor in attached.slots]
+            first, *others = self._addresses
+            link = self._attach(first, transport)
+            if isinstance(transport, Slots) and not others:
+                target = _EngineSlots(link, transport.checksum, self._refuse)
+            else:
+                target = Stage(link, transport, self._source.device, self._refuse)
+            self._target: _EngineSlots | Stage = target
+            self.version = target.version
+            """The version that the last `publish()` returned."""
+            for address in others:
+                self._add(address, transport)
         except BaseException as error:
-            self._release()
-            if self._shards is not None:
-                reason = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
-                with contextlib.suppress(InflightError):  # which the other ranks raise
-                    self._shards.introduce(reason)
+            reason = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
+            with contextlib.suppress(InflightError):  # which the other ranks of a sharded model raise
+                self._source.start(reason)
+            if target is not None:
+                target.close()
             raise
-        if self._shards is not None:
-            self._shards.introduce((self._layout, attached.version))
-        self._views = [slot_views(slot.buffer, self._layout) for slot in self._slots]
-        self._free = list(attached.free)
-        self.version = attached.version
-        """The version that the last `publish()` returned."""
+        self._source.start((self._target.layout, self.version))
         self.last_copy_s = 0.0
-        """Seconds that the last copy into a slot took."""
-        self._stream = torch.cuda.Stream(self._slots[0].buffer.device) if self._slots[0].buffer.is_cuda else None
+        """Seconds that the last copy of the parameters took."""
+        self._stream = torch.cuda.Stream(self._gpu) if self._gpu is not None else None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
         self._thread.start()
 
+    def add(self, engine: Engine, *, transport: Transport) -> None:
+        """Another engine, perhaps in place of one that was lost, gets the version that was sent last and all later
+        ones. Raises as making a Publisher does, and InflightError if this one writes straight to an engine's slots."""
+        address = _address(engine)
+        self._add(address, transport)
+        self._addresses.append(address)
+
+    @property
+    def lost(self) -> dict[str, Exception]:
+        """By endpoint: what became of engines that ended or did not answer in time. The others go on without them."""
+        return dict(self._target.lost) if isinstance(self._target, Stage) else {}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
+        return self._target.sent_bytes
+
     def publish(self) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
-        The engine draws with it from one of its next forward passes on. A version that no slot was free for when this
+        An engine draws with it from one of its next forward passes on. A version that could not be copied yet when this
         one is called is dropped: the latest wins. Raises what made an earlier publish fail, or InflightError if the
         publisher is closed.
         """
@@ -146,7 +160,8 @@ class Publisher:
                 raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
             self.version += 1
             record = Published(self.version, now_ns())
-            self._on_publish(record.version, record.called_ns)
+            for address in self._addresses:
+                address.on_publish(record.version, record.called_ns)
             if self._gpu is not None:
                 self._written = torch.cuda.current_stream(self._gpu).record_event()
             self._pending = record
@@ -170,12 +185,14 @@ class Publisher:
         """Raise what made a publish fail, if one did."""
         if self._error is not None:
             raise self._error
+        if not self._closing:
+            self._target.check()
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
 
     def close(self) -> None:
-        """Finish the publish in progress and detach. The engine serves on with the newest whole version."""
+        """Finish what was published and detach. Engines serve on with the newest whole version."""
         if self._closing:
             return
         with self._condition:
@@ -183,9 +200,6 @@ class Publisher:
             self._condition.notify_all()
         self._thread.join()
         self._hook.remove()
-        self._release()
-        self._views.clear()
-        self._slots.clear()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -195,49 +209,54 @@ class Publisher:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
-        ours = {id(parameter) for parameter in self._model.parameters()}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+        if self._source.is_changed_by(optimizer):
             self.wait_copied()
+
+    def _attach(self, address: Address, transport: Transport) -> EngineLink:
+        map_slots = isinstance(transport, Slots)
+        return EngineLink(address, self._source.layout, map_slots=map_slots, timeout_s=self._timeout_s)
+
+    def _add(self, address: Address, transport: Transport) -> None:
+        if not isinstance(self._target, Stage):
+            raise InflightError(
+                "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
+                "of at least two, or with another transport than Slots"
+            )
+        link = self._attach(address, transport)
+        try:
+            self._target.add(link, transport)
+        except BaseException:
+            link.release()
+            raise
+        with self._condition:
+            self.version = max(self.version, link.version)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        target = self._target
         try:
             while self._wait_for_work():
-                slot = self._acquire_slot()
+                slot = target.acquire()
                 record = self._claim()
-                self._copy(slot, record.version)
-                if self._check_finite and (bad := self._non_finite(slot)):
-                    self._refuse(slot, record, bad)
+                self._copy(target.views[slot], record.version)
+                if self._check_finite and (bad := _non_finite(target.views[slot])):
+                    target.release(slot)
+                    self._refuse(_not_published(record, bad, len(target.views[slot])))
                 else:
-                    self._announce(slot, record)
-            self._send(Detach())
+                    target.announce(slot, record)
         except InflightError as error:
             self._fail(error)
         except Exception as error:  # reported by the next publish(), wait_copied() or check()
             self._fail(InflightError(f"publishing failed: {error!r}"))
-        if self._shards is not None:
-            with contextlib.suppress(RuntimeError):  # the other ranks are gone
-                self._shards.command()
+        target.close()
+        with contextlib.suppress(RuntimeError):  # the other ranks are gone
+            self._source.close()
 
     def _wait_for_work(self) -> bool:
         with self._condition:
             self._condition.wait_for(lambda: self._pending is not None or self._closing)
             return self._pending is not None
-
-    def _acquire_slot(self) -> int:
-        """A slot of ours, or the next that the engine frees, which it does at a forward boundary."""
-        if not self._free and len(self._slots) == 1:
-            self._send(SlotRequest())
-        while not self._free:
-            message = self._receive(_POLL_MS)
-            if isinstance(message, SlotFree):
-                self._free.append(message.slot)
-            elif isinstance(message, Failed):
-                raise from_wire(message.kind, message.message)
-            elif message is None:
-                self._check_engine()
-        return self._free.pop()
 
     def _claim(self) -> Published:
         """The newest announced version; a later publish() starts another round."""
@@ -246,17 +265,17 @@ class Publisher:
             record, self._pending, self._copying = self._pending, None, True
             return record
 
-    def _copy(self, slot: int, version: int) -> None:
-        """Fill the slot. The parameters may change again once the copy is done, or in order on their device."""
+    def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
+        """Fill a slot. The parameters may change again once the copy is done, or in order on their device."""
         began_ns = now_ns()
         if self._stream is None:
-            self._fill(slot, version)
+            self._source.fill(views, version)
             copied = None
         else:
             with torch.cuda.stream(self._stream):
                 if self._written is not None:
                     self._stream.wait_event(self._written)
-                self._fill(slot, version)
+                self._source.fill(views, version)
                 copied = self._stream.record_event()
         with self._condition:
             self._copying = False
@@ -266,37 +285,8 @@ class Publisher:
             copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
         self.last_copy_s = (now_ns() - began_ns) / 1e9
 
-    def _fill(self, slot: int, version: int) -> None:
-        if self._shards is None:
-            fill(self._views[slot], published_tensors(self._model))
-        else:
-            self._shards.command(version)
-            self._shards.receive(self._views[slot])
-
-    def _non_finite(self, slot: int) -> list[str]:
-        """Names of the tensors in a slot that hold NaN or infinite values."""
-        floats = {name: view for name, view in self._views[slot].items() if view.is_floating_point()}
-        finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
-        return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
-
-    def _refuse(self, slot: int, record: Published, bad: list[str]) -> None:
-        """What is in the slot was never announced, so that it may be filled again."""
-        self._free.append(slot)
-        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        self._refused = NonFiniteWeightsError(
-            f"version {record.version} was not published: {named} of {len(self._views[slot])} tensors "
-            "hold NaN or infinite values; the engine keeps the weights that it has"
-        )
-
-    def _announce(self, slot: int, record: Published) -> None:
-        self._send(
-            SlotReady(
-                slot=slot,
-                version=record.version,
-                fingerprint=self._layout.fingerprint,
-                published_ns=record.called_ns,
-            )
-        )
+    def _refuse(self, error: Exception) -> None:
+        self._refused = error
 
     def _fail(self, error: InflightError) -> None:
         with self._condition:
@@ -305,49 +295,23 @@ class Publisher:
             self._pending = None
             self._condition.notify_all()
 
-    # ---- the socket ---------------------------------------------------------------------------------------------
 
-    def _send(self, message: ToEngine) -> None:
-        self._socket.send(encode(message))
-
-    def _receive(self, timeout_ms: int) -> FromEngine | None:
-        return decode_from_engine(self._socket.recv()) if self._socket.poll(timeout_ms) else None
-
-    def _ask(self, message: ToEngine, expected: type[Answer]) -> Answer:
-        self._send(message)
-        deadline = now_ns() + int(self._timeout_s * 1e9)
-        while (answer := self._receive(_POLL_MS)) is None:
-            self._check_engine()
-            if now_ns() > deadline:
-                raise TimeoutError(f"no engine answered within {self._timeout_s:.0f} s")
-        if isinstance(answer, Failed):
-            raise from_wire(answer.kind, answer.message)
-        if not isinstance(answer, expected):
-            raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(answer).__name__}")
-        return answer
-
-    def _release(self) -> None:
-        self._socket.close()
-        if self._lock_file is not None:
-            fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # also where a forked process holds the file open
-            os.close(self._lock_file)
-            self._lock_file = None
+def _address(engine: Engine) -> Address:
+    if isinstance(engine, Address):
+        return engine
+    return Address(engine) if isinstance(engine, str) else engine.address
 
 
-def _attach(descriptor: SlotDescriptor) -> Slot:
-    if isinstance(descriptor, CudaIpcDescriptor):
-        return CudaSlot.attach(descriptor)
-    return SharedMemorySlot.attach(descriptor)
+def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors in a slot that hold NaN or infinite values."""
+    floats = {name: view for name, view in views.items() if view.is_floating_point()}
+    finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
+    return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
 
 
-def _lock(path: str) -> int:
-    """Take the publisher's lock; the kernel gives it back when this process ends, however it ends."""
-    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(file)
-        raise PublisherConflictError(
-            "another publisher is attached to this engine; close() it first (one engine follows one trainer)"
-        ) from error
-    return file
+def _not_published(record: Published, bad: list[str], num_tensors: int) -> NonFiniteWeightsError:
+    named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+    return NonFiniteWeightsError(
+        f"version {record.version} was not published: {named} of {num_tensors} tensors "
+        "hold NaN or infinite values; the engine keeps the weights that it has"
+    )

@@ -94,18 +94,26 @@ class Receiver:
         """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
         self._wanted = len(self.slots) == 1
 
-    def ready(self, message: SlotReady) -> None:
-        """The publisher gives a slot back with a whole version in it. Raises ProtocolError and changes nothing if
-        the slot was not the publisher's, the layout is another, or the version is not newer."""
-        if not 0 <= message.slot < len(self.slots) or self.states[message.slot] is not SlotState.LENT:
-            raise ProtocolError(f"slot {message.slot} is not lent to a publisher")
-        if message.fingerprint != self.layout.fingerprint:
+    def check_lent(self, slot: int, fingerprint: str) -> None:
+        """Raises ProtocolError if the slot is not the publisher's, or the layout is another."""
+        if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
+            raise ProtocolError(f"slot {slot} is not lent to a publisher")
+        if fingerprint != self.layout.fingerprint:
             raise ProtocolError(
-                f"slot {message.slot} was filled in layout {message.fingerprint[:12]}, "
-                f"the engine has {self.layout.fingerprint[:12]}"
+                f"slot {slot} was filled in layout {fingerprint[:12]}, the engine has {self.layout.fingerprint[:12]}"
             )
+
+    def check(self, message: SlotReady) -> None:
+        """Raises ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
+        newer."""
+        self.check_lent(message.slot, message.fingerprint)
         if message.version <= self.newest_version:
             raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
+
+    def ready(self, message: SlotReady) -> None:
+        """The publisher gives a slot back with a whole version in it. Raises ProtocolError, as `check` does, and
+        changes nothing then."""
+        self.check(message)
         if self._ready is not None:  # latest wins: the version before it is never seen
             self.states[self._ready.slot] = SlotState.IDLE
         self.states[message.slot] = SlotState.READY

@@ -1,8 +1,11 @@
-"""Models whose parameters are spread over the ranks of a trainer (FSDP2), published without ever being put together.
+"""Models whose parameters are spread over the ranks of a trainer, published without ever being put together.
 
-Rank 0 talks to the engine. For every version each rank sends its rows of one tensor after another, cast to what the
+Rank 0 talks to the engine. For every version each rank sends its part of one tensor after another, cast to what the
 engine holds, and rank 0 receives them where they belong in the slot. That happens in threads and in a process group of
 its own, so that it never mixes with what the training loop sends; the order of versions is rank 0's.
+
+FSDP2 makes parameters DTensors, whose parts are rows. DeepSpeed ZeRO-3 leaves parameters empty between uses; a rank's
+part hangs on them as `ds_tensor`, flat and padded to the same length on every rank.
 """
 
 import threading
@@ -23,23 +26,25 @@ _STOP = -1
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameters are DTensors of more than one rank."""
-    return any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in model.parameters())
+    """Whether some parameters are DTensors of more than one rank, or ZeRO-3's, which one rank leaves empty too."""
+    return any((isinstance(p, DTensor) and p.device_mesh.size() > 1) or _by_zero(p) for p in model.parameters())
 
 
 class ShardGroup:
     """The ranks that hold a model between them. Making one is collective: all ranks do it, in the same order.
 
-    Raises LayoutMismatchError for a tensor that is spread in another way than by rows over one dimension of ranks.
+    Raises LayoutMismatchError for a tensor that is spread in another way than by rows over one dimension of ranks, or
+    by ZeRO-3 over all ranks, or whose parts are not in memory as they are trained.
     """
 
     def __init__(self, model: nn.Module):
         self._size = dist.get_world_size()
         self.tensors = published_tensors(model)
         """As they are between two steps: while a forward pass runs, FSDP puts whole parameters into the model."""
+        self._ids = {id(tensor) for tensor in self.tensors.values()}
+        self._in_zero = any(_by_zero(tensor) for tensor in self.tensors.values())
         for name, tensor in self.tensors.items():
-            if isinstance(tensor, DTensor):
-                self._check(name, tensor)
+            self._check(name, tensor)
         on_gpu = next(iter(self.tensors.values())).is_cuda
         self._control: Any = dist.new_group(backend="gloo")
         self._data: Any = dist.new_group(backend="nccl") if on_gpu else self._control
@@ -60,12 +65,20 @@ class ShardGroup:
         dist.broadcast(number, src=0, group=self._control)
         return int(number)
 
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of this optimizer changes what is published. ZeRO-3 gives its optimizer copies of its own,
+        from which it writes the parameters: with it any optimizer may be the one."""
+        groups = optimizer.param_groups
+        return self._in_zero or any(id(parameter) in self._ids for group in groups for parameter in group["params"])
+
     @torch.no_grad()
     def receive(self, views: Mapping[str, torch.Tensor]) -> None:
-        """On rank 0: fill a slot with its own rows and those of the others."""
+        """On rank 0: fill a slot with its own parts and those of the others."""
         for name, tensor in self.tensors.items():
-            view, local = views[name], tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if not _by_rows(tensor):
+            view, local = views[name], _part(tensor)
+            if _by_zero(tensor):
+                view = view.view(-1)
+            elif not _by_rows(tensor):
                 view.copy_(local)
                 continue
             rows = -(-len(view) // self._size)
@@ -83,21 +96,37 @@ class ShardGroup:
     def send(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """On the other ranks: the counterpart of `receive`."""
         for name, tensor in self.tensors.items():
-            if _by_rows(tensor):
-                assert isinstance(tensor, DTensor)
-                local = tensor.to_local().detach().to(dtypes[name]).contiguous()
+            if _by_rows(tensor) or _by_zero(tensor):
+                local = _part(tensor).detach().to(tensor.device, dtypes[name]).contiguous()
                 if len(local):
                     dist.send(local, dst=0, group=self._data)
 
-    def _check(self, name: str, tensor: DTensor) -> None:
-        if tensor.device_mesh.ndim != 1 or not (_by_rows(tensor) or isinstance(tensor.placements[0], Replicate)):
+    def _check(self, name: str, tensor: Any) -> None:
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.ndim != 1 or not (_by_rows(tensor) or isinstance(tensor.placements[0], Replicate)):
+                raise LayoutMismatchError(
+                    f"{name} is spread as {tuple(tensor.placements)} over a mesh of {tuple(tensor.device_mesh.shape)} "
+                    "ranks; what can be published is spread by rows (Shard(0)) over one dimension of ranks, as FSDP2 "
+                    "does, or by DeepSpeed ZeRO-3"
+                )
+            ranks = tensor.device_mesh.size()
+        elif _by_zero(tensor):
+            if getattr(tensor.ds_tensor, "final_location", None) == "nvme":
+                raise LayoutMismatchError(
+                    f"{name} is offloaded to NVMe; what can be published is in memory: "
+                    'set the device of "offload_param" to "cpu" or "none"'
+                )
+            if hasattr(tensor.ds_tensor, "ds_quant_scale"):
+                raise LayoutMismatchError(
+                    f"{name} is held quantized, which cannot be published bit by bit: "
+                    'set "zero_quantized_nontrainable_weights" to false'
+                )
+            ranks = dist.get_world_size(tensor.ds_process_group)
+        else:
+            return
+        if ranks != self._size:
             raise LayoutMismatchError(
-                f"{name} is spread as {tuple(tensor.placements)} over a mesh of {tuple(tensor.device_mesh.shape)} "
-                "ranks; what can be published is spread by rows (Shard(0)) over one dimension of ranks, as FSDP2 does"
-            )
-        if tensor.device_mesh.size() != self._size:
-            raise LayoutMismatchError(
-                f"{name} is spread over {tensor.device_mesh.size()} of {self._size} ranks; all of them must hold a part"
+                f"{name} is spread over {ranks} of {self._size} ranks; all of them must hold a part"
             )
 
 
@@ -108,16 +137,29 @@ def _by_rows(tensor: torch.Tensor) -> bool:
     return isinstance(placement, Shard) and placement.dim == 0
 
 
+def _by_zero(tensor: torch.Tensor) -> bool:
+    """As deepspeed itself tells."""
+    return hasattr(tensor, "ds_id")
+
+
+def _part(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor, without ZeRO-3's padding."""
+    if _by_zero(tensor):
+        begin = dist.get_rank() * len(tensor.ds_tensor)
+        return tensor.ds_tensor[: max(0, tensor.ds_numel - begin)]
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class ShardSender:
     """What ranks other than 0 hold in place of a Publisher: `publish()` is called on every rank, in step.
 
-    Until a version is copied its parameters must not change; a `torch.optim` optimizer that holds them waits for that
-    by itself, as with a Publisher. Rank 0 makes its Publisher at the same time (`engine.publisher(model)`).
+    Until a version is copied its parameters must not change; a `torch.optim` optimizer that holds them, with ZeRO-3
+    every one, waits for that by itself, as with a Publisher. Rank 0 makes its Publisher at the same time
+    (`engine.publisher(model)`).
     """
 
     def __init__(self, model: nn.Module):
         self._group = ShardGroup(model)
-        self._parameters = {id(tensor) for tensor in self._group.tensors.values()}
         layout, version = self._group.introduce()
         self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in layout.tensors}
         self._condition = threading.Condition()
@@ -161,7 +203,7 @@ class ShardSender:
         self.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if any(id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]):
+        if self._group.holds(optimizer):
             self.wait_copied()
 
     def _run(self) -> None:

@@ -18,14 +18,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    """The model inside DistributedDataParallel, DataParallel, DeepSpeedEngine and torch.compile wrappers."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if inner is None and _is_wrapper(model):
             inner = model.module
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return True
+    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)  # told without importing deepspeed
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -38,9 +44,11 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """The layout of a slot that holds this model in its own dtypes."""
+    """The layout of a slot that holds this model in its own dtypes. What ZeRO-3 spreads is empty: `ds_shape` tells."""
     tensors = published_tensors(model)
-    return WeightLayout.build((name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
+    return WeightLayout.build(
+        (name, tuple(getattr(t, "ds_shape", t.shape)), dtype_name(t.dtype)) for name, t in tensors.items()
+    )
 
 
 def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, torch.Tensor]:

@@ -1,0 +1,82 @@
+"""What a publisher reads: a model in this process, or the part of this rank of one that is spread over several."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from inflight.core.errors import InflightError
+from inflight.core.layout import WeightLayout
+from inflight.weights.sharded import ShardGroup, is_sharded
+from inflight.weights.tensors import fill, layout_of, published_tensors
+
+
+class Source(Protocol):
+    """Tensors that are published under names that the engine knows."""
+
+    layout: WeightLayout
+    """Of the tensors in their own dtypes."""
+    device: torch.device
+
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
+        """The layout of the slots and the version that the engine has, or what kept the publisher from them."""
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copy the tensors as they are now, cast to the dtypes of these views."""
+
+    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of this optimizer changes some of the tensors."""
+        ...
+
+    def close(self) -> None:
+        """Nothing will be copied any more."""
+
+
+class ModelSource:
+    """A model of this process."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.layout = layout_of(model)
+        self.device = next(model.parameters()).device
+
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
+        """Nobody else is to know."""
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        fill(views, published_tensors(self._model))
+
+    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        ours = {id(parameter) for parameter in self._model.parameters()}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ShardedSource:
+    """Rank 0 of a model that is spread over ranks; a ShardSender is on each of the others."""
+
+    def __init__(self, model: nn.Module):
+        self._group = ShardGroup(model)
+        self.layout = layout_of(model)
+        self.device = next(model.parameters()).device
+
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
+        self._group.introduce(engine)
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        self._group.command(version)
+        self._group.receive(views)
+
+    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._group.holds(optimizer)
+
+    def close(self) -> None:
+        self._group.command()
+
+
+def source_of(model: nn.Module) -> Source:
+    """The source that fits the model. For a sharded one all ranks are to make theirs at once."""
+    return ShardedSource(model) if is_sharded(model) else ModelSource(model)
