@@ -10,13 +10,19 @@ import sys
 import torch
 from inflight_kernels import (
     _activation_triton,
+    _copy_triton,
+    _lora_triton,
     _normalization_triton,
     _rotary_triton,
     _sampling_triton,
+    add_lora,
+    copy_all,
     selective_logprobs_reference,
 )
 from inflight_kernels._selective_logprob_triton import SelectiveLogprobs
 from inflight_kernels.activation import gated_activation_reference
+from inflight_kernels.copy import quantize_rows_reference
+from inflight_kernels.lora import add_lora_reference
 from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import draw_reference, uniforms
@@ -167,8 +173,117 @@ def assert_near(
         assert (cdf[row, low:high] - uniform[row]).abs().max() < 1e-5
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_copy_all(device: str) -> None:
+    """The same bits, those of NaN included where nothing is cast. On a GPU sources have any bits; the interpreter's
+    rounding to bf16 is not that of a GPU, so that there they have no more bits than bf16."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (0, 1, 4095, _copy_triton.BLOCK, _copy_triton.BLOCK + 1, 20_000)
+    sources, destinations, expected = [], [], []
+    for source_dtype in DTYPES:
+        for dtype in DTYPES:
+            for size in sizes:
+                bits = torch.randint(-(2**31), 2**31, (size,), generator=generator).to(torch.int32)
+                source = bits.view(source_dtype)[:size]
+                if device == "cpu" and source_dtype != dtype:
+                    source = torch.randn(size, generator=generator).bfloat16().to(source_dtype)
+                sources.append(source.to(device))
+                destinations.append(torch.zeros(size + 8, dtype=dtype, device=device)[:size])
+                expected.append(sources[-1].to(dtype))
+    assert _copy_triton.copy_all(destinations, sources) == ([], [])
+    for destination, source, cast in zip(destinations, sources, expected, strict=True):
+        torch.testing.assert_close(destination, cast, atol=0, rtol=0, equal_nan=True)
+        if source.dtype == destination.dtype:
+            assert torch.equal(destination.view(torch.uint8), source.view(torch.uint8))
+        behind = destination.as_strided((8,), (1,), len(destination))
+        assert not behind.any()
+
+    for source in sources:
+        source.zero_()
+    hits = _copy_triton._table.cache_info().hits
+    _copy_triton.copy_all(destinations, sources)
+    assert _copy_triton._table.cache_info().hits == hits + 1
+    assert not any(destination.any() for destination in destinations)
+
+    pairs = [
+        (torch.zeros(6, device=device), torch.ones(6, dtype=torch.int64, device=device)),
+        (torch.zeros(6, device=device), torch.ones(12, device=device)[::2]),
+        (torch.zeros(7, device=device)[1:], torch.ones(6, device=device)),
+        (torch.zeros(6, device=device), torch.ones(6, device=device)),
+    ]
+    left = _copy_triton.copy_all([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    assert [len(tensors) for tensors in left] == [3, 3]
+    assert pairs[3][0].all()
+    assert not any(destination.any() for destination in left[0])
+    pairs.append((torch.zeros(6, device=device), torch.ones(6)))
+    copy_all([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    assert all(destination.all() for destination, _ in pairs)
+
+
+def check_quantize_rows(device: str, dtype: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    exponents = torch.linspace(-24 if dtype == torch.float16 else -100, 15 if dtype == torch.float16 else 100, 20)
+    source = torch.randn(20, width + 3, generator=generator) * 2 ** exponents[:, None]
+    source[5] = 0
+    source[6, width // 2] = torch.nan
+    source[7, 0] = torch.inf
+    source = source.to(device, dtype)[:, :width]
+    results = []
+    for function in (_copy_triton.quantize_rows, quantize_rows_reference):
+        destination = torch.zeros(20, width + 1, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(20, device=device)
+        function(destination[:, :width], scales, source)
+        results.append((destination.float(), scales))
+    for result, reference in zip(*results, strict=True):
+        torch.testing.assert_close(result, reference, atol=0, rtol=0, equal_nan=True)
+
+
+def check_add_lora(
+    device: str, dtype: torch.dtype, tokens: int, inputs: int, widths: tuple[int, ...], rank: int, adapters: int
+) -> None:
+    generator = torch.Generator().manual_seed(tokens + inputs + rank)
+    outputs, ranks = sum(widths), len(widths) * rank
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    y, x = random(tokens, outputs + 3)[:, :outputs], random(tokens, inputs + 3)[:, :inputs]
+    a, b = random(adapters, ranks + 1, inputs)[:, :ranks], random(adapters, outputs + 2, rank)[:, :outputs]
+    x /= inputs**0.5
+    slots = torch.randint(-1, adapters, (tokens,), generator=generator, dtype=torch.int32).to(device)
+    if adapters > 1:
+        a[-1, 0, 0] = torch.nan  # of the rows with this adapter only
+    before, expected = y.clone(), y.clone()
+    add_lora_reference(expected, x, a, b, widths, slots)
+    _lora_triton.add_lora(y, x, a, b, widths, slots)
+    assert_close(y, expected)
+    assert torch.equal(y[slots < 0], before[slots < 0])
+
+
+def check_add_lora_in_a_graph() -> None:
+    """A captured launch follows the slots that lie in its buffer when it is replayed."""
+    torch.manual_seed(0)
+    x, y, slots = torch.randn(40, 64), torch.randn(40, 48), torch.randint(-1, 3, (2, 40), dtype=torch.int32)
+    x, y, slots = x.cuda().bfloat16(), y.cuda().bfloat16(), slots.cuda()
+    a, b = torch.randn(3, 16, 64).cuda().bfloat16() / 8, torch.randn(3, 48, 8).cuda().bfloat16()
+    result, buffer = y.clone(), torch.full_like(slots[0], -1)
+    add_lora(result, x, a, b, (32, 16), buffer)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_lora(result, x, a, b, (32, 16), buffer)
+    for slots_T in slots:
+        result.copy_(y)
+        buffer.copy_(slots_T)
+        graph.replay()
+        expected = y.clone()
+        add_lora_reference(expected, x, a, b, (32, 16), slots_T)
+        assert_close(result, expected)
+
+
 def main(device: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in DTYPES:
         for rows, vocabulary in ((1, 7), (3, 4096), (5, 9001)):
             check_selective_logprobs(device, dtype, rows, vocabulary)
         for rows, width in ((1, 7), (3, 896), (5, 1100)):
@@ -183,6 +298,14 @@ def main(device: str) -> None:
         check_rope_and_cache(device, dtype, 3, 1, 48, 12, norm=True, offset=1.0, cast_first=False)
         for rows, vocabulary, entropy in ((8, 7, True), (40, 1024, True), (40, 5003, True), (64, 2049, False)):
             check_draw(device, dtype, rows, vocabulary, entropy)
+        for width in (100, 3000):
+            check_quantize_rows(device, dtype, width)
+        check_add_lora(device, dtype, 1, 8, (4,), 1, 1)
+        check_add_lora(device, dtype, 13, 1100, (70, 45), 33, 2)
+        check_add_lora(device, dtype, 270, 40, (7, 3, 16), 5, 2)
+    check_copy_all(device)
+    if device == "cuda":
+        check_add_lora_in_a_graph()
     check_rope_and_cache(device, torch.float32, 6, 3, 80, 32, cache_dtype=torch.float16)
     check_rope_and_cache(device, torch.float16, 6, 3, 80, 32, cache_dtype=torch.float32)
     print("kernels agree with their references")

@@ -12,6 +12,8 @@ import torch
 import triton
 from inflight_kernels import (
     _activation_triton,
+    _copy_triton,
+    _lora_triton,
     _normalization_triton,
     _rotary_triton,
     _sampling_triton,
@@ -50,6 +52,7 @@ def test_kernels_equal_their_references_on_the_gpu():
 LOGITS = {"V": 151_936}
 NORM = {"D": 896, "BLOCK": 1024}
 HEADS = {"Q_HEADS": 14, "KV_HEADS": 2, "D": 80, "R": 32, "BLOCK_SIZE": 16, "BLOCK_Q": 16, "BLOCK_KV": 2, "BLOCK_D": 128}
+ADAPTERS = {"P": 192, "BLOCK_T": 32}
 BLOCKS = LOGITS | {"BLOCKS": 149, "BLOCK": sampling.BLOCK}
 KERNELS = {
     "selective_logprobs": (
@@ -71,13 +74,26 @@ KERNELS = {
     "rope_and_cache with norms": (_rotary_triton.rope_and_cache_kernel, HEADS | {"CAST_FIRST": True}),
     "draw, blocks": (_sampling_triton.block_kernel, BLOCKS),
     "draw": (_sampling_triton.draw_kernel, BLOCKS | {"BLOCK_B": 256}),
+    "copy_all": (_copy_triton.copy_kernel, {"BLOCK": _copy_triton.BLOCK}),
+    "quantize_rows": (_copy_triton.quantize_rows_kernel, {"K": 4096, "BLOCK": _copy_triton.BLOCK_K}),
+    "add_lora, x · Aᵀ": (
+        _lora_triton.shrink_kernel,
+        ADAPTERS | {"K": 4096, "PIECE": _lora_triton.PIECE, "BLOCK_K": _lora_triton.BLOCK_K, "BLOCK_P": 32},
+    ),
+    "add_lora": (
+        _lora_triton.expand_kernel,
+        ADAPTERS | {"WIDTHS": (4096, 1024, 1024), "R": 64, "PIECES": 4, "BLOCK_R": 32, "BLOCK_N": _lora_triton.BLOCK_N},
+    ),
 }
 F32_POINTERS = ["cos", "sin", "temperatures", "logprobs", "entropies", "lses", "grads", "peaks", "totals", "moments"]
-I64_POINTERS = ["tokens", "seeds", "positions", "slots"]
-I64_SCALARS = ["stride_n", "stride_m", "stride_x", "stride_residual", "stride_t"]
+F32_POINTERS += ["shrunk", "scales"]
+I64_POINTERS = ["tokens", "seeds", "positions", "slots", "table"]
+I64_SCALARS = ["stride_n", "stride_m", "stride_x", "stride_residual", "stride_t", "stride_y", "stride_a", "stride_b"]
+I64_SCALARS += ["stride_source", "stride_destination"]
 I64_SCALARS += [f"{cache}_{step}" for cache in "kv" for step in ("block", "index", "head", "dim")]
 TYPES = dict.fromkeys(F32_POINTERS, "*fp32") | dict.fromkeys(I64_POINTERS, "*i64") | dict.fromkeys(I64_SCALARS, "i64")
-TYPES |= {"eps": "fp32", "offset": "fp32"}
+TYPES |= {"eps": "fp32", "offset": "fp32", "num_tokens": "i32", "adapters": "*i32", "owners": "*i32"}
+TYPES |= {"destination": "*u8"}
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

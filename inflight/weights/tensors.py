@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from inflight_kernels import copy_all
 from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
@@ -65,4 +66,4 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor into its view, cast to the view's dtype."""
     names = list(views)
-    torch._foreach_copy_([views[name] for name in names], [tensors[name].detach() for name in names])
+    copy_all([views[name] for name in names], [tensors[name].detach() for name in names])

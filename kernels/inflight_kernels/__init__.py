@@ -5,18 +5,23 @@ Importing this package needs no GPU, no Triton and no compiler.
 
 from inflight_kernels.activation import gated_activation
 from inflight_kernels.attention import paged_attention
+from inflight_kernels.copy import copy_all, quantize_rows
 from inflight_kernels.linear import linear
+from inflight_kernels.lora import add_lora
 from inflight_kernels.normalization import add_rms_norm, rms_norm
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 
 __all__ = [
+    "add_lora",
     "add_rms_norm",
+    "copy_all",
     "draw",
     "gated_activation",
     "linear",
     "paged_attention",
+    "quantize_rows",
     "rms_norm",
     "rope_and_cache",
     "selective_logprobs",

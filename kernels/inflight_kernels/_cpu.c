@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -368,6 +369,224 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 }
 
 #endif
+
+// ---- low-rank adapters -------------------------------------------------------------------------------------------
+//
+// y[t, columns of part p] += (x[t] . A_p^T) . B_p^T, with A [parts rank, K] and B [N, rank] of the adapter of row t.
+// Rows are put in groups of one adapter, which share a read of A and of B. x . A^T, here `shrunk`, stays float32.
+
+#define GROUP 32  // rows
+#define WIDTH 32  // columns of y for which B lies transposed in the first-level cache while a group passes by
+#define MAX_RANK 512
+
+typedef struct {
+    void *y;
+    const void *x, *a, *b;
+    int64_t y_stride, x_stride, a_stride, b_stride, inputs;
+    int rank, ranks;  // of a part, of all parts
+} Adapters;
+
+typedef struct {
+    int32_t adapter, count;
+    const int32_t *rows;
+    float *shrunk;  // [count, ranks]
+} Group;
+
+// Vectors of this section are as wide as the registers: wider ones would go through memory.
+#if defined(__AVX512F__)
+#define NATIVE 16
+#define SIDE 4  // a tile is SIDE rows of x by SIDE rows of A, or SIDE rows of y by WIDTH columns
+#elif defined(__AVX__)
+#define NATIVE 8
+#define SIDE 2
+#else
+#define NATIVE 4
+#define SIDE 2
+#endif
+
+typedef float nf __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
+typedef uint32_t nu __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
+typedef uint16_t nh __attribute__((vector_size(2 * NATIVE), aligned(2), may_alias));
+
+static inline nf load_native(const void *base, int is_bf16, ptrdiff_t i) {
+    if (!is_bf16) return *(const nf *)((const float *)base + i);
+    return (nf)(__builtin_convertvector(*(const nh *)((const bf16 *)base + i), nu) << 16);
+}
+
+#ifdef __AVX512F__
+
+static inline void add_lanes(nf acc[SIDE * SIDE], float *sums) { *(nf *)sums = sums_of(acc); }
+
+// to[j][i] = from[i stride + j], in four perfect shuffles.
+static inline void transpose(const float *from, ptrdiff_t stride, float (*to)[WIDTH]) {
+    vf row[LANES], mixed[LANES];
+    for (int i = 0; i < LANES; i++) row[i] = *(const vf *)(from + i * stride);
+    for (int step = 0; step < 4; step++) {
+        for (int i = 0; i < 8; i++) {
+            mixed[2 * i] = MERGE(row[i], row[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            mixed[2 * i + 1] = MERGE(row[i], row[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < LANES; i++) row[i] = mixed[i];
+    }
+    for (int j = 0; j < LANES; j++) *(vf *)to[j] = row[j];
+}
+
+#else
+
+#define KEEP(x)
+
+static inline void add_lanes(nf acc[SIDE * SIDE], float *sums) {
+    for (int i = 0; i < SIDE * SIDE; i++) {
+        sums[i] = 0;
+        for (int lane = 0; lane < NATIVE; lane++) sums[i] += acc[i][lane];
+    }
+}
+
+static inline void transpose(const float *from, ptrdiff_t stride, float (*to)[WIDTH]) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < LANES; j++) to[j][i] = from[i * stride + j];
+}
+
+#endif
+
+// sums[SIDE i + j] = x[x_at[i] ...] . a[a_at[j] ...]
+static inline __attribute__((always_inline)) void dot_tile(const void *x, const ptrdiff_t *x_at, const void *a,
+        const ptrdiff_t *a_at, int64_t inputs, const int bf, float *sums) {
+    nf acc[SIDE * SIDE];
+    for (int i = 0; i < SIDE * SIDE; i++) acc[i] = (nf){0};
+    int64_t k = 0;
+    for (; k + NATIVE <= inputs; k += NATIVE) {
+        nf left[SIDE];
+        for (int i = 0; i < SIDE; i++) {
+            left[i] = load_native(x, bf, x_at[i] + k);
+            KEEP(left[i]);
+        }
+        for (int j = 0; j < SIDE; j++) {
+            nf right = load_native(a, bf, a_at[j] + k);
+            KEEP(right);
+            for (int i = 0; i < SIDE; i++) acc[SIDE * i + j] += left[i] * right;
+        }
+    }
+    add_lanes(acc, sums);
+    for (; k < inputs; k++)
+        for (int i = 0; i < SIDE * SIDE; i++)
+            sums[i] += load1(x, bf, x_at[i / SIDE] + k) * load1(a, bf, a_at[i % SIDE] + k);
+}
+
+// out[i] = left[i] . right, summed over `rank` rows of it.
+static inline void mix_tile(const float *const *left, float (*right)[WIDTH], int rank, float (*out)[WIDTH]) {
+    nf acc[SIDE][WIDTH / NATIVE];
+    for (int i = 0; i < SIDE; i++)
+        for (int c = 0; c < WIDTH / NATIVE; c++) acc[i][c] = (nf){0};
+    for (int r = 0; r < rank; r++)
+        for (int c = 0; c < WIDTH / NATIVE; c++) {
+            nf weights = *(nf *)&right[r][c * NATIVE];
+            KEEP(weights);
+            for (int i = 0; i < SIDE; i++) acc[i][c] += left[i][r] * weights;
+        }
+    for (int i = 0; i < SIDE; i++)
+        for (int c = 0; c < WIDTH / NATIVE; c++) *(nf *)&out[i][c * NATIVE] = acc[i][c];
+}
+
+// Sorts the rows that have an adapter into groups; returns how many there are.
+static int64_t group_rows(const int32_t *slots, int64_t tokens, int64_t adapters, int ranks, Group *groups,
+        float *shrunk, int32_t *order) {
+    int64_t count = 0;
+    for (int32_t adapter = 0; adapter < adapters; adapter++) {
+        int room = 0;
+        for (int64_t t = 0; t < tokens; t++) {
+            if (slots[t] != adapter) continue;
+            if (!room) {
+                groups[count++] = (Group){adapter, 0, order, shrunk};
+                room = GROUP;
+            }
+            *order++ = (int32_t)t;
+            shrunk += ranks;
+            groups[count - 1].count++;
+            room--;
+        }
+    }
+    return count;
+}
+
+// x . A^T for the rows of a group and the rows of A from `first` on, SIDE of them.
+static inline __attribute__((always_inline)) void shrink(const Adapters *l, const Group *group, int first,
+        const int bf) {
+    const int columns = l->ranks - first < SIDE ? l->ranks - first : SIDE;
+    ptrdiff_t x_at[SIDE], a_at[SIDE];  // beyond the last row it is repeated
+    for (int j = 0; j < SIDE; j++)
+        a_at[j] = group->adapter * l->a_stride + (first + (j < columns ? j : columns - 1)) * l->inputs;
+    for (int m = 0; m < group->count; m += SIDE) {
+        const int rows = group->count - m < SIDE ? group->count - m : SIDE;
+        for (int i = 0; i < SIDE; i++) x_at[i] = group->rows[m + (i < rows ? i : rows - 1)] * l->x_stride;
+        float sums[SIDE * SIDE];
+        dot_tile(l->x, x_at, l->a, a_at, l->inputs, bf, sums);
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < columns; j++) group->shrunk[(m + i) * l->ranks + first + j] = sums[SIDE * i + j];
+    }
+}
+
+// Adds shrunk . B^T to the rows of a group, in `columns` columns of a part from n on.
+static inline __attribute__((always_inline)) void expand(const Adapters *l, const Group *group, int part, int64_t n,
+        int columns, const int bf) {
+    const int rank = l->rank;
+    const ptrdiff_t b_at = group->adapter * l->b_stride + n * rank;
+    float straight[WIDTH * MAX_RANK + LANES] __attribute__((aligned(64)));
+    float turned[MAX_RANK][WIDTH] __attribute__((aligned(64)));
+    for (int i = 0; i < columns * rank; i++) straight[i] = load1(l->b, bf, b_at + i);
+    for (int c = 0; c < columns; c += LANES)
+        for (int r = 0; r < rank; r += LANES) transpose(&straight[c * rank + r], rank, (float (*)[WIDTH])&turned[r][c]);
+    for (int m = 0; m < group->count; m += SIDE) {
+        const int rows = group->count - m < SIDE ? group->count - m : SIDE;
+        const float *shrunk[SIDE];
+        for (int i = 0; i < SIDE; i++)
+            shrunk[i] = group->shrunk + (m + (i < rows ? i : rows - 1)) * l->ranks + part * rank;
+        float change[SIDE][WIDTH] __attribute__((aligned(64)));
+        mix_tile(shrunk, turned, rank, change);
+        for (int i = 0; i < rows; i++) {
+            const ptrdiff_t at = group->rows[m + i] * l->y_stride + n;
+            for (int c = 0; c < columns; c++) store1(l->y, bf, at + c, load1(l->y, bf, at + c) + change[i][c]);
+        }
+    }
+}
+
+// Rows whose slot is negative, or not below `adapters`, stay as they are. Returns 0, or 1 for a rank out of range.
+int add_lora(void *y, int64_t y_stride, const void *x, int64_t x_stride, const void *a, int64_t a_stride, const void *b,
+        int64_t b_stride, int bf, const int64_t *widths, int parts, int rank, const int32_t *slots, int64_t tokens,
+        int64_t adapters, int64_t inputs, int threads) {
+    const int ranks = parts * rank;
+    if (rank > MAX_RANK) return 1;
+    Group *groups = malloc(tokens * (sizeof(Group) + (ranks + 1) * sizeof(float)));
+    if (!groups) return 1;
+    float *shrunk = (float *)(groups + tokens);
+    int32_t *order = (int32_t *)(shrunk + tokens * ranks);
+    const int64_t count = group_rows(slots, tokens, adapters, ranks, groups, shrunk, order);
+    const Adapters l = {y, x, a, b, y_stride, x_stride, a_stride, b_stride, inputs, rank, ranks};
+    int64_t widest = 0;
+    for (int p = 0; p < parts; p++) widest = widths[p] > widest ? widths[p] : widest;
+#pragma omp parallel num_threads(tokens * inputs * ranks > 65536 ? threads : 1)
+    {
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t g = 0; g < count; g++)
+            for (int first = 0; first < ranks; first += SIDE) {
+                if (bf) shrink(&l, &groups[g], first, 1);
+                else shrink(&l, &groups[g], first, 0);
+            }
+#pragma omp for schedule(static) collapse(3)
+        for (int64_t g = 0; g < count; g++)
+            for (int p = 0; p < parts; p++)
+                for (int64_t c = 0; c < widest; c += WIDTH) {
+                    if (c >= widths[p]) continue;
+                    const int columns = widths[p] - c < WIDTH ? (int)(widths[p] - c) : WIDTH;
+                    int64_t n = c;
+                    for (int before = 0; before < p; before++) n += widths[before];
+                    if (bf) expand(&l, &groups[g], p, n, columns, 1);
+                    else expand(&l, &groups[g], p, n, columns, 0);
+                }
+    }
+    free(groups);
+    return 0;
+}
 
 // ---- normalisation, activation, rotary embedding -----------------------------------------------------------------
 
