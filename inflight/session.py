@@ -102,6 +102,7 @@ class LaunchedEngine:
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
         version: int | None = None,
+        adapter: str | None = None,
     ) -> list[int]:
         """Queue prompts, as text or token ids; each becomes a group of `params.n` samples. Returns the group ids.
 
@@ -109,6 +110,8 @@ class LaunchedEngine:
         version: the weight version that draws every token of these prompts, whatever is published meanwhile (−1: the
         one that is live when they are accepted). A slot keeps it until they end, so publishing needs a third slot then
         (`slots=3`), or waits. None: each token is drawn by the newest weights.
+        adapter: the LoRA adapter that draws their tokens, one of those that the engine was launched with. None: the
+        weights alone.
         Raises InvalidRequestError, naming the prompt; then none was accepted.
         """
         if isinstance(prompts, str):
@@ -118,7 +121,7 @@ class LaunchedEngine:
             raise InvalidRequestError(f"{len(token_ids)} prompts need as many metadata, got {len(metadata)}")
         params = params or SamplingParams()
         messages = [
-            Prompt(ids, params, dict(metadata[index]) if metadata else {}, version)
+            Prompt(ids, params, dict(metadata[index]) if metadata else {}, version, adapter)
             for index, ids in enumerate(token_ids)
         ]
         group_ids = self._launcher.client.submit(messages)
@@ -131,9 +134,10 @@ class LaunchedEngine:
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        adapter: str | None = None,
     ) -> "list[list[Rollout]]":
         """Submit prompts and wait for their groups; what else is in flight goes on and waits in the stream."""
-        return self.stream.collect(self.submit(prompts, params, metadata=metadata))
+        return self.stream.collect(self.submit(prompts, params, metadata=metadata, adapter=adapter))
 
     def partial(self, group_id: int) -> "list[Rollout]":
         """What has arrived so far of the unfinished samples of a group; their finish_reason is ""."""

@@ -125,7 +125,7 @@ def publish(engine: Engine, model: torch.nn.Module, slot: int | None = None) -> 
     version."""
     receiver = engine.receiver
     if slot is None:
-        slot = receiver.lend(in_use=engine.slot_in_use)[0]
+        slot = receiver.lend(in_use=engine.slot_in_use(receiver))[0]
     fill(slot_views(receiver.slots[slot].buffer, receiver.layout), published_tensors(model))
     version = receiver.newest_version + 1
     receiver.ready(SlotReady(slot, version, receiver.layout.fingerprint, 0))

@@ -9,6 +9,7 @@ import torch
 from conftest import CONFIGS, make_model, publish, run
 from hypothesis import given
 from hypothesis import strategies as st
+from test_lora import error, publish_adapters, with_adapters
 from test_parity import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
 from transformers import AutoModelForCausalLM
 
@@ -169,6 +170,19 @@ def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):
     for rollout in (rollouts[0], rollouts[2]):
         expected = full_forward_logprobs(models[rollout.weight_versions[0]], rollout)
         assert np.abs(expected - rollout.logprobs).max() < TOLERANCE
+
+
+def test_graphs_compute_adapters(fake_gpu, make_engine):
+    model = with_adapters("qwen3", "default")
+    engine = make_engine(lora_rank=4)
+    publish_adapters(engine, model)
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    adapters = ["default", None, "default"]
+    prompts = [Prompt([5 + i] * 9, params, adapter=adapter) for i, adapter in enumerate(adapters)]
+    rollouts = run(engine, prompts)
+    assert engine.runner.num_graphs
+    for rollout, adapter in zip(rollouts, adapters, strict=True):
+        assert error(model, rollout, adapter) < TOLERANCE
 
 
 def test_sleeping_drops_the_graphs_and_waking_records_them_again(fake_gpu, make_engine):

@@ -91,7 +91,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         engine = self.engine
-        for slot in engine.receiver.lend(in_use=engine.slot_in_use):
+        for slot in engine.receiver.lend(in_use=engine.slot_in_use(engine.receiver)):
             self.lent.append(slot)
         if self.lent:
             model = self.models[(engine.receiver.newest_version + 1) % MODELS]

@@ -33,6 +33,7 @@ from inflight.weights.checksum import checksum
 from inflight.weights.files import write_version
 from inflight.weights.groups import Group
 from inflight.weights.link import EngineLink, Published
+from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 
@@ -208,7 +209,7 @@ def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeyp
 
 @pytest.fixture
 def link(engine) -> Iterator[EngineLink]:
-    link = EngineLink(engine.address, layout_of(make_model("qwen3")), map_slots=False, timeout_s=10)
+    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), map_slots=False, timeout_s=10)
     yield link
     link.detach()
 

@@ -29,10 +29,12 @@ class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SharedMemoryDescriptor(msgspec.Struct, frozen=True, tag=True):
-    """A slot in a memory-mapped file of `nbytes` bytes."""
+    """A slot of `nbytes` bytes in a memory-mapped file."""
 
     path: str
     nbytes: int
+    offset: int
+    file_bytes: int
 
 
 class CudaIpcDescriptor(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +68,8 @@ class Prompt(msgspec.Struct, frozen=True):
     version: int | None = None
     """The weight version that draws all of its tokens (LIVE_VERSION: the one live when it is accepted). A slot keeps
     that version until the request ends. None: whichever version is live at each token."""
+    adapter: str | None = None
+    """Name of the adapter that draws its tokens; None: the weights alone."""
 
 
 class Submit(_Message, frozen=True):
@@ -120,6 +124,8 @@ class Attach(_Message, frozen=True):
     layout: WeightLayout
     map_slots: bool = True
     """Whether it writes to the slots itself."""
+    adapters: bool = False
+    """Whether it publishes adapters, and not weights."""
 
 
 class SlotRequest(_Message, frozen=True):
@@ -188,6 +194,8 @@ class Welcome(_Message, frozen=True):
     engine_id: str
     stream_endpoint: str
     layout: WeightLayout
+    adapter_layout: WeightLayout | None
+    """Of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
     device: str
     num_slots: int
     max_sequences: int

@@ -47,6 +47,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     record_routing: bool = False
     """Record the experts that each token took (mixture-of-experts models). Prompts are not taken from the prefix cache
     then."""
+    lora_rank: int = 0
+    """Rank of adapters on all projections of attention and MLP; 0: none. Adapters of a smaller rank fit too."""
+    adapters: tuple[str, ...] = ("default",)
+    """Their names, of which a request may ask for one; all are held at once."""
     seed: int = 0
     """Initial weights of built-in shapes."""
     threads: int = 0
@@ -65,6 +69,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
         if self.kv_cache_tokens < 0:
             raise ValueError(f"kv_cache_tokens must be positive, or 0 for a default, got {self.kv_cache_tokens}")
+        if self.lora_rank < 0 or self.lora_rank > 512:
+            raise ValueError(f"lora_rank must be in [0, 512], got {self.lora_rank}")
+        if not self.adapters or len(set(self.adapters)) < len(self.adapters) or any("." in n for n in self.adapters):
+            raise ValueError(f"adapters must be different names without dots, got {self.adapters}")
         if self.kv_on_swap not in KV_POLICIES:
             raise ValueError(f"kv_on_swap must be {' or '.join(KV_POLICIES)}, got {self.kv_on_swap!r}")
         if self.attention not in ATTENTION_BACKENDS:

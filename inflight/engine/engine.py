@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from inflight.core.frames import Finish, FrameHeader, GroupStart, Switch, TokenF
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.attention.backend import choose_backend
+from inflight.engine.adapters import AdapterBank
+from inflight.engine.attention.backend import GraphBackend, choose_backend
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.loading import (
     context_limit,
@@ -52,6 +54,7 @@ class _Pass:
     schedule: Schedule
     version: int
     slot: int
+    adapter_slot: int | None
     switch: Switch | None
     drawn: Drawn
     """On the CPU once `done` has happened."""
@@ -86,10 +89,24 @@ class Engine:
         slots = [self._make_slot(layout.total_bytes) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.receiver = Receiver(layout, slots)
-        modules = modules_over_slots(model, layout, slots)
-        del model
         backend = choose_backend(options.attention, layers, self.device)
         max_prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type]
+        cuda_graphs = options.cuda_graphs and not options.record_routing
+        self.adapters: AdapterBank | None = None
+        if options.lora_rank:
+            self.adapters = AdapterBank(
+                model,
+                options.adapters,
+                options.lora_rank,
+                max_tokens=options.max_sequences + max_prefill_tokens,
+                make_slot=self._make_slot,
+                always=cuda_graphs and isinstance(backend, GraphBackend),
+            )
+        modules = modules_over_slots(model, layout, slots)
+        del model
+        if self.adapters is not None:
+            for module in modules:
+                self.adapters.attach(module)
         self.cache = KVCache(
             layers,
             backend,
@@ -110,7 +127,8 @@ class Engine:
             max_context=self.max_context,
             device=self.device,
             fused=options.fused,
-            cuda_graphs=options.cuda_graphs and not options.record_routing,
+            cuda_graphs=cuda_graphs,
+            adapters=self.adapters,
         )
         self.scheduler = Scheduler(
             self.cache, max_sequences=options.max_sequences, max_prefill_tokens=max_prefill_tokens
@@ -123,6 +141,8 @@ class Engine:
         self._under_way: _Pass | None = None
         self._last_served = 0
         self._recompute_on_swap = options.kv_on_swap == "recompute"
+        self._policies = count(1 << 40)
+        self._name_policies()
         self.paused = False
         self.asleep = False
 
@@ -154,8 +174,9 @@ class Engine:
 
     def close(self) -> None:
         """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
-        for slot in self.receiver.slots:
-            slot.unlink()
+        for receiver in self.receivers:
+            for slot in receiver.slots:
+                slot.unlink()
 
     def __enter__(self) -> "Engine":
         return self
@@ -199,7 +220,7 @@ class Engine:
                 f"request {request_id} has drawn {len(parent.tokens)} tokens, cannot fork at {at}"
             )
         params = params or msgspec.structs.replace(parent.params, seed=None)
-        prompt = Prompt(parent.prompt + parent.tokens[:at], params, dict(metadata or {}), parent.pin)
+        prompt = Prompt(parent.prompt + parent.tokens[:at], params, dict(metadata or {}), parent.pin, parent.adapter)
         self._check("the fork", prompt)
         return self._accept(prompt, forked_from=(parent, at))
 
@@ -250,9 +271,25 @@ class Engine:
         return not self.has_work or (self.blocked and self._under_way is None and not self._has_news)
 
     @property
-    def slot_in_use(self) -> int | None:
+    def receivers(self) -> list[Receiver]:
+        """Where weights arrive, and where adapters do."""
+        return [self.receiver] if self.adapters is None else [self.receiver, self.adapters.receiver]
+
+    @property
+    def version(self) -> int:
+        """Of all that is live: versions count publishes, of weights and of adapters."""
+        return max(receiver.version for receiver in self.receivers)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that the engine holds whole, live or not."""
+        return max(receiver.newest_version for receiver in self.receivers)
+
+    def slot_in_use(self, receiver: Receiver) -> int | None:
         """The slot that a pass under way on the device may still read."""
-        return self._under_way.slot if self._under_way else None
+        if self._under_way is None:
+            return None
+        return self._under_way.slot if receiver is self.receiver else self._under_way.adapter_slot
 
     @property
     def _has_news(self) -> bool:
@@ -266,7 +303,8 @@ class Engine:
         Returns a frame, or None if there is nothing to tell. With overlap it launches a pass and returns the frame of
         the one before. No frame that is not None may be dropped: their sequence numbers have no gaps.
         """
-        self._swap()
+        for receiver in self.receivers:
+            self._swap(receiver)
         launched = self._launch()
         if self._overlap:
             launched, self._under_way = self._under_way, launched
@@ -274,25 +312,28 @@ class Engine:
             return self._collect(launched)
         return self._frame() if self._has_news or self._switch is not None else None
 
-    def _swap(self) -> None:
+    def _swap(self, receiver: Receiver) -> None:
         """At a forward boundary: let the newest whole version go live. What is to be told of it goes with the frame of
         the next pass."""
         began_ns = now_ns()
-        ready = self.receiver.take()
-        waiting_for_weights = self.receiver.live is None and self.scheduler.has_work
+        ready = receiver.take()
+        waiting_for_weights = receiver.live is None and self.scheduler.has_work
         if ready is None:
+            if receiver is not self.receiver:
+                return
             if not waiting_for_weights:
                 self._stalled_since_ns = None
             elif self._stalled_since_ns is None:
                 self._stalled_since_ns = began_ns
             return
         num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
+        self._name_policies()
         if self._recompute_on_swap:
-            self.scheduler.recompute_unpinned()
+            self.scheduler.recompute_unpinned(adapted=receiver is not self.receiver)
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         since_ns, self._stalled_since_ns = self._stalled_since_ns or began_ns, None
-        handling_ns, self.receiver.handling_ns = self.receiver.handling_ns, 0
+        handling_ns, receiver.handling_ns = receiver.handling_ns, 0
         stall_ns = now_ns() - since_ns + handling_ns if self.scheduler.has_work else 0
         self._switch = Switch(ready.version, ready.published_ns, stall_ns, num_in_flight)
 
@@ -316,7 +357,9 @@ class Engine:
             done.record()
         switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
         self.step_count += 1
-        return _Pass(schedule, version, slot, switch, drawn, routing, done)
+        adapter_slot = self.adapters.receiver.live if self.adapters is not None else None
+        stamp = self.version if version == live else version
+        return _Pass(schedule, stamp, slot, adapter_slot, switch, drawn, routing, done)
 
     def _next_version(self, live: int) -> int:
         """Versions that have sequences take turns; there is one, unless requests are pinned."""
@@ -358,7 +401,7 @@ class Engine:
         header = FrameHeader(
             engine_id=self.engine_id,
             sequence=self._num_frames,
-            version=done.version if done else self.receiver.version,
+            version=done.version if done else self.version,
             time_ns=now_ns(),
             step=self.step_count,
             num_tokens=len(rows),
@@ -427,6 +470,15 @@ class Engine:
             raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
         if params.top_logprobs > self.vocab_size:
             raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {self.vocab_size} top_logprobs")
+        if prompt.adapter is not None:
+            known = self.adapters.names if self.adapters is not None else {}
+            if prompt.adapter not in known:
+                raise InvalidRequestError(
+                    f"{name} asks for adapter {prompt.adapter!r}; the engine has {', '.join(known) or 'none'} "
+                    "(launch with lora_rank, and adapters for their names)"
+                )
+            if prompt.version is not None:
+                raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
         if prompt.version not in (None, LIVE_VERSION) and prompt.version not in self.receiver.versions:
             raise InvalidRequestError(
                 f"{name} is pinned to version {prompt.version}, which no slot holds; "
@@ -446,7 +498,15 @@ class Engine:
         self._groups[group_id] = set(range(first, first + params.n))
         leader, *followers = (
             Sequence(
-                first + sample, group_id, sample, sample_seed(seed, sample), prompt.token_ids, params, max_tokens, pin
+                first + sample,
+                group_id,
+                sample,
+                sample_seed(seed, sample),
+                prompt.token_ids,
+                params,
+                max_tokens,
+                prompt.adapter,
+                pin,
             )
             for sample in range(params.n)
         )
@@ -473,6 +533,11 @@ class Engine:
         if not members:
             del self._groups[sequence.group_id]
         self._finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
+
+    def _name_policies(self) -> None:
+        """Keys and values that an adapter computes from now on are not those that it computed before."""
+        if self.adapters is not None:
+            self.scheduler.policies = {name: next(self._policies) for name in self.adapters.names}
 
     def _make_slot(self, nbytes: int) -> Slot:
         return CudaSlot.create(nbytes, self.device) if self.device.type == "cuda" else SharedMemorySlot.create(nbytes)

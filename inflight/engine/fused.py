@@ -21,6 +21,7 @@ from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, r
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.engine.adapters import Lora, lora_of, side_by_side
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
 from inflight.engine.kv_cache import KVCache
 
@@ -33,9 +34,13 @@ class UnknownPartError(Exception):
 class _Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None
+    lora: Lora | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias)
+        if self.lora is not None:
+            self.lora.add(y, x)
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +271,7 @@ def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
 def _linear(module: nn.Module) -> _Linear:
     if type(module) is not nn.Linear:
         raise UnknownPartError(f"{type(module).__name__} in place of a Linear")
-    return _Linear(module.weight, module.bias)
+    return _Linear(module.weight, module.bias, lora_of(module))
 
 
 def _side_by_side(*parts: _Linear) -> _Linear:
@@ -274,7 +279,8 @@ def _side_by_side(*parts: _Linear) -> _Linear:
     biases = [part.bias for part in parts if part.bias is not None]
     if biases and len(biases) < len(parts):
         raise UnknownPartError("some of the sibling projections have a bias, others not")
-    return _Linear(_cover([part.weight for part in parts]), _cover(biases) if biases else None)
+    weight = _cover([part.weight for part in parts])
+    return _Linear(weight, _cover(biases) if biases else None, side_by_side([part.lora for part in parts]))
 
 
 def _cover(tensors: list[torch.Tensor]) -> torch.Tensor:

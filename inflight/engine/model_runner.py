@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
+from inflight.engine.adapters import AdapterBank
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
 from inflight.engine.attention.hook import record_layers, run_packed
 from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
@@ -33,8 +34,10 @@ class ModelRunner:
         device: torch.device,
         fused: bool,
         cuda_graphs: bool,
+        adapters: AdapterBank | None = None,
     ):
         self._modules = list(modules)
+        self._adapters = adapters
         self._cache, self._backend, self._device = cache, backend, device
         self.last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         """By lane: the token drawn last. It never visits the host on its way into the next pass."""
@@ -79,6 +82,8 @@ class ModelRunner:
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
         """Logits [M, V], one row per draw of the schedule, in its order."""
         batch = self._batch(schedule)
+        if self._adapters is not None:
+            self._adapters.select([c.sequence.adapter for c in schedule.chunks], [c.count for c in schedule.chunks])
         if self._graphs is not None and schedule.num_single == len(schedule.chunks):
             logits = self._graphs.run(slot, batch)
         else:

@@ -55,6 +55,7 @@ from inflight.core.options import Startup
 from inflight.engine.engine import Engine
 from inflight.stream.writer import StreamWriter
 from inflight.weights.loader import Loader, Result
+from inflight.weights.receiver import Receiver
 
 logger = logging.getLogger("inflight.engine")
 
@@ -72,13 +73,15 @@ class EngineProcess:
         self._stream = stream
         self._publisher_lock = publisher_lock
         self._publisher: bytes | None = None
-        self._loading: set[int] = set()
-        """Slots that the loader works on."""
+        self._receiver = engine.receiver
+        """Of what the publisher publishes: weights or adapters."""
+        self._loading: set[tuple[Receiver, int]] = set()
+        """Slots that loaders work on."""
         self._woken, self._waking = os.pipe()
         """The loader writes to it when it has done something, which ends a wait for messages."""
         os.set_blocking(self._waking, False)
         self._results: SimpleQueue[Result] = SimpleQueue()
-        self._loader = self._new_loader()
+        self._loader = Loader(engine.receiver, self._loaded)
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -122,7 +125,7 @@ class EngineProcess:
             ticket = message.ticket
             reply = self._handle(sender, message)
             if isinstance(message, (SlotReady, SlotRequest)):
-                self._engine.receiver.handling_ns += now_ns() - began_ns
+                self._receiver.handling_ns += now_ns() - began_ns
         except InflightError as error:
             reply = self._refusal(ticket, error)
         if reply is not None:
@@ -134,7 +137,7 @@ class EngineProcess:
         return Failed(ticket=ticket, kind=type(error).__name__, message=str(error))
 
     def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
-        engine, receiver = self._engine, self._engine.receiver
+        engine, receiver = self._engine, self._receiver
         match message:
             case Hello():
                 return self._welcome(message.ticket)
@@ -194,6 +197,7 @@ class EngineProcess:
             engine_id=engine.engine_id,
             stream_endpoint=self._stream.endpoint,
             layout=engine.receiver.layout,
+            adapter_layout=engine.adapters.layout if engine.adapters is not None else None,
             device=str(engine.device),
             num_slots=len(engine.receiver.slots),
             max_sequences=engine.max_sequences,
@@ -210,7 +214,7 @@ class EngineProcess:
         engine = self._engine
         return Status(
             ticket=ticket,
-            version=engine.receiver.version,
+            version=engine.version,
             step=engine.step_count,
             num_waiting=engine.scheduler.num_waiting,
             num_running=len(engine.scheduler.running),
@@ -231,35 +235,36 @@ class EngineProcess:
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """A publisher holds the lock, so any earlier one is gone: it gets all slots that are not in use."""
-        receiver = self._engine.receiver
+        engine = self._engine
+        if message.adapters and engine.adapters is None:
+            raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
+        receiver = engine.adapters.receiver if message.adapters and engine.adapters is not None else engine.receiver
         difference = receiver.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
         self._publisher = sender
+        self._receiver = receiver
         self._loader.retire()
-        self._loader = self._new_loader()
-        free = receiver.attach(in_use=self._engine.slot_in_use)
+        self._loader = Loader(receiver, self._loaded)
+        free = receiver.attach(in_use=engine.slot_in_use(receiver))
         return Attached(
             ticket=message.ticket,
             layout=receiver.layout,
             slots=[slot.descriptor() for slot in receiver.slots] if message.map_slots else [],
-            free=[slot for slot in free if slot not in self._loading],
-            version=receiver.newest_version,
+            free=[slot for slot in free if (receiver, slot) not in self._loading],
+            version=engine.newest_version,
         )
 
     def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
-        if job.slot in self._loading:
+        if (self._receiver, job.slot) in self._loading:
             raise ProtocolError(f"slot {job.slot} is being filled")
-        self._loading.add(job.slot)
+        self._loading.add((self._receiver, job.slot))
         self._loader.submit(sender, job)
 
     def _take_results(self) -> None:
         """What loaders have done since the last pass."""
         while not self._results.empty():
             self._take_result(self._results.get())
-
-    def _new_loader(self) -> Loader:
-        return Loader(self._engine.receiver.layout, self._engine.receiver.slots, self._loaded)
 
     def _loaded(self, result: Result) -> None:
         """Called by a loader's thread."""
@@ -272,17 +277,17 @@ class EngineProcess:
         if isinstance(job, Join):
             answer = Joined(ticket=job.ticket)
         else:
-            self._loading.remove(job.slot)
+            self._loading.remove((result.receiver, job.slot))
             answer = Filled(ticket=job.ticket)
         if error is not None:
             answer = self._refusal(job.ticket, error)
         if result.sender != self._publisher:  # it is gone, and the next one may have the slot
-            if self._publisher is not None and not isinstance(job, Join):
+            if self._publisher is not None and result.receiver is self._receiver and not isinstance(job, Join):
                 self._send(self._publisher, SlotFree(slot=job.slot))
         elif not isinstance(job, SlotReady):
             self._send(result.sender, answer)
         elif error is None:
-            self._engine.receiver.ready(job)
+            self._receiver.ready(job)
         else:
             self._send(result.sender, answer)
             self._send(result.sender, SlotFree(slot=job.slot))
@@ -293,9 +298,9 @@ class EngineProcess:
 
     def _lend_slots(self) -> None:
         """No forward pass reads an idle slot any more, unless it is the one that is under way."""
-        receiver = self._engine.receiver
+        receiver = self._receiver
         if self._publisher is not None:
-            for slot in receiver.lend(in_use=self._engine.slot_in_use):
+            for slot in receiver.lend(in_use=self._engine.slot_in_use(receiver)):
                 began_ns = now_ns()
                 self._send(self._publisher, SlotFree(slot=slot))
                 receiver.handling_ns += now_ns() - began_ns

@@ -219,31 +219,48 @@ def _candidates(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(scores [F, K] by falling probability, their token ids i64[F, K], which of them are kept bool[F, K])."""
     vocabulary = scaled_FV.shape[1]
-    ranks_FV = _ranks(scaled_FV)
     most = max(p.top_k or vocabulary for p in params)
     few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all that top-k keeps
     if most >= vocabulary and few and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
         # Sorting is slow and what top-p or min-p keep is mostly few: try that first. (On a GPU, asking whether it was
         # enough would wait for the device.)
-        order_FK = ranks_FV.topk(_MANY).indices
+        order_FK = _best(scaled_FV, _MANY)
         best_FK = scaled_FV.gather(1, order_FK)
         probs_FK = torch.exp(best_FK - scaled_FV.logsumexp(-1, keepdim=True))
         kept_FK = kept_prefix(probs_FK, params)
         if not bool(kept_FK[:, -1].any()):
             return best_FK, order_FK, kept_FK
-    order_FK = ranks_FV.topk(most).indices if most < vocabulary else ranks_FV.sort(descending=True).indices
+    order_FK = _best(scaled_FV, most) if most < vocabulary else _ranks(scaled_FV).sort(descending=True).indices
     sorted_FK = scaled_FV.gather(1, order_FK)
     probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
     return sorted_FK, order_FK, kept_prefix(probs_FK, params)
 
 
-def _ranks(scores_FV: torch.Tensor) -> torch.Tensor:
+def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
+    """Token ids i64[F, count] of the best scores by rank.
+
+    On a CPU, ranks of a whole vocabulary cost ten times as much as `topk` of the scores. So only some more than are
+    asked for get ranks there, and the whole row where ties go on beyond them. (On a GPU, asking would wait.)
+    """
+    some = count + count // 2 + 64
+    if scores_FV.device.type != "cpu" or some >= scores_FV.shape[1]:
+        return _ranks(scores_FV).topk(count).indices
+    scores_FS, ids_FS = scores_FV.topk(some)
+    best_FK = ids_FS.gather(1, _ranks(scores_FS, ids_FS).topk(count).indices)
+    tied_F = ~(scores_FS[:, -1] < scores_FS[:, count - 1])  # or NaN
+    if bool(tied_F.any()):
+        best_FK[tied_F] = _ranks(scores_FV[tied_F]).topk(count).indices
+    return best_FK
+
+
+def _ranks(scores_FV: torch.Tensor, ids_FV: torch.Tensor | None = None) -> torch.Tensor:
     """i64[F, V], in the order of the scores, f32, and among equal ones in that of falling token ids. No two are equal,
     so that the best of them are the same ones however many are asked for; `topk` of scores promises no such thing."""
+    if ids_FV is None:
+        ids_FV = torch.arange(scores_FV.shape[1], device=scores_FV.device)
     bits_FV = scores_FV.view(torch.int32)
     ordered_FV = bits_FV ^ ((bits_FV >> 31) & 0x7FFFFFFF)
-    falling_V = torch.arange(scores_FV.shape[1] - 1, -1, -1, device=scores_FV.device)
-    return (ordered_FV.long() << 32) | falling_V
+    return (ordered_FV.long() << 32) | (0x7FFFFFFF - ids_FV)
 
 
 def kept_prefix(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:

@@ -26,6 +26,7 @@ class Sequence:
     params: SamplingParams
     max_tokens: int
     """params.max_tokens, or what the context leaves."""
+    adapter: str | None = None
     pin: int | None = UNPINNED
     """The weight version that draws all of its tokens; None: whichever is live."""
     tokens: list[int] = field(default_factory=list)
@@ -116,6 +117,9 @@ class Scheduler:
         """Sequences by pin."""
         self._holding: dict[int, Sequence] = {}
         """Forks that wait with blocks of their parents, by request id."""
+        self.policies: dict[str, int] = {}
+        """Adapter → a number that tells what it computes now, with the weights under it, from all else that computed
+        keys and values."""
 
     @property
     def has_work(self) -> bool:
@@ -173,14 +177,19 @@ class Scheduler:
         for sequence in list(self._holding.values()):
             self._drop(sequence)
 
-    def recompute_unpinned(self) -> None:
+    def recompute_unpinned(self, *, adapted: bool) -> None:
         """Sequences that are not pinned and draw a token in each pass compute their keys and values again. Those that
-        are not that far go on. Forks that wait let go of what their parents computed."""
+        are not that far go on. Forks that wait let go of what their parents computed. adapted: only those that use an
+        adapter."""
+
+        def is_meant(sequence: Sequence) -> bool:
+            return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
+
         for sequence in reversed(list(self.running.values())):
-            if sequence.pin is UNPINNED and sequence.has_drawn_in_lane:
+            if is_meant(sequence) and sequence.has_drawn_in_lane:
                 self._send_back(sequence)
         for fork in list(self._holding.values()):
-            if fork.pin is UNPINNED:
+            if is_meant(fork):
                 self._drop(fork)
 
     def schedule(self, version: int, *, live: bool) -> Schedule:
@@ -236,11 +245,15 @@ class Scheduler:
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _advance(self, sequence: Sequence, count: int, version: int) -> Chunk:
-        start = sequence.computed
+        start, policy = sequence.computed, self._policy(sequence, version)
         sequence.computed += count
-        if sequence.kv_version != version:
-            sequence.kv_version = version if sequence.kv_version == NO_VERSION else MIXED
+        if sequence.kv_version != policy:
+            sequence.kv_version = policy if sequence.kv_version == NO_VERSION else MIXED
         return Chunk(sequence, start, count)
+
+    def _policy(self, sequence: Sequence, version: int) -> int:
+        """What computes the keys and values of a sequence in a pass under this version of the weights."""
+        return version if sequence.adapter is None else self.policies[sequence.adapter]
 
     def _let_follow(self, leader: Sequence) -> list[Sequence]:
         """If the leader's prompt is computed, its followers that find room join it; the others queue on their own."""
@@ -275,7 +288,7 @@ class Scheduler:
         """Give a lane to the first of its queue if all of it fits, with a block to spare for each that may grow."""
         matched = not sequence.computed
         if matched:
-            sequence.computed = self._cache.match(sequence, version)
+            sequence.computed = self._cache.match(sequence, self._policy(sequence, version))
         while not self._cache.has_room(sequence, sequence.length + 1, spare=self._num_growing()):
             if self.running or not self._take_from_waiting(sequence):
                 if matched:

@@ -70,6 +70,10 @@ class CudaSlot:
         uuid = str(torch.cuda.get_device_properties(self.buffer.device).uuid)
         return CudaIpcDescriptor(uuid, self.nbytes, handle, size, offset, counter, counter_offset, event, sync)
 
+    def split(self, count: int) -> list["CudaSlot"]:
+        """Slots of equal size in the memory of this one."""
+        return [CudaSlot(part) for part in self.buffer.split(self.nbytes // count)]
+
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""
 

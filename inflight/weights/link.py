@@ -29,6 +29,7 @@ from inflight.core.messages import (
     decode_from_engine,
     encode,
 )
+from inflight.weights.sources import Source
 
 _POLL_MS = 100
 Answer = TypeVar("Answer", Welcome, Attached)
@@ -60,7 +61,7 @@ class EngineLink:
     what `address.check` raises. Not for use from several threads at once.
     """
 
-    def __init__(self, address: Address, layout: WeightLayout, *, map_slots: bool, timeout_s: float):
+    def __init__(self, address: Address, source: Source, *, map_slots: bool, timeout_s: float):
         """`timeout_s`: for the engine's answers to questions, of which a slot is none."""
         self.address = address
         self._timeout_s = timeout_s
@@ -72,7 +73,9 @@ class EngineLink:
         try:
             self.welcome = self._ask(Hello(), Welcome)
             self._lock_file = _lock(self.welcome.publisher_lock)
-            self.attached = self._ask(Attach(layout=layout, map_slots=map_slots), Attached)
+            offer = source.offer(self.welcome)
+            attach = Attach(layout=offer.layout, map_slots=map_slots, adapters=offer.adapters)
+            self.attached = self._ask(attach, Attached)
         except BaseException:
             self.release()
             raise

@@ -3,7 +3,7 @@ on, and compares checksums. The engine's loop gives it jobs and collects results
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -11,13 +11,12 @@ from queue import SimpleQueue
 import torch
 
 from inflight.core.errors import BroadcastError, ChecksumError, InflightError, ProtocolError
-from inflight.core.layout import WeightLayout
 from inflight.core.messages import BroadcastOrigin, Fill, Join, SlotReady
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.files import read_version
 from inflight.weights.groups import Group
-from inflight.weights.receiver import Slot
+from inflight.weights.receiver import Receiver
 
 Job = Join | Fill | SlotReady
 
@@ -26,6 +25,7 @@ Job = Join | Fill | SlotReady
 class Result:
     """What became of a job."""
 
+    receiver: Receiver
     sender: bytes
     job: Job
     error: InflightError | None
@@ -34,11 +34,13 @@ class Result:
 class Loader:
     """The jobs of one publisher, one after another. `done` is called from the thread with what became of each."""
 
-    def __init__(self, layout: WeightLayout, slots: Sequence[Slot], done: Callable[[Result], None]):
-        self._layout, self._slots, self._done = layout, slots, done
+    def __init__(self, receiver: Receiver, done: Callable[[Result], None]):
+        """`receiver` is only looked at for its slots."""
+        self._receiver, self._done = receiver, done
+        self._layout, self._slots = receiver.layout, receiver.slots
         self._retired = False
         self._jobs: SimpleQueue[tuple[bytes, Job] | None] = SimpleQueue()
-        self._device = slots[0].buffer.device
+        self._device = self._slots[0].buffer.device
         self._group: Group | None = None
         self._holds: dict[int, int] = {}
         """Slot → the version that it was filled with here, as a base for deltas."""
@@ -72,7 +74,7 @@ class Loader:
                     error = caught
                 except Exception as caught:  # reported to the publisher
                     error = InflightError(f"{type(job).__name__} failed: {caught!r}")
-                self._done(Result(sender, job, error))
+                self._done(Result(self._receiver, sender, job, error))
         if self._group is not None:
             self._group.close()
 

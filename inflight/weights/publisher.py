@@ -16,10 +16,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import ChecksumError, InflightError, NonFiniteWeightsError
+from inflight.core.errors import ChecksumError, InflightError, LayoutMismatchError, NonFiniteWeightsError
 from inflight.weights.checksum import checksum
 from inflight.weights.link import Address, EngineLink, Published
-from inflight.weights.sources import source_of
+from inflight.weights.lora import PeftSource, is_peft
+from inflight.weights.sharded import is_sharded
+from inflight.weights.sources import ModelSource, ShardedSource, Source
 from inflight.weights.stage import Stage
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports import Slots, Transport, map_slot
@@ -68,8 +70,10 @@ class Publisher:
     """Publishes a model's parameters to one engine or several.
 
     The model's tensor names and shapes must be the engines'; its dtypes may differ (fp32 masters are cast into bf16
-    slots). Of a model that FSDP2 or ZeRO-3 spreads over ranks, rank 0 makes the Publisher and each other rank a
-    ShardSender. Raises LayoutMismatchError, naming what differs, or PublisherConflictError if another publisher lives.
+    slots). Of a PEFT model only the adapters travel to an engine that was launched with `lora_rank`; to another one go
+    the weights with the active adapters merged in. Of a model that FSDP2 or ZeRO-3 spreads over ranks, rank 0 makes the
+    Publisher and each other rank a ShardSender. Raises LayoutMismatchError, naming what differs, or
+    PublisherConflictError if another publisher lives.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class Publisher:
         self._closing = False
         self._error: InflightError | None = None
         self._refused: Exception | None = None
-        self._source = source_of(model)
+        self._source = _source_of(model)
         self._gpu = self._source.device if self._source.device.type == "cuda" else None
         self._written: Any = None  # events on the trainer's and on the copy's stream
         self._copied: Any = None
@@ -214,7 +218,7 @@ class Publisher:
 
     def _attach(self, address: Address, transport: Transport) -> EngineLink:
         map_slots = isinstance(transport, Slots)
-        return EngineLink(address, self._source.layout, map_slots=map_slots, timeout_s=self._timeout_s)
+        return EngineLink(address, self._source, map_slots=map_slots, timeout_s=self._timeout_s)
 
     def _add(self, address: Address, transport: Transport) -> None:
         if not isinstance(self._target, Stage):
@@ -294,6 +298,18 @@ class Publisher:
             self._copying = False
             self._pending = None
             self._condition.notify_all()
+
+
+def _source_of(model: nn.Module) -> Source:
+    """What fits the model. For a sharded one all ranks make theirs at once."""
+    if is_sharded(model):
+        if is_peft(model):
+            raise LayoutMismatchError(
+                "adapters on a model that is spread over ranks cannot be published; shard the model without them, or "
+                "train them on one rank"
+            )
+        return ShardedSource(model)
+    return PeftSource(model) if is_peft(model) else ModelSource(model)
 
 
 def _address(engine: Engine) -> Address:

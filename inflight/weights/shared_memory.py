@@ -5,6 +5,7 @@ made, so a full /dev/shm is an error at start and not a bus error in the middle 
 each of its files; the kernel drops the lock when the engine dies, and the next engine to start removes such orphans.
 """
 
+import copy
 import fcntl
 import mmap
 import os
@@ -31,7 +32,8 @@ class SharedMemorySlot:
 
     def __init__(self, path: Path, file: int, nbytes: int, *, owned: bool):
         self.path = path
-        self.nbytes = nbytes
+        self.nbytes, self._offset = nbytes, 0
+        self._whole: SharedMemorySlot | None = None
         # Mapped whole at once: else the first publish, and the first forward pass over it, would fault in page by page.
         memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
@@ -67,13 +69,27 @@ class SharedMemorySlot:
         except OSError as error:
             raise ProtocolError(f"the engine's slot {descriptor.path} cannot be opened: {error}") from error
         size = os.fstat(file).st_size
-        if size != descriptor.nbytes:
+        if size != descriptor.file_bytes:
             os.close(file)
-            raise ProtocolError(f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.nbytes}")
-        return cls(Path(descriptor.path), file, size, owned=False)
+            raise ProtocolError(
+                f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.file_bytes}"
+            )
+        return cls(Path(descriptor.path), file, size, owned=False)._part(descriptor.offset, descriptor.nbytes)
+
+    def split(self, count: int) -> list["SharedMemorySlot"]:
+        """Slots of equal size in the memory of this one."""
+        size = self.nbytes // count
+        return [self._part(index * size, size) for index in range(count)]
+
+    def _part(self, offset: int, nbytes: int) -> "SharedMemorySlot":
+        part = copy.copy(self)
+        part.buffer, part._offset, part.nbytes = self.buffer[offset : offset + nbytes], offset, nbytes
+        part._whole = self  # the end of which would remove the file
+        return part
 
     def descriptor(self) -> SharedMemoryDescriptor:
-        return SharedMemoryDescriptor(str(self.path), self.nbytes)
+        file_bytes = self.buffer.untyped_storage().nbytes()
+        return SharedMemoryDescriptor(str(self.path), self.nbytes, self._offset, file_bytes)
 
     def unlink(self) -> None:
         """Remove the name, if we made it; the memory lives until the last process unmaps it."""

@@ -1,6 +1,7 @@
 """What a publisher reads: a model in this process, or the part of this rank of one that is spread over several."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,16 +9,28 @@ from torch import nn
 
 from inflight.core.errors import InflightError
 from inflight.core.layout import WeightLayout
-from inflight.weights.sharded import ShardGroup, is_sharded
+from inflight.core.messages import Welcome
+from inflight.weights.sharded import ShardGroup
 from inflight.weights.tensors import fill, layout_of, published_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a publisher offers an engine: tensors of this layout, in the publisher's own dtypes."""
+
+    layout: WeightLayout
+    adapters: bool = False
+    """Whether they are adapters, and not weights."""
 
 
 class Source(Protocol):
     """Tensors that are published under names that the engine knows."""
 
-    layout: WeightLayout
-    """Of the tensors in their own dtypes."""
     device: torch.device
+
+    def offer(self, welcome: Welcome) -> Offer:
+        """What fits this engine. Raises LayoutMismatchError if nothing does."""
+        ...
 
     def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
         """The layout of the slots and the version that the engine has, or what kept the publisher from them."""
@@ -38,8 +51,10 @@ class ModelSource:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self.layout = layout_of(model)
         self.device = next(model.parameters()).device
+
+    def offer(self, welcome: Welcome) -> Offer:
+        return Offer(layout_of(self._model))
 
     def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
         """Nobody else is to know."""
@@ -60,8 +75,11 @@ class ShardedSource:
 
     def __init__(self, model: nn.Module):
         self._group = ShardGroup(model)
-        self.layout = layout_of(model)
+        self._layout = layout_of(model)
         self.device = next(model.parameters()).device
+
+    def offer(self, welcome: Welcome) -> Offer:
+        return Offer(self._layout)
 
     def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
         self._group.introduce(engine)
@@ -75,8 +93,3 @@ class ShardedSource:
 
     def close(self) -> None:
         self._group.command()
-
-
-def source_of(model: nn.Module) -> Source:
-    """The source that fits the model. For a sharded one all ranks are to make theirs at once."""
-    return ShardedSource(model) if is_sharded(model) else ModelSource(model)

@@ -1,0 +1,147 @@
+"""Low-rank adapters (LoRA) beside the weights: every request draws with its own, or with none.
+
+All adapters of an engine lie side by side in a slot of their own, of which there are two, and change hands as the slots
+of the weights do: a publish fills the idle one, and the next forward pass reads it. Both are parts of one allocation,
+so that a row's adapter is a number and a CUDA graph can go on reading the same addresses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from inflight_kernels import add_lora
+from torch import nn
+from transformers import PreTrainedModel
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.core.layout import DTYPE_BYTES, WeightLayout
+from inflight.weights.receiver import Receiver, Slot
+from inflight.weights.tensors import dtype_name
+
+SLOTS = 2
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+_ATTRIBUTE = "inflight_lora"
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """The adapters of one projection, or of several that are computed as one."""
+
+    bank: "AdapterBank"
+    a_SPK: torch.Tensor
+    b_SNR: torch.Tensor
+    widths: tuple[int, ...]
+
+    def add(self, y_TN: torch.Tensor, x_TK: torch.Tensor) -> None:
+        """Add to the rows of y what their adapters make of the rows of x."""
+        if self.bank.active:
+            add_lora(y_TN, x_TK, self.a_SPK, self.b_SNR, self.widths, self.bank.rows[: len(x_TK)])
+
+
+class AdapterBank:
+    """Adapters by name, of one rank, on the projections of attention and MLP in every layer.
+
+    Zero to begin with. Raises UnsupportedModelError if the model has no such projections.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        names: Sequence[str],
+        rank: int,
+        *,
+        max_tokens: int,
+        make_slot: Callable[[int], Slot],
+        always: bool,
+    ):
+        """max_tokens: of one pass. always: compute adapters in passes that need none, as CUDA graphs do."""
+        targets = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in _PROJECTIONS
+        }
+        if not targets:
+            raise UnsupportedModelError(f"{type(model).__name__} has none of {', '.join(_PROJECTIONS)} for adapters")
+        self.names = {name: index for index, name in enumerate(names)}
+        self.layout = _layout(targets, names, rank)
+        memory = make_slot(SLOTS * self.layout.total_bytes)
+        self.receiver = Receiver(self.layout, memory.split(SLOTS))
+        self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=memory.buffer.device)
+        """Of the pass under way, by token: which adapter of which slot, −1 for none."""
+        self.active = self._always = always
+        self._num_rows = 0
+        first = next(iter(targets.values())).weight
+        words, size = memory.buffer.view(first.dtype), DTYPE_BYTES[dtype_name(first.dtype)]
+        stride = self.layout.total_bytes // len(names) // size
+        self._places = {spec.name: (spec.offset // size, spec.shape) for spec in self.layout.tensors}
+        self._first_name, self._words, self._stride = names[0], words, stride
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Let the projections of a module over some slot find their adapters: those that run as Transformers runs
+        them by a hook, fused ones by `lora_of`."""
+        for name, module in model.named_modules():
+            if f"{self._first_name}.{name}.lora_A" in self._places:
+                setattr(module, _ATTRIBUTE, self._lora(name))
+                module.register_forward_hook(_add)
+
+    def select(self, adapters: Sequence[str | None], counts: Sequence[int]) -> None:
+        """Before a pass: the adapter of each sequence, of which the live slot is read, and the number of its tokens."""
+        self.active = self._always or any(adapter is not None for adapter in adapters)
+        if not self.active and not self._num_rows:
+            return
+        slot = self.receiver.live
+        assert slot is not None
+        indices = [-1 if name is None else slot * len(self.names) + self.names[name] for name in adapters]
+        rows = torch.from_numpy(np.repeat(np.array(indices, np.int32), counts))
+        if self.rows.is_cuda:
+            rows = rows.pin_memory()
+        self.rows[: len(rows)].copy_(rows, non_blocking=True)
+        self.rows[len(rows) : self._num_rows] = -1
+        self._num_rows = len(rows)
+
+    def _lora(self, module: str) -> Lora:
+        (a_offset, (rank, inputs)), (b_offset, (outputs, _)) = (
+            self._places[f"{self._first_name}.{module}.lora_{part}"] for part in "AB"
+        )
+        count = SLOTS * len(self.names)
+        a_SPK = self._words.as_strided((count, rank, inputs), (self._stride, inputs, 1), a_offset)
+        b_SNR = self._words.as_strided((count, outputs, rank), (self._stride, rank, 1), b_offset)
+        return Lora(self, a_SPK, b_SNR, (outputs,))
+
+
+def lora_of(module: nn.Module) -> Lora | None:
+    """The adapters of a projection, if the engine has any."""
+    return getattr(module, _ATTRIBUTE, None)
+
+
+def side_by_side(parts: Sequence[Lora | None]) -> Lora | None:
+    """The adapters of projections that are computed as one. They lie one after another, as their weights do."""
+    loras = [lora for lora in parts if lora is not None]
+    if not loras:
+        return None
+    first, rank = loras[0], loras[0].b_SNR.shape[2]
+    for before, after in pairwise(loras):
+        assert after.a_SPK.data_ptr() == before.a_SPK.data_ptr() + before.a_SPK[0].nbytes
+        assert after.b_SNR.data_ptr() == before.b_SNR.data_ptr() + before.b_SNR[0].nbytes
+    widths = tuple(width for lora in loras for width in lora.widths)
+    a_SPK = first.a_SPK.as_strided((len(first.a_SPK), rank * len(loras), first.a_SPK.shape[2]), first.a_SPK.stride())
+    b_SNR = first.b_SNR.as_strided((len(first.b_SNR), sum(widths), rank), first.b_SNR.stride())
+    return Lora(first.bank, a_SPK, b_SNR, widths)
+
+
+def _layout(targets: dict[str, nn.Linear], names: Sequence[str], rank: int) -> WeightLayout:
+    tensors = []
+    for name in names:
+        for target, module in targets.items():
+            dtype = dtype_name(module.weight.dtype)
+            tensors.append((f"{name}.{target}.lora_A", (rank, module.in_features), dtype))
+            tensors.append((f"{name}.{target}.lora_B", (module.out_features, rank), dtype))
+    return WeightLayout.build(tensors)
+
+
+def _add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    lora = lora_of(module)
+    if lora is not None:
+        lora.add(output.flatten(0, -2), args[0].flatten(0, -2))
