@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight_kernels import _copy_triton, copy_all, quantize_rows
+from inflight_kernels import ScaledCopies, _copy_triton, copy_all, quantize_rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -46,7 +46,7 @@ def test_the_copy_moves_16_bytes_at_a_time_and_rounds_to_nearest(capability):
     dtype=st.sampled_from(DTYPES),
     rows=st.integers(0, 5),
     width=st.integers(1, 100),
-    exponent=st.integers(-20, 15),
+    exponent=st.integers(-20, 13),
     seed=st.integers(0, 100),
 )
 def test_a_quantized_row_is_as_near_as_e4m3_allows(dtype, rows, width, exponent, seed):
@@ -82,3 +82,28 @@ def test_shapes_and_dtypes_that_do_not_fit_a_quantization_are_named():
         quantize_rows(result, scales, torch.zeros(3, 2))
     with pytest.raises(ValueError, match=r"expected a destination of torch.float8_e4m3fn .* got torch.float32 and"):
         quantize_rows(result.float(), scales, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [6, 8])  # the last two are not contiguous, and special
+def test_copies_times_a_factor_round_once(to, source, length):
+    sources = [torch.randn(n).to(source) for n in (1, 7, 16, 33, 1000, 0)]
+    sources.append(torch.randn(9, 5).to(source)[:, 1:4])
+    sources.append(torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(source))
+    destinations = [torch.full(s.shape, 7.0, dtype=to) for s in sources]
+    factors = [1.0, 0.3, -2.0, 1e-3, 1 / 3, 5.0, 0.1, 1.0]
+    copies = ScaledCopies(destinations[:length], sources[:length])
+    for _ in range(3):
+        copies.run(factors[:length])
+        for destination, s, factor in list(zip(destinations, sources, factors, strict=True))[:length]:
+            torch.testing.assert_close(destination, (s.float() * factor).to(to), rtol=0, atol=0, equal_nan=True)
+        sources[1].add_(1)  # another value
+        sources[2].data = sources[2] * 2  # in another place
+
+
+def test_factors_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="a source of its shape"):
+        ScaledCopies([torch.zeros(2)], [torch.zeros(3)])
+    with pytest.raises(ValueError, match="a factor for each of 1 tensors, got 0"):
+        ScaledCopies([torch.zeros(2)], [torch.zeros(2)]).run([])

@@ -36,18 +36,11 @@ def with_adapters(name: str, *adapters: str, rank: int = 4, targets: object = "a
 def publish_adapters(engine, model) -> None:
     """Into the idle slot of an engine in this process."""
     receiver, source = engine.adapters.receiver, PeftSource(model)
-    source.offer(Welcome(receiver.layout))
+    source.offer_to(receiver.layout)
     slot = receiver.lend(in_use=engine.slot_in_use(receiver))[0]
     version = engine.newest_version + 1
     source.fill(slot_views(receiver.slots[slot].buffer, receiver.layout), version)
     receiver.ready(SlotReady(slot, version, receiver.layout.fingerprint, 0))
-
-
-class Welcome:
-    """As much of an engine's as a source looks at."""
-
-    def __init__(self, adapter_layout):
-        self.adapter_layout = adapter_layout
 
 
 def run(engine, prompts, after: dict | None = None):

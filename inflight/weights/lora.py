@@ -4,11 +4,11 @@ A PEFT model is told by its attributes, so that PEFT need not be installed. What
 α / r · B, cast to the engine's dtype; projections that it leaves alone, and ranks that it does not have, are zero.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from inflight_kernels import copy_all
+from inflight_kernels import ScaledCopies, copy_all
 from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
@@ -24,6 +24,20 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
 
+class _Part:
+    """An adapter on one projection: A [r, K], B [N, r] and α / r."""
+
+    def __init__(self, name: str, module: Any, adapter: str):
+        self.name = name
+        self.a: torch.Tensor = module.lora_A[adapter].weight
+        self.b: torch.Tensor = module.lora_B[adapter].weight
+        self._scaling, self._adapter = module.scaling, adapter
+
+    @property
+    def scale(self) -> float:
+        return self._scaling[self._adapter]
+
+
 class PeftSource(ModelSource):
     """Adapters, to engines that hold adapters; to others the weights with the active adapters merged in."""
 
@@ -31,32 +45,49 @@ class PeftSource(ModelSource):
         super().__init__(model)
         self._base: nn.Module = unwrap(model).base_model.model  # pyright: ignore
         self._wants_adapters = False
+        self._parts: list[_Part] = []
+        self._copies: dict[int, ScaledCopies] = {}
+        """By the slot that they go to."""
+        self._unused: list[str] = []
+        """Tensors of the engine's adapters that this model has none for."""
         for name, module in self._base.named_modules():
             if _adapters_of(module):
                 _check(name, module)
 
     def offer(self, welcome: Welcome) -> Offer:
         """Raises LayoutMismatchError, naming it, for an adapter that does not fit those of the engine."""
-        self._wants_adapters = welcome.adapter_layout is not None
         if welcome.adapter_layout is None:
+            self._wants_adapters = False
             tensors = self._merged_names()
             return Offer(WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()))
-        shapes = {spec.name: spec.shape for spec in welcome.adapter_layout.tensors}
-        for name, (a, b, _) in self._parts():
-            expected = shapes.get(f"{name}.lora_A"), shapes.get(f"{name}.lora_B")
+        return self.offer_to(welcome.adapter_layout)
+
+    def offer_to(self, adapter_layout: WeightLayout) -> Offer:
+        """Adapters for slots of this layout. Raises as `offer` does."""
+        self._wants_adapters = True
+        shapes = {spec.name: spec.shape for spec in adapter_layout.tensors}
+        self._parts = [
+            _Part(f"{adapter}.{name}", module, adapter)
+            for name, module in self._base.named_modules()
+            for adapter in _adapters_of(module)
+        ]
+        for part in self._parts:
+            expected = shapes.pop(f"{part.name}.lora_A", None), shapes.pop(f"{part.name}.lora_B", None)
             if None in expected:
                 raise LayoutMismatchError(
-                    f"the engine has no adapter {name}; it was launched with adapters for "
-                    f"{', '.join(sorted({module.split('.')[0] for module in shapes}))} on projections of attention and "
-                    "MLP"
+                    f"the engine has no adapter {part.name}; it was launched with adapters for "
+                    f"{', '.join(sorted({spec.name.split('.')[0] for spec in adapter_layout.tensors}))} on projections "
+                    "of attention and MLP"
                 )
             (rank, inputs), (outputs, _) = expected  # pyright: ignore
-            if len(a) > rank or (a.shape[1], len(b)) != (inputs, outputs):
+            if len(part.a) > rank or (part.a.shape[1], len(part.b)) != (inputs, outputs):
                 raise LayoutMismatchError(
-                    f"adapter {name} has rank {len(a)} and takes {a.shape[1]} to {len(b)}; in the engine it has rank "
-                    f"{rank} and takes {inputs} to {outputs}; launch with lora_rank={len(a)} or more"
+                    f"adapter {part.name} has rank {len(part.a)} and takes {part.a.shape[1]} to {len(part.b)}; in "
+                    f"the engine it has rank {rank} and takes {inputs} to {outputs}; launch with "
+                    f"lora_rank={len(part.a)} or more"
                 )
-        return Offer(welcome.adapter_layout, adapters=True)
+        self._unused = list(shapes)
+        return Offer(adapter_layout, adapters=True)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         if self._wants_adapters:
@@ -64,38 +95,36 @@ class PeftSource(ModelSource):
         else:
             self._fill_merged(views)
 
-    @torch.no_grad()
     def _fill_adapters(self, views: Mapping[str, torch.Tensor]) -> None:
-        parts = dict(self._parts())
-        scaled = torch._foreach_mul([b.float() for _, b, _ in parts.values()], [scale for *_, scale in parts.values()])
+        """Without a walk over the model, which takes longer than the copy."""
+        key = id(next(iter(views.values())))
+        if key not in self._copies:
+            self._copies[key] = self._copies_to(views)
+        self._copies[key].run([factor for part in self._parts for factor in (1.0, part.scale)])
+
+    @torch.no_grad()
+    def _copies_to(self, views: Mapping[str, torch.Tensor]) -> ScaledCopies:
+        """What does not depend on values: which tensor goes where, and what stays zero."""
         destinations, sources = [], []
-        for (name, (a, _, _)), b in zip(parts.items(), scaled, strict=True):
-            view_a, view_b, rank = views[f"{name}.lora_A"], views[f"{name}.lora_B"], len(a)
-            if rank < len(view_a):
-                view_a[rank:].zero_()
-                view_b[:, rank:].zero_()
+        for part in self._parts:
+            view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
+            view_a[rank:].zero_()
+            view_b[:, rank:].zero_()
             destinations += [view_a[:rank], view_b[:, :rank]]
-            sources += [a.detach(), b]
-        copy_all(destinations, sources)
-        for name, view in views.items():
-            if name.rpartition(".")[0] not in parts:
-                view.zero_()
+            sources += [part.a, part.b]
+        for name in self._unused:
+            views[name].zero_()
+        return ScaledCopies(destinations, sources)
 
     @torch.no_grad()
     def _fill_merged(self, views: Mapping[str, torch.Tensor]) -> None:
         merged = {name: tensor.detach() for name, tensor in self._merged_names().items()}
         for name, module in self._base.named_modules():
             for adapter in _unmerged(module):
-                a, b, scale = _part(module, adapter)
+                part = _Part(name, module, adapter)
                 weight = merged[f"{name}.weight"]
-                merged[f"{name}.weight"] = weight.float() + scale * (b.float() @ a.float())
+                merged[f"{name}.weight"] = weight.float() + part.scale * (part.b.float() @ part.a.float())
         copy_all(list(views.values()), [merged[name] for name in views])
-
-    def _parts(self) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor, float]]]:
-        """("ADAPTER.MODULE", (A [r, K], B [N, r], α / r)) of every adapter on every projection."""
-        for name, module in self._base.named_modules():
-            for adapter in _adapters_of(module):
-                yield f"{adapter}.{name}", _part(module, adapter)
 
     def _merged_names(self) -> dict[str, torch.Tensor]:
         """The model's own tensors under its own names."""
@@ -111,10 +140,6 @@ def _unmerged(module: Any) -> list[str]:
     """Active adapters that are not in the weight yet."""
     names = _adapters_of(module)
     return [name for name in names if name in module.active_adapters and name not in module.merged_adapters]
-
-
-def _part(module: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    return module.lora_A[adapter].weight, module.lora_B[adapter].weight, module.scaling[adapter]
 
 
 def _check(name: str, module: Any) -> None:

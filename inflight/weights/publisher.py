@@ -275,6 +275,7 @@ class Publisher:
         if self._stream is None:
             self._source.fill(views, version)
             copied = None
+            self.last_copy_s = (now_ns() - began_ns) / 1e9
         else:
             with torch.cuda.stream(self._stream):
                 if self._written is not None:
@@ -287,7 +288,7 @@ class Publisher:
             self._condition.notify_all()
         if copied is not None:
             copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
-        self.last_copy_s = (now_ns() - began_ns) / 1e9
+            self.last_copy_s = (now_ns() - began_ns) / 1e9
 
     def _refuse(self, error: Exception) -> None:
         self._refused = error

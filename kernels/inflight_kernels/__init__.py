@@ -5,7 +5,7 @@ Importing this package needs no GPU, no Triton and no compiler.
 
 from inflight_kernels.activation import gated_activation
 from inflight_kernels.attention import paged_attention
-from inflight_kernels.copy import copy_all, quantize_rows
+from inflight_kernels.copy import ScaledCopies, copy_all, quantize_rows
 from inflight_kernels.linear import linear
 from inflight_kernels.lora import add_lora
 from inflight_kernels.normalization import add_rms_norm, rms_norm
@@ -14,6 +14,7 @@ from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 
 __all__ = [
+    "ScaledCopies",
     "add_lora",
     "add_rms_norm",
     "copy_all",

@@ -588,6 +588,24 @@ int add_lora(void *y, int64_t y_stride, const void *x, int64_t x_stride, const v
     return 0;
 }
 
+// ---- copies ------------------------------------------------------------------------------------------------------
+
+// Many runs of numbers, each times its own factor: rows of (to, from, count, whether `to` and `from` are bf16).
+int copy_scaled(const int64_t *table, const float *factors, int64_t rows, int64_t total, int threads) {
+#pragma omp parallel for schedule(dynamic, 8) num_threads(total > 1 << 20 ? threads : 1)
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t *row = table + 5 * r, count = row[2];
+        void *to = (void *)row[0];
+        const void *from = (const void *)row[1];
+        const int to_bf = (int)row[3], from_bf = (int)row[4];
+        const vf factor = splat(factors[r]);
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) store(to, to_bf, i, load(from, from_bf, i) * factor);
+        for (; i < count; i++) store1(to, to_bf, i, load1(from, from_bf, i) * factors[r]);
+    }
+    return 0;
+}
+
 // ---- normalisation, activation, rotary embedding -----------------------------------------------------------------
 
 static inline __attribute__((always_inline)) void normalise(const float *x, const void *weight, void *y, int bf,

@@ -29,6 +29,7 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
     "paged_attention": [_P, _P, _P, _P, _I, _P, _L, _P, _P, _L, _I, _I, _I, _I, _F, _F, _I, _P, _I],
     "add_lora": [_P, _L, _P, _L, _P, _L, _P, _L, _I, _P, _I, _I, _P, _L, _L, _L, _I],
+    "copy_scaled": [_P, _P, _L, _L, _I],
     "linear": [_P, _L, _P, _P, _P, _I, _L, _L, _L, _I],
     "rms_norm": [_P, _L, _P, _L, _P, _P, _P, _I, _L, _L, _F, _F, _I, _I],
     "gated_activation": [_P, _L, _P, _I, _L, _L, _I, _I],

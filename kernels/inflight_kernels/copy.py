@@ -1,4 +1,5 @@
-"""Copies into a slot: many tensors at once, each cast to the dtype of its destination, and rows quantized to fp8.
+"""Copies into a slot: many tensors at once, each cast to the dtype of its destination, perhaps times a factor, and rows
+quantized to fp8.
 
 An fp8 row is x / s rounded to e4m3 with s = max|x| / 448, so that the largest value of each row becomes ±448, the
 largest that e4m3 has (Micikevicius et al. 2022, "FP8 formats for deep learning").
@@ -9,7 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from inflight_kernels import _cpu
+
 LARGEST = 448.0
+_BY_C = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @torch.no_grad()
@@ -33,6 +37,56 @@ def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         destinations, sources = _copy_triton.copy_all(destinations, sources)
     if destinations:
         torch._foreach_copy_(list(destinations), list(sources))
+
+
+class ScaledCopies:
+    """Copies of many tensors, each times a factor of its own: the product in fp32, rounded once.
+
+    Made once for the same tensors, whose values may change. On a CPU contiguous fp32 and bf16 tensors take one call.
+    Raises ValueError if shapes do not fit.
+    """
+
+    def __init__(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]):
+        if [t.shape for t in destinations] != [t.shape for t in sources]:
+            raise ValueError("expected for each destination a source of its shape")
+        self._destinations, self._sources = list(destinations), list(sources)
+        self._total = sum(source.numel() for source in sources)
+        self._addresses: list[int] = []
+        self._factors: list[float] = []
+        self._scales = torch.empty(0)
+        self._table: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def run(self, factors: Sequence[float]) -> None:
+        """Copy what the sources hold now. Raises ValueError if there is not a factor for each."""
+        if len(factors) != len(self._sources):
+            raise ValueError(f"expected a factor for each of {len(self._sources)} tensors, got {len(factors)}")
+        if self._has_moved():
+            self._table = self._make_table()
+        if factors != self._factors:
+            self._factors = list(factors)
+            self._scales = torch.tensor(self._factors, dtype=torch.float32)
+        if self._table is not None:
+            _cpu.call("copy_scaled", self._table, self._scales, len(factors), self._total)
+        else:
+            scaled = [source.float() * factor for source, factor in zip(self._sources, factors, strict=True)]
+            copy_all(self._destinations, scaled)
+
+    def _has_moved(self) -> bool:
+        """Whether some source lies elsewhere than at the last run."""
+        before, self._addresses = self._addresses, [source.data_ptr() for source in self._sources]
+        return before != self._addresses
+
+    def _make_table(self) -> torch.Tensor | None:
+        """i64[n, 5] for the C kernel, if it takes all of these tensors."""
+        tensors = (*self._destinations, *self._sources)
+        plain = all(t.dtype in _BY_C and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+        if not plain or not tensors or _cpu.library() is None:
+            return None
+        pairs = zip(self._destinations, self._sources, strict=True)
+        return torch.tensor(
+            [(to.data_ptr(), s.data_ptr(), s.numel(), _BY_C[to.dtype], _BY_C[s.dtype]) for to, s in pairs]
+        )
 
 
 @torch.no_grad()
