@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3Ne
 
 import inflight
 from inflight.core.errors import (
+    DeviceMemoryError,
     EngineDiedError,
     FrameError,
     InvalidRequestError,
@@ -27,7 +28,7 @@ from inflight.core.errors import (
     StreamGapError,
     UnsupportedModelError,
 )
-from inflight.core.messages import Failed, Prompt, SlotReady, Submit, decode_from_engine, encode
+from inflight.core.messages import CudaIpcDescriptor, Failed, Prompt, SlotReady, Submit, decode_from_engine, encode
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention.hook import ATTENTION_NAME
@@ -37,6 +38,7 @@ from inflight.engine.model_runner import probe_layers
 from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
+from inflight.weights import cuda_ipc
 from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import SharedMemorySlot, default_directory
 
@@ -256,6 +258,23 @@ def test_two_publishers_at_once(engine):
         with pytest.raises(PublisherConflictError, match=r"another publisher is attached.*close\(\) it first"):
             Publisher(engine._launcher.client.endpoint, make_model("qwen3"))
         engine.wait_for_version(first.publish())
+
+
+def test_a_container_that_forbids_cuda_ipc_is_told_what_to_change(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid device context\nmore")
+
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", refuse)
+    monkeypatch.setattr(cuda_ipc, "_device_with_uuid", lambda uuid: 0)
+    descriptor = CudaIpcDescriptor("GPU-1", 64, b"", 64, 0, b"", 0, b"", False)
+    with pytest.raises(ProtocolError, match=r"invalid device context\).*--ipc=host --pid=host.*inflight.Broadcast"):
+        cuda_ipc.CudaSlot.attach(descriptor)
+
+
+def test_memory_that_cuda_ipc_cannot_share_is_told_what_to_change(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(DeviceMemoryError, match="remove expandable_segments:True from PYTORCH_ALLOC_CONF"):
+        cuda_ipc.CudaSlot.create(64, torch.device("cuda"))
 
 
 def test_a_closed_publisher_does_not_publish(engine):

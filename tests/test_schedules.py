@@ -190,7 +190,7 @@ def schedules(model_dir, request: pytest.FixtureRequest) -> Iterator[type[Schedu
         model.set_attn_implementation("eager")
     with Engine(options, overlap=overlap) as engine:
         yield type("Schedules", (Schedules,), {"engine": engine, "models": models, "lent": []})
-        assert engine.scheduler.num_preemptions > 50
+        assert engine.scheduler.num_preemptions > 20
         assert engine.num_swaps > 50
         assert engine.cache.num_reused_tokens > 100
 

@@ -22,7 +22,6 @@ PROGRAM = Path(__file__).with_name("sharded_trainer.py")
     ("spread", "size", "dtype"),
     [
         ("fsdp2", 2, "float32"),
-        ("fsdp2", 2, "bfloat16"),
         ("fsdp2", 3, "bfloat16"),
         ("zero3", 2, "float32"),
         ("zero3-bf16", 3, "bfloat16"),

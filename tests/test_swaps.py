@@ -95,12 +95,15 @@ def test_torn_write(truth_teller_dir, slots, device):
     print(f"slots={slots}: {report}")
 
 
-TRANSPORTS = ["slots", "broadcast", "broadcast+delta", "files={}", "files={}+delta"]
+TRANSPORTS = ["slots", "broadcast", "broadcast+delta", "files={}+delta"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport):
+@pytest.mark.parametrize(
+    ("transport", "device"),
+    [(transport, "cpu") for transport in TRANSPORTS] + [pytest.param("broadcast+delta", "cuda", marks=pytest.mark.gpu)],
+)
+def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport, device):
     """One publisher, two engines, versions that may overtake each other; in each engine every token tells the truth."""
     with ExitStack() as stack:
         engines = [
@@ -111,7 +114,7 @@ def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport
             )
             for slots in (2, 3)
         ]
-        publisher = start_publisher(engines, "publish", "120", "1", "cpu", transport.format(tmp_path))
+        publisher = start_publisher(engines, "publish", "120", "1", device, transport.format(tmp_path))
         seen = [set(), set()]
         for versions, engine in zip(seen, engines, strict=True):
             for rollout in generate_until_done(engine, publisher):
@@ -126,7 +129,7 @@ def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+@pytest.mark.parametrize("transport", ["broadcast+delta", "files={}+delta"])
 def test_torn_transfer(truth_teller_dir, tmp_path, transport):
     """Publishers die in the middle of a transfer, 8 times; no token comes from what they left, and life goes on."""
     with inflight.launch(truth_teller_dir, max_sequences=8, max_context=128, threads=1, device="cpu") as engine:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import zmq
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import Worker, interpreter
@@ -30,16 +29,19 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.launcher import EngineLauncher
-from inflight.engine.loading import resolve_device
+from inflight.engine.loading import load_model, resolve_device
 from inflight.stream.reader import StreamReader
 from inflight.weights.link import Address
 from inflight.weights.publisher import Publisher
+from inflight.weights.shared_memory import default_directory
 
 QUIET_PASSES = 16
 WARM_UP_PASSES = 8
 """Not counted, at the beginning of each quiet window."""
 PUBLISHES_PER_WINDOW = 5
 PEER_PUBLISHES = 20
+_MOST_COPIED_BYTES = 2 << 30
+"""In the plain copy that a publish is compared with."""
 _TIMEOUT_MS = 60_000
 
 
@@ -70,7 +72,7 @@ class _Samples:
     swaps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     copies_s: list[float] = field(default_factory=list)
-    memcpys_s: list[float] = field(default_factory=list)
+    memcpys_gb_s: list[float] = field(default_factory=list)
 
 
 def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
@@ -78,9 +80,10 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
 
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
     between a sequence's tokens across a swap over that without; copy_gb_s and memcpy_gb_s count bytes read and bytes
-    written per second, of a publish and of a plain copy of as many bytes while the engine draws. With a peer,
-    peer_stall_ms: pausing it, loading the same weights from a directory and resuming, requests kept with their caches
-    (its p99 is the longest of about 20).
+    written per second, of a publish and of a plain copy of as many bytes (at most 2 GiB) while the engine draws; grown:
+    what both processes and the device hold more at the end than after the first round. With a peer, peer_stall_ms:
+    pausing it, loading the same weights from a directory and resuming, requests kept with their caches (its p99 is the
+    longest of about 20).
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
     if settings.peer:
@@ -88,7 +91,9 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
     device = resolve_device(settings.device).type
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary:
         progress("saving the model")
-        model = prepare_model(settings.model, settings.dtype, settings.seed, device, Path(temporary))
+        model = prepare_model(
+            settings.model, settings.dtype, settings.seed, device, Path(temporary) if settings.peer else None
+        )
         setup = Setup(
             model=model.path,
             device=device,
@@ -101,9 +106,11 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
             seed=settings.seed,
         )
         with _kept_apart(device) as (engine_side, trainer_side):
-            samples, copied_bytes, num_rounds = _measure_ours(settings, setup, engine_side, trainer_side, progress)
+            samples, copied_bytes, num_rounds, grown = _measure_ours(
+                settings, setup, engine_side, trainer_side, progress
+            )
             peer = _measure_peer(settings, setup, engine_side, Path(temporary), progress)
-    copy_s, memcpy_s = float(np.median(samples.copies_s)), float(np.median(samples.memcpys_s))
+    copy_s = float(np.median(samples.copies_s))
     quiet, across = percentiles(samples.quiet_gaps), percentiles(samples.swap_gaps)
     return {
         "bench": "swap",
@@ -120,7 +127,8 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
         "weight_bytes": copied_bytes // 2,
         "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
         "copy_gb_s": copied_bytes / copy_s / 1e9,
-        "memcpy_gb_s": copied_bytes / memcpy_s / 1e9,
+        "memcpy_gb_s": float(np.median(samples.memcpys_gb_s)),
+        "grown": grown,
         **peer,
     }
 
@@ -166,8 +174,8 @@ def _measure_ours(
     engine_side: Callable[[], None],
     trainer_side: Callable[[], None],
     progress: Callable[[str], None],
-) -> tuple[_Samples, int, int]:
-    """(samples, bytes that a publish reads and writes, rounds of prompts that it took)."""
+) -> tuple[_Samples, int, int, dict[str, int]]:
+    """(samples, bytes that a publish reads and writes, rounds of prompts that it took, what has grown meanwhile)."""
     samples = _Samples()
     with ExitStack() as stack:
         progress(f"{OURS} is loading the model")
@@ -188,24 +196,40 @@ def _measure_ours(
         trainer_side()
         reader = StreamReader(launcher.welcome.stream_endpoint)
         stack.callback(reader.close)
-        dtype = getattr(torch, setup.dtype)
-        trainer: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype)
-        torch.nn.Module.to(trainer, setup.device)
+        dtype, device = getattr(torch, setup.dtype), resolve_device(setup.device)
+        trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
         publisher = stack.enter_context(
             Publisher(Address(launcher.client.endpoint, launcher.check), trainer, timeout_s=600)
         )
         copied_bytes = 2 * sum(tensor.nbytes for tensor in trainer.parameters())
-        source = torch.ones(copied_bytes // 2, dtype=torch.uint8, device=setup.device)
+        source = torch.ones(min(copied_bytes // 2, _MOST_COPIED_BYTES), dtype=torch.uint8, device=setup.device)
         target = torch.empty_like(source).copy_(source)
-        rounds = 0
+        rounds, held = 0, {}
         while len(samples.swaps) < settings.publishes:
             before = len(samples.swaps)
             progress(f"{before} of {settings.publishes} publishes")
             _round(settings, setup, launcher, reader, publisher, (source, target), samples, seed=rounds)
             rounds += 1
+            if rounds == 1:
+                held = _held(launcher.pid, device)
             if len(samples.swaps) == before:
                 raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
-    return samples, copied_bytes, rounds
+        grown = {name: value - held[name] for name, value in _held(launcher.pid, device).items()}
+    return samples, copied_bytes, rounds, grown
+
+
+def _held(engine_pid: int, device: torch.device) -> dict[str, int]:
+    """What a leak would make grow."""
+    held = {
+        "engine_open_files": len(os.listdir(f"/proc/{engine_pid}/fd")),
+        "trainer_open_files": len(os.listdir("/proc/self/fd")),
+        "shared_memory_files": len(os.listdir(default_directory())),
+        "trainer_mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held |= {"device_bytes": total - free, "trainer_allocated_bytes": torch.cuda.memory_allocated(device)}
+    return held
 
 
 def _round(
@@ -249,7 +273,7 @@ def _round(
                 samples.quiet_gaps.append(gap)
         if not left:
             if window == "publishes":
-                samples.memcpys_s.append(_timed_copy(*buffers))  # passes that felt it are the next window's warm-up
+                samples.memcpys_gb_s.append(_timed_copy(*buffers))  # passes that felt it are the next window's warm-up
             window, left = next(windows)
         if window == "publishes" and not awaited:
             awaited = publisher.publish()
@@ -276,11 +300,12 @@ def _full_passes(launcher: EngineLauncher, reader: StreamReader, sequences: int)
 
 
 def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    """GB/s, of bytes read and bytes written."""
     began = time.perf_counter()
     target.copy_(source)
     if source.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return 2 * source.nbytes / (time.perf_counter() - began) / 1e9
 
 
 # ---- the peer -------------------------------------------------------------------------------------------------------

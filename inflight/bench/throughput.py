@@ -194,12 +194,12 @@ def checkpoint_dtype(name: str, model: str, config: PretrainedConfig, device: to
     )
 
 
-def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory: Path) -> BenchModel:
-    """A built-in shape is saved to `directory`, so that all sides have the same weights."""
+def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory: Path | None) -> BenchModel:
+    """A built-in shape is saved to `directory`, where there is one, so that all sides have the same weights."""
     config = load_config(name)
     dtype = checkpoint_dtype(dtype_name, name, config, torch.device(device))
     path = Path(name)
-    if name in SHAPES:
+    if name in SHAPES and directory is not None:
         path = directory / name
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)

@@ -197,6 +197,8 @@ class Welcome(_Message, frozen=True):
     adapter_layout: WeightLayout | None
     """Of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
     device: str
+    device_uuid: str
+    """"" for a CPU."""
     num_slots: int
     max_sequences: int
     max_context: int

@@ -54,6 +54,7 @@ from inflight.core.messages import (
 from inflight.core.options import Startup
 from inflight.engine.engine import Engine
 from inflight.stream.writer import StreamWriter
+from inflight.weights.cuda_ipc import uuid_of
 from inflight.weights.loader import Loader, Result
 from inflight.weights.receiver import Receiver
 
@@ -199,6 +200,7 @@ class EngineProcess:
             layout=engine.receiver.layout,
             adapter_layout=engine.adapters.layout if engine.adapters is not None else None,
             device=str(engine.device),
+            device_uuid=uuid_of(engine.device),
             num_slots=len(engine.receiver.slots),
             max_sequences=engine.max_sequences,
             max_context=engine.max_context,

@@ -41,10 +41,11 @@ class CudaSlot:
 
     @classmethod
     def attach(cls, descriptor: CudaIpcDescriptor) -> "CudaSlot":
-        """Map a slot of another process on the same GPU. Raises ProtocolError if this process cannot see that GPU."""
+        """Map a slot of another process, on the GPU where this one computes or on another of this machine; copies then
+        go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its memory."""
         device = _device_with_uuid(descriptor.device_uuid)
-        return cls(
-            rebuild_cuda_tensor(
+        try:
+            buffer = rebuild_cuda_tensor(
                 torch.Tensor,
                 (descriptor.nbytes,),
                 (1,),
@@ -61,14 +62,22 @@ class CudaSlot:
                 descriptor.event_handle,
                 descriptor.event_sync_required,
             )
-        )
+        except RuntimeError as error:
+            raise ProtocolError(
+                f"the engine's slot on GPU {descriptor.device_uuid} cannot be mapped by CUDA IPC "
+                f"({str(error).splitlines()[0]}). Trainer and engine must share a machine; in containers both need the "
+                "same IPC and PID namespaces (docker run --ipc=host --pid=host), and must see the GPU. Where that "
+                "cannot be, publish with transport=inflight.Broadcast()"
+            ) from error
+        return cls(buffer)
 
     def descriptor(self) -> CudaIpcDescriptor:
         """Export the slot. Each export may be attached to once."""
         args: Any = reduce_tensor(self.buffer)[1]
         *_, handle, size, offset, _, counter, counter_offset, event, sync = args
-        uuid = str(torch.cuda.get_device_properties(self.buffer.device).uuid)
-        return CudaIpcDescriptor(uuid, self.nbytes, handle, size, offset, counter, counter_offset, event, sync)
+        return CudaIpcDescriptor(
+            uuid_of(self.buffer.device), self.nbytes, handle, size, offset, counter, counter_offset, event, sync
+        )
 
     def split(self, count: int) -> list["CudaSlot"]:
         """Slots of equal size in the memory of this one."""
@@ -78,9 +87,14 @@ class CudaSlot:
         """Device memory has no name; it lives until the engine process ends."""
 
 
+def uuid_of(device: torch.device) -> str:
+    """By which a GPU is known in every process, whatever its number there; "" for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
 def _device_with_uuid(uuid: str) -> int:
     for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+        if uuid_of(torch.device("cuda", index)) == uuid:
             return index
     raise ProtocolError(
         f"the engine's slots are on GPU {uuid}, which this process does not see; check CUDA_VISIBLE_DEVICES"

@@ -44,7 +44,6 @@ class PeftSource(ModelSource):
     def __init__(self, model: nn.Module):
         super().__init__(model)
         self._base: nn.Module = unwrap(model).base_model.model  # pyright: ignore
-        self._wants_adapters = False
         self._parts: list[_Part] = []
         self._copies: dict[int, ScaledCopies] = {}
         """By the slot that they go to."""
@@ -57,14 +56,12 @@ class PeftSource(ModelSource):
     def offer(self, welcome: Welcome) -> Offer:
         """Raises LayoutMismatchError, naming it, for an adapter that does not fit those of the engine."""
         if welcome.adapter_layout is None:
-            self._wants_adapters = False
             tensors = self._merged_names()
             return Offer(WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()))
         return self.offer_to(welcome.adapter_layout)
 
     def offer_to(self, adapter_layout: WeightLayout) -> Offer:
         """Adapters for slots of this layout. Raises as `offer` does."""
-        self._wants_adapters = True
         shapes = {spec.name: spec.shape for spec in adapter_layout.tensors}
         self._parts = [
             _Part(f"{adapter}.{name}", module, adapter)
@@ -90,7 +87,7 @@ class PeftSource(ModelSource):
         return Offer(adapter_layout, adapters=True)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        if self._wants_adapters:
+        if next(iter(views)).endswith((".lora_A", ".lora_B")):
             self._fill_adapters(views)
         else:
             self._fill_merged(views)

@@ -76,8 +76,8 @@ class Stage:
         """A slot that is not in use."""
         with self._condition:
             if not self._free and len(self._buffers) < _BUFFERS:
-                self._buffers.append(torch.empty(self.layout.total_bytes, dtype=torch.uint8, device=self._device))
-                self._buffers[-1].zero_()  # what lies between tensors counts in checksums
+                # Zeros, as what lies between tensors counts in checksums.
+                self._buffers.append(torch.zeros(self.layout.total_bytes, dtype=torch.uint8, device=self._device))
                 self.views.append(slot_views(self._buffers[-1], self.layout))
                 self._free.append(len(self._buffers) - 1)
             self._condition.wait_for(lambda: self._free or self._error)

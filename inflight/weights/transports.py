@@ -13,7 +13,7 @@ import torch
 from inflight.core.errors import BroadcastError, EngineDiedError, InflightError, WeightFileError
 from inflight.core.messages import BroadcastOrigin, CudaIpcDescriptor, FileOrigin, Fill, Join, SlotDescriptor
 from inflight.weights import delta
-from inflight.weights.cuda_ipc import CudaSlot
+from inflight.weights.cuda_ipc import CudaSlot, uuid_of
 from inflight.weights.files import write_version
 from inflight.weights.groups import Group, make_store
 from inflight.weights.link import EngineLink, Published
@@ -36,7 +36,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """One collective broadcast to all engines: NCCL between GPUs, else gloo. For engines on any machine."""
+    """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
 
     host: str = "127.0.0.1"
     """Address of the trainer, as engines see it."""
@@ -210,10 +210,11 @@ class BroadcastFeeder(Feeder):
         if self._group is not None and links == self._members:
             return self._group
         self._drop_group()
-        on_gpus = device.type == "cuda" and all(link.welcome.device.startswith("cuda") for link in links)
+        gpus = [uuid_of(device), *(link.welcome.device_uuid for link in links)]
+        with_nccl = all(gpus) and len(set(gpus)) == len(gpus)  # NCCL wants a GPU for each rank
         join = Join(
             group=uuid.uuid4().hex,
-            backend="nccl" if on_gpus else "gloo",
+            backend="nccl" if with_nccl else "gloo",
             host=self._settings.host,
             port=self._store.port,
             rank=0,
