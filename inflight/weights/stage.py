@@ -73,13 +73,16 @@ class Stage:
             self._condition.notify_all()
 
     def acquire(self) -> int:
-        """A slot that is not in use."""
+        """A slot that is not in use, if need be that of a version that waits to be sent: the latest wins."""
         with self._condition:
             if not self._free and len(self._buffers) < _BUFFERS:
                 # Zeros, as what lies between tensors counts in checksums.
                 self._buffers.append(torch.zeros(self.layout.total_bytes, dtype=torch.uint8, device=self._device))
                 self.views.append(slot_views(self._buffers[-1], self.layout))
                 self._free.append(len(self._buffers) - 1)
+            if not self._free and self._newest is not None:
+                self._free.append(self._newest[0])
+                self._newest = None
             self._condition.wait_for(lambda: self._free or self._error)
             if self._error is not None:
                 raise self._error
