@@ -23,7 +23,9 @@ ARCHITECTURES = ["qwen3", "gemma2", "phi3", "qwen3-moe"]
 def with_adapters(name: str, *adapters: str, rank: int = 4, targets: object = "all-linear", seed: int = 1):
     """A PEFT model whose adapters change much."""
     config = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(make_model(name), config, adapter_name=adapters[0])
+    base = make_model(name)
+    base.set_attn_implementation("eager")  # which knows soft caps
+    model = get_peft_model(base, config, adapter_name=adapters[0])
     for adapter in adapters[1:]:
         model.add_adapter(adapter, config)
     torch.manual_seed(seed)

@@ -180,6 +180,17 @@ def test_a_publisher_that_writes_straight_to_its_engine_takes_no_other(engine):
         publisher.add(engine, transport=inflight.Slots())
 
 
+def test_mistakes_are_named(engine):
+    with pytest.raises(TypeError, match=r"transport must be inflight.Slots\(\).* got 'broadcast'"):
+        engine.publisher(make_model("qwen3"), transport="broadcast")
+    with pytest.raises(ValueError, match="needs at least one engine"):
+        inflight.Publisher([], make_model("qwen3"))
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 1"):
+        inflight.Broadcast(bucket_bytes=0)
+    with pytest.raises(ValueError, match="keep must be at least 1"):
+        inflight.Files(directory="x", keep=0)
+
+
 @pytest.mark.parametrize("transport", [inflight.Slots(), inflight.Broadcast()])
 def test_two_publishers_at_once(engine, transport):
     with inflight.Publisher([engine], make_model("qwen3"), transport=transport) as publisher:

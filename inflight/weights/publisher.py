@@ -106,6 +106,8 @@ class Publisher:
         self._copied: Any = None
         several = isinstance(engines, Sequence) and not isinstance(engines, str)
         self._addresses = [_address(engine) for engine in engines] if several else [_address(engines)]
+        if not self._addresses:
+            raise ValueError("a publisher needs at least one engine to begin with")
         target: _EngineSlots | Stage | None = None
         try:
             first, *others = self._addresses
@@ -217,6 +219,11 @@ class Publisher:
             self.wait_copied()
 
     def _attach(self, address: Address, transport: Transport) -> EngineLink:
+        if not isinstance(transport, Transport):
+            raise TypeError(
+                "transport must be inflight.Slots(), inflight.Broadcast() or inflight.Files(directory=…), "
+                f"got {transport!r}"
+            )
         map_slots = isinstance(transport, Slots)
         return EngineLink(address, self._source, map_slots=map_slots, timeout_s=self._timeout_s)
 

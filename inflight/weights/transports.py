@@ -46,18 +46,26 @@ class Broadcast:
     timeout_s: float = 60.0
     """For each step of a broadcast; an engine that takes longer is let go."""
 
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
     """Safetensors files in a directory that trainer and engines see."""
 
-    directory: Path
+    directory: str | Path
     delta: bool = False
     """Write what changed since the last version, for those that have it."""
     keep: int = 2
     """Files of the newest versions that are left there."""
     timeout_s: float = 600.0
     """For reading a file; an engine that takes longer is let go."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
 
 
 Transport = Slots | Broadcast | Files
