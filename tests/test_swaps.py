@@ -114,7 +114,7 @@ def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport
             )
             for slots in (2, 3)
         ]
-        publisher = start_publisher(engines, "publish", "120", "1", device, transport.format(tmp_path))
+        publisher = start_publisher(engines, "publish", "80", "1", device, transport.format(tmp_path))
         seen = [set(), set()]
         for versions, engine in zip(seen, engines, strict=True):
             for rollout in generate_until_done(engine, publisher):
@@ -122,7 +122,7 @@ def test_truth_teller_over_every_transport(truth_teller_dir, tmp_path, transport
                 versions.update(rollout.weight_versions.tolist())
         assert publisher.wait() == 0
         for engine in engines:
-            engine.wait_for_version(120)
+            engine.wait_for_version(80)
             assert engine.status().bad_messages == 0
         assert len(seen[0]) > 15
         print(f"{transport}: {len(seen[0])} versions seen")
