@@ -93,6 +93,7 @@ def swap() -> None:
         inflight("bench", "swap", *common, "--json", str(path))
     script("swap_growth.py")
     script("kv_policy.py")
+    script("lora.py")
 
 
 def kernels() -> None:
