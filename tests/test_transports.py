@@ -35,6 +35,7 @@ from inflight.weights.groups import Group
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.weights.transports import map_slot
 
 
 @contextmanager
@@ -416,3 +417,18 @@ def test_a_small_step_sends_a_twentieth(tmp_path):
         # An engine that compares checksums took it; this one is filled with the whole and holds the same bytes.
         layout = engine.info.layout
         assert checksum(slot_of(model, layout)) == publisher._target._sent[1].checksum
+
+
+def test_a_checked_version_that_is_not_newer_is_refused(engine):
+    """And the engine lives on."""
+    link = EngineLink(engine.address, ModelSource(make_model("qwen3", seed=4)), map_slots=True, timeout_s=10)
+    slots = [map_slot(descriptor) for descriptor in link.attached.slots]
+    free = link.acquire(10)
+    slots[free].buffer.copy_(slot_of(make_model("qwen3", seed=4), link.layout))
+    version = link.version
+    link.announce(free, Published(version, 0), checksum(slots[free].buffer))  # not newer than what serves
+    with pytest.raises(ProtocolError, match="is not newer than version"):
+        link.wait_for(99, 10)
+    link.announce(free, Published(version + 1, 0), checksum(slots[free].buffer))
+    engine.wait_for_version(version + 1)
+    link.detach()

@@ -181,10 +181,10 @@ class EngineProcess:
                 self._load(sender, message)
             case SlotReady():
                 self._check_publisher(sender)
-                receiver.check(message)
                 if message.checksum is None:
                     receiver.ready(message)
                 else:
+                    receiver.check(message)
                     self._load(sender, message)
             case Detach():
                 if sender == self._publisher:
@@ -276,6 +276,13 @@ class EngineProcess:
 
     def _take_result(self, result: Result) -> None:
         job, error = result.job, result.error
+        if isinstance(job, SlotReady) and error is None and result.sender == self._publisher:
+            try:
+                self._receiver.ready(job)
+                self._loading.remove((result.receiver, job.slot))
+                return
+            except ProtocolError as overtaken:  # a newer version was announced while this one was compared
+                error = overtaken
         if isinstance(job, Join):
             answer = Joined(ticket=job.ticket)
         else:
@@ -286,13 +293,10 @@ class EngineProcess:
         if result.sender != self._publisher:  # it is gone, and the next one may have the slot
             if self._publisher is not None and result.receiver is self._receiver and not isinstance(job, Join):
                 self._send(self._publisher, SlotFree(slot=job.slot))
-        elif not isinstance(job, SlotReady):
-            self._send(result.sender, answer)
-        elif error is None:
-            self._receiver.ready(job)
         else:
             self._send(result.sender, answer)
-            self._send(result.sender, SlotFree(slot=job.slot))
+            if isinstance(job, SlotReady):
+                self._send(result.sender, SlotFree(slot=job.slot))
 
     def _check_publisher(self, sender: bytes) -> None:
         if sender != self._publisher:
