@@ -4,7 +4,7 @@ import json
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -265,6 +265,99 @@ def scaling(
     _finish_bench(result, json_file)
 
 
+@bench.command()
+def learning(
+    model: Model = "tiny",
+    device: OnDevice = Device.auto,
+    dtype: OfWeights = Dtype.auto,
+    modes: Annotated[str, typer.Option(help="Schedules to compare.")] = "inflight,sync,one_step_off",
+    seeds: Annotated[str, typer.Option(help="Each with a warm-up from which all of its runs begin.")] = "0,1,2",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of a run.")] = None,
+    sequences: Annotated[int | None, typer.Option(min=1, help="Rollouts of a step, in groups of 8.")] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Of an answer at most; 0: what the task needs.")] = 0,
+    correction: Annotated[str, typer.Option(help="For tokens of older versions, in all modes.")] = "tis",
+    learning_rate: Annotated[float | None, typer.Option(min=0, help="Its peak.")] = None,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Supervised steps, for built-in shapes.")] = 250,
+    target: Annotated[
+        float | None, typer.Option(min=0, help="A reward; by default 0.9 of the least final reward of the modes.")
+    ] = None,
+    lags: Annotated[
+        str | None, typer.Option(help="In place of modes: corrections at these forced version lags, as in 1,4,16.")
+    ] = None,
+    corrections: Annotated[str, typer.Option(help="With --lags.")] = "none,tis,icepop,ppo_clip,gspo,m2po",
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the curves of the reward here, as PNG.")] = None,
+) -> None:
+    """How soon does reward rise, with a generator that never stops and with schedules in which it does?"""
+    from inflight.bench import learning as modes_bench
+    from inflight.bench import learning_lags as lags_bench
+    from inflight.bench.learning_plots import plot_lags, plot_learning
+    from inflight.bench.learning_run import LearningBench
+    from inflight.bench.plots import require_matplotlib
+
+    with _reported():
+        if plot:
+            require_matplotlib()
+        given = {"steps": steps, "sequences": sequences, "learning_rate": learning_rate}
+        defaults = lags_bench.DEFAULTS if lags else {}
+        settings = LearningBench(
+            model=model,
+            device=device.value,
+            dtype=dtype.value,
+            modes=_names(modes),
+            seeds=_numbers("--seeds", seeds, least=0),
+            tokens=tokens,
+            correction=correction,
+            warmup_steps=warmup_steps,
+            target=target,
+            **defaults | {name: value for name, value in given.items() if value is not None},
+        )
+        with console.status("") as status:
+            if lags:
+                ablation = lags_bench.LagBench(
+                    lags=_numbers("--lags", lags, least=0), corrections=_names(corrections), learning=settings
+                )
+                result = lags_bench.measure_lags(ablation, status.update)
+            else:
+                result = modes_bench.measure_learning(settings, status.update)
+    console.print(lags_bench.lags_table(result) if lags else modes_bench.learning_table(result))
+    if plot:
+        (plot_lags if lags else plot_learning)(plot, result)
+    _finish_bench(result, json_file, printed=modes_bench.without_curves(result))
+
+
+@bench.command()
+def loss(
+    device: OnDevice = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of hidden states and weight.")] = Dtype.auto,
+    tokens: Annotated[int, typer.Option(min=1, help="Rows of hidden states.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1)] = 512,
+    vocab: Annotated[int, typer.Option(min=2)] = 32_768,
+    kept: Annotated[int, typer.Option(min=0, help="Tokens in the kept set of each row; 0: no kept sets.")] = 0,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternated runs of ours and the naive way.")] = 5,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What do log-probabilities cost without holding the logits?"""
+    from inflight.bench.loss import LossBench, loss_table, measure_loss
+
+    with _reported():
+        settings = LossBench(
+            device=device.value,
+            dtype=dtype.value,
+            tokens=tokens,
+            hidden=hidden,
+            vocab=vocab,
+            kept=kept,
+            pairs=pairs,
+            seed=seed,
+        )
+        with console.status("") as status:
+            result = measure_loss(settings, status.update)
+    console.print(loss_table(result))
+    _finish_bench(result, json_file)
+
+
 @app.command()
 def doctor() -> None:
     """What this machine can do, and what to change."""
@@ -311,22 +404,29 @@ def _print_summary(summary: dict, out: Path) -> None:
     console.print(f"written            {out}/steps.jsonl, summary.json, demo.png")
 
 
-def _finish_bench(result: dict, json_file: Path | None) -> None:
+def _finish_bench(result: dict, json_file: Path | None, *, printed: dict | None = None) -> None:
+    """Write the result, and print it or a shorter one."""
     from inflight.observability.environment import environment, write_json
 
     if json_file:
         write_json(json_file, result | {"environment": environment()})
-    _print_json(result)
+    _print_json(printed or result)
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _names(text: str) -> tuple[Any, ...]:
+    """ "none, tis" as names, each once; whoever takes them checks that they exist."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _numbers(option: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     """ "1,8,32" as numbers. Raises ValueError."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"{option} must be one or more positive numbers such as 1,8,32, got {text!r}")
+    if not numbers or min(numbers) < least:
+        kind = "positive numbers" if least else "numbers"
+        raise ValueError(f"{option} must be one or more {kind} such as 1,8,32, got {text!r}")
     return numbers
 
 

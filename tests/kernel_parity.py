@@ -11,12 +11,16 @@ import torch
 from inflight_kernels import (
     _activation_triton,
     _copy_triton,
+    _linear_logprob_triton,
     _lora_triton,
     _normalization_triton,
     _rotary_triton,
     _sampling_triton,
     add_lora,
     copy_all,
+    linear_logprob,
+    linear_logprobs,
+    linear_logprobs_reference,
     selective_logprobs_reference,
 )
 from inflight_kernels._selective_logprob_triton import SelectiveLogprobs
@@ -53,6 +57,94 @@ def check_selective_logprobs(device: str, dtype: torch.dtype, rows: int, vocabul
         results.append((out.detach(), leaf.grad))
     assert_close(results[0][0], results[1][0])
     assert_close(results[0][1], results[1][1])
+
+
+def check_linear_logprobs(
+    device: str,
+    dtype: torch.dtype,
+    rows: int,
+    width: int,
+    vocabulary: int,
+    *,
+    kept: str,
+    bias: bool = False,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> None:
+    """Values and gradients against those of float64. `kept`: "none", "some" or "all" rows have a set."""
+    generator = torch.Generator().manual_seed(rows + width + vocabulary)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    inputs = [random(rows, width + 3)[:, :width], 2 * random(vocabulary, width + 5)[:, :width] / width**0.5]
+    inputs += [random(vocabulary)] if bias else []
+    tokens = torch.randint(0, vocabulary, (rows,), generator=generator)
+    temperatures = torch.empty(rows).uniform_(0.5, 1.5, generator=generator).to(device)
+    sets: list[list[int]] = []
+    for row, token in enumerate(tokens.tolist()):
+        size = int(torch.randint(0, 40, (1,), generator=generator))
+        ids = torch.randperm(vocabulary, generator=generator)[:size].tolist()
+        sets.append([] if kept == "some" and row % 2 else [*(i for i in ids if i != token), token])
+    offsets = torch.tensor([0] + [len(ids) for ids in sets]).cumsum(0)
+    token_ids = torch.tensor([i for ids in sets for i in ids]).to(device)
+    weights = torch.randn(2, rows, generator=generator).to(device)
+    results = []
+    for function, leaf_dtype in ((linear_logprobs, dtype), (linear_logprobs_reference, torch.float64)):
+        leaves = [tensor.detach().to(leaf_dtype).requires_grad_() for tensor in inputs]
+        logprobs, entropies = function(
+            *leaves[:2],
+            tokens.to(device),
+            temperatures,
+            bias=leaves[2] if bias else None,
+            softcap=softcap,
+            kept=None if kept == "none" else (offsets, token_ids),
+            entropy=entropy,
+        )
+        values = [logprobs] if entropies is None else [logprobs, entropies]
+        sum((value * weight).sum() for value, weight in zip(values, weights, strict=False)).backward()
+        results.append(([value.detach() for value in values], [leaf.grad for leaf in leaves]))
+    for result, expected in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(result.double(), expected, atol=1e-5, rtol=1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for result, expected in zip(results[0][1], results[1][1], strict=True):
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def check_linear_logprobs_of_all_kinds(device: str, dtype: torch.dtype) -> None:
+    check_linear_logprobs(device, dtype, 6, 200, 100, kept="all", bias=True, softcap=5.0, entropy=True)
+    # The interpreter multiplies the bits of bf16 as if they were integers; a GPU multiplies all of them.
+    if device == "cpu" and dtype == torch.bfloat16:
+        return
+    check_linear_logprobs(device, dtype, 131, 64, 300, kept="none")
+    check_linear_logprobs(device, dtype, 33, 40, 150, kept="some", bias=True, entropy=True)
+    check_linear_logprobs(device, dtype, 9, 40, 150, kept="none", softcap=5.0, entropy=True)
+    if device == "cuda":
+        check_linear_logprobs(device, dtype, 3000, 512, 20_001, kept="none")
+        check_linear_logprobs(device, dtype, 1500, 264, 9000, kept="some", softcap=30.0, entropy=True)
+
+
+def check_kept_sets_without_the_token_are_nan(device: str) -> None:
+    hidden, weight = torch.randn(4, 8, device=device), torch.randn(30, 8, device=device)
+    split = linear_logprob.Split(
+        kept=slice(None),
+        offsets=torch.tensor([0, 2, 3, 5, 6], device=device),
+        token_ids=torch.tensor([1, 2, 3, 4, 30, 5], device=device),
+        row_E=torch.tensor([0, 0, 1, 2, 2, 3], device=device),
+    )
+    logprobs, _ = linear_logprob.LinearLogprobs.apply(
+        hidden,
+        weight,
+        None,
+        torch.tensor([2, 9, 4, 5], device=device),
+        torch.ones(4, device=device),
+        None,
+        False,
+        split,
+    )
+    assert logprobs.isnan().tolist() == [False, True, True, False]
+    assert logprobs[3] == 0
 
 
 def check_rms_norm(device: str, dtype: torch.dtype, rows: int, width: int, offset: float, cast_first: bool) -> None:
@@ -283,7 +375,10 @@ def check_add_lora_in_a_graph() -> None:
 
 
 def main(device: str) -> None:
+    linear_logprob._backend = lambda _: _linear_logprob_triton
+    check_kept_sets_without_the_token_are_nan(device)
     for dtype in DTYPES:
+        check_linear_logprobs_of_all_kinds(device, dtype)
         for rows, vocabulary in ((1, 7), (3, 4096), (5, 9001)):
             check_selective_logprobs(device, dtype, rows, vocabulary)
         for rows, width in ((1, 7), (3, 896), (5, 1100)):

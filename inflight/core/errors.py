@@ -49,6 +49,10 @@ class WeightFileError(InflightError, OSError):
     """A file of weights could not be written or read, or is not what it should be; the message names it."""
 
 
+class RoutingError(InflightError, ValueError):
+    """Recorded experts cannot be replayed: they are not those of this model or this pass, or its routers take none."""
+
+
 class BroadcastError(InflightError):
     """A broadcast of weights broke off."""
 
@@ -82,6 +86,7 @@ _BY_NAME: dict[str, type[InflightError]] = {
         NonFiniteWeightsError,
         ChecksumError,
         WeightFileError,
+        RoutingError,
         BroadcastError,
         ProtocolError,
         FrameError,

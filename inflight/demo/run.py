@@ -57,7 +57,7 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
     torch.manual_seed(config.seed)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     began_ns = now_ns()
-    model, tokenizer = _load(config.model, device)
+    model, tokenizer = load_trainer(config.model, device)
     mode = "sync" if config.sync else "inflight"
     title = f"{task.name}, {_parameters(model)} parameters, {mode}"
     example = task.train[0]
@@ -89,7 +89,7 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
                 directory,
                 device=config.device,
                 max_sequences=config.max_sequences,
-                max_context=_longest(task, tokenizer),
+                max_context=longest(task, tokenizer),
                 threads=engine_threads,
             ) as engine,
         ):
@@ -131,13 +131,13 @@ class _Run:
             steps=config.steps,
             groups_per_step=config.groups_per_step,
             sampling=SamplingParams(n=config.group_size, max_tokens=self._task.max_tokens),
-            sync=config.sync,
+            schedule="sync" if config.sync else "inflight",
         )
         gc.collect()
         gc.freeze()  # a full collection would delay a publish by a quarter of a second, now and then
         try:
             self._display.phase("evaluation", 1)
-            self.accuracy_before = self._accuracy(engine, self._task.held_out)
+            self.accuracy_before = held_out_accuracy(engine, self._task, self._task.held_out)
             self._display.phase("GRPO", config.steps)
             with engine.publisher(model) as publisher:
                 self._began_ns = last_ns = now_ns()
@@ -149,11 +149,12 @@ class _Run:
                     last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
                     accuracy = None
                     if report.step % config.evaluate_every == 0 and report.step < config.steps:
-                        accuracy = self._accuracy(engine, self._task.held_out[: config.quick_evaluation])
+                        some = self._task.held_out[: config.quick_evaluation]
+                        accuracy = held_out_accuracy(engine, self._task, some)
                     self._record(engine, report, tokens / seconds, accuracy)
                 engine.wait_for_version(publisher.version)
                 self._display.phase("evaluation", 1)
-                self.accuracy_after = self._accuracy(engine, self._task.held_out)
+                self.accuracy_after = held_out_accuracy(engine, self._task, self._task.held_out)
                 self.records[-1].accuracy = self.accuracy_after
         except KeyboardInterrupt:
             self.interrupted = True
@@ -200,11 +201,12 @@ class _Run:
         append_step(self._steps_file, record)
         self._display.add(record)
 
-    def _accuracy(self, engine: LaunchedEngine, examples: Sequence[Example]) -> float:
-        """Share of held-out prompts whose greedy answer scores 1."""
-        params = SamplingParams(max_tokens=self._task.max_tokens, temperature=0)
-        groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
-        return float(np.mean([self._task.score(group[0]) >= 1 for group in groups]))
+
+def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
+    """Share of these prompts whose greedy answer scores 1."""
+    params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
+    groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
+    return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
 
 
 class _share_cores:
@@ -224,13 +226,13 @@ class _share_cores:
         torch.set_num_threads(self._before)
 
 
-def _longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
+def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of the longest prompt and the longest answer together."""
     prompts = [str(example.prompt) for example in (*task.train, *task.held_out)]
     return max(len(ids) for ids in tokenizer(prompts)["input_ids"]) + task.max_tokens
 
 
-def _load(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_trainer(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The trainer's model, fp32, with gradient, and its tokenizer."""
     tokenizer = load_tokenizer(name)
     if name in SHAPES:

@@ -1,19 +1,20 @@
-"""Rollouts packed into one batch, and their way through the trainer's model.
-
-A packed batch lays its sequences (prompt and answer) one after another. T tokens, B sequences.
-"""
+"""Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups."""
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from inflight.core.rollout import Rollout
+from inflight.training.aggregation import StepTotals
+from inflight.training.partition import partition
+from inflight.training.replay import routing_column
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PackedBatch:
     """What a policy loss needs, per token. Columns that describe a drawn token are 0 on prompt tokens."""
 
@@ -35,6 +36,25 @@ class PackedBatch:
     """f32[T], at which the token was drawn; 1 on prompt tokens."""
     advantages: torch.Tensor
     """f32[T]"""
+    groups: torch.Tensor
+    """i64[B], which prompt each sequence answers, as an index into totals.group_tokens."""
+    totals: StepTotals
+    """Of the optimizer step that this batch is, or is a micro-batch of."""
+    kept_offsets: torch.Tensor | None = None
+    """i64[T + 1]: token t was drawn from kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]], from the whole
+    vocabulary where that is empty; None if all were."""
+    kept_token_ids: torch.Tensor | None = None
+    """i64[…]"""
+    routing: torch.Tensor | None = None
+    """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
+    included: torch.Tensor | None = None
+    """bool[T], false on drawn tokens that take no part in the loss, though they count where it is averaged."""
+    proximal_logprobs: torch.Tensor | None = None
+    """f32[T], under the policy that a trust region is about, where it is not the current one."""
+    reference_logprobs: torch.Tensor | None = None
+    """f32[T], under the policy that a KL penalty refers to."""
+    trainer_version: int | None = None
+    """Of the weights that the trainer has when it takes the batch; tells mismatch from staleness."""
 
     @property
     def num_sequences(self) -> int:
@@ -45,39 +65,99 @@ class PackedBatch:
         """Tokens that take part in the loss."""
         return int(self.loss_mask.sum())
 
+    @property
+    def sequence_ids(self) -> torch.Tensor:
+        """i64[T], the sequence of each token."""
+        lengths_B = self.cu_seqlens.diff().long()
+        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths_B.device), lengths_B)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(offsets i64[n + 1], token ids i64[…]) of the n drawn tokens; prompt tokens have no kept sets."""
+        if self.kept_offsets is None or self.kept_token_ids is None:
+            return None
+        return torch.cat([self.kept_offsets[:-1][self.loss_mask], self.kept_offsets[-1:]]), self.kept_token_ids
+
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The batch with all its columns on `device`."""
-        return PackedBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        moved = {name: column.to(device) for name, column in self._tensors().items()}
+        totals = replace(self.totals, group_tokens=self.totals.group_tokens.to(device))
+        return replace(self, **moved, totals=totals)
+
+    def with_column(self, name: str, drawn: torch.Tensor) -> "PackedBatch":
+        """The batch with a column, `proximal_logprobs` or `reference_logprobs`, made of its drawn tokens' f32[n]."""
+        column = torch.zeros_like(self.behavior_logprobs)
+        column[self.loss_mask] = drawn.detach().float()
+        return replace(self, **{name: column})
+
+    def micro_batches(self, max_tokens: int) -> list["PackedBatch"]:
+        """Batches of at most `max_tokens` tokens each, as few as are needed and alike in attention cost.
+
+        Their losses add up to that of the whole batch. Samples of a prompt stay together where they fit, so that it can
+        be computed once. Raises ValueError if one sequence is longer.
+        """
+        lengths = self.cu_seqlens.diff().tolist()
+        bins = partition(lengths, self.groups.tolist(), max_tokens)
+        return [self.select(sequences) for sequences in bins]
+
+    def select(self, sequences: Sequence[int]) -> "PackedBatch":
+        """Some sequences, as a micro-batch of the same step."""
+        if list(sequences) == list(range(self.num_sequences)):
+            return self
+        device = self.input_ids.device
+        starts = self.cu_seqlens.tolist()
+        rows = torch.cat([torch.arange(starts[s], starts[s + 1], device=device) for s in sequences])
+        lengths = [starts[s + 1] - starts[s] for s in sequences]
+        chosen = {
+            name: column[rows]
+            for name, column in self._tensors().items()
+            if name not in ("cu_seqlens", "groups", "kept_offsets", "kept_token_ids")
+        }
+        if self.kept_offsets is not None and self.kept_token_ids is not None:
+            counts = self.kept_offsets.diff()[rows]
+            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            begins = torch.repeat_interleave(self.kept_offsets[:-1][rows] - offsets[:-1], counts)
+            chosen["kept_offsets"] = offsets
+            chosen["kept_token_ids"] = self.kept_token_ids[begins + torch.arange(len(begins), device=device)]
+        return replace(
+            self,
+            **chosen,
+            cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
+            groups=self.groups[torch.tensor(sequences, device=device)],
+        )
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> PackedBatch:
-    """Pack rollouts, each with one advantage for all its tokens.
+def pack(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float] | Sequence[np.ndarray],
+    *,
+    included: Sequence[np.ndarray] | None = None,
+    trainer_version: int | None = None,
+) -> PackedBatch:
+    """Pack rollouts, each with one advantage for all its tokens, or one for each f32[drawn tokens].
 
-    Raises ValueError for an empty batch, for lengths that do not match, for non-finite log-probabilities, and for
-    greedy rollouts: a policy that always takes the likeliest token has no importance ratio.
+    included: for each rollout bool[drawn tokens], which of them take part in the loss; None: all.
+
+    Kept sets (`SamplingParams.return_kept`) and routing (`EngineOptions.record_routing`) come along where they were
+    recorded. Raises ValueError for an empty batch, for lengths that do not match, for non-finite log-probabilities, for
+    a token that is not in the set it was drawn from, for routing of different models, and for greedy rollouts: a policy
+    that always takes the likeliest token has no importance ratio.
     """
     if not rollouts:
         raise ValueError("cannot pack a batch without rollouts")
     if len(rollouts) != len(advantages):
         raise ValueError(f"{len(rollouts)} rollouts need as many advantages, got {len(advantages)}")
-    for rollout in rollouts:
-        _check(rollout)
-    if any(rollout.params.filtered for rollout in rollouts):
-        warnings.warn(
-            "rollouts drawn with top_k, top_p or min_p: their log-probabilities are over the tokens that were "
-            "kept, the trainer's over the whole vocabulary, so importance ratios are biased towards 0 even on-policy",
-            stacklevel=2,
-        )
-    if any(rollout.params.adjusted for rollout in rollouts):
-        warnings.warn(
-            "rollouts drawn with repetition_penalty, logit_bias or min_tokens: their log-probabilities are those of "
-            "the logits that these changed, the trainer's those of the model, so importance ratios are not 1 even "
-            "on-policy",
-            stacklevel=2,
-        )
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        _check(rollout, np.asarray(advantage))
+    _warn_of_other_distributions(rollouts)
     lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in rollouts]
 
-    def column(dtype: np.typing.DTypeLike, prompt_value: float, drawn: Sequence[np.ndarray | float]) -> torch.Tensor:
+    def column(dtype: np.typing.DTypeLike, prompt_value: float, drawn: Sequence[Any]) -> torch.Tensor:
+        """Of each rollout one value, or one per drawn token."""
         out = np.full(sum(lengths), prompt_value, dtype)
         end = 0
         for rollout, length, values in zip(rollouts, lengths, drawn, strict=True):
@@ -85,6 +165,11 @@ def pack(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> PackedBatc
             out[end - len(rollout.token_ids) : end] = values
         return torch.from_numpy(out)
 
+    group_index = {group_id: index for index, group_id in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
+    groups = np.array([group_index[r.group_id] for r in rollouts])
+    drawn_tokens = np.array([len(r.token_ids) for r in rollouts])
+    kept = [_kept_counts(rollout) for rollout in rollouts]
+    has_kept = any(counts.any() for counts in kept)
     return PackedBatch(
         input_ids=torch.from_numpy(
             np.concatenate([part for r in rollouts for part in (r.prompt_token_ids, r.token_ids)]).astype(np.int64)
@@ -97,30 +182,80 @@ def pack(rollouts: Sequence[Rollout], advantages: Sequence[float]) -> PackedBatc
         sampled_at_ns=column(np.int64, 0, [r.sampled_at_ns for r in rollouts]),
         temperatures=column(np.float32, 1, [r.params.temperature for r in rollouts]),
         advantages=column(np.float32, 0, list(advantages)),
+        groups=torch.from_numpy(groups),
+        totals=StepTotals(
+            num_tokens=int(drawn_tokens.sum()),
+            num_sequences=len(rollouts),
+            group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
+        ),
+        kept_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), column(np.int64, 0, kept).cumsum(0)])
+        if has_kept
+        else None,
+        kept_token_ids=torch.from_numpy(
+            np.concatenate([r.kept_token_ids for r in rollouts if r.kept_token_ids is not None]).astype(np.int64)
+        )
+        if has_kept
+        else None,
+        routing=routing_column(rollouts),
+        included=column(bool, False, included) if included is not None else None,
+        trainer_version=trainer_version,
     )
 
 
-def _check(rollout: Rollout) -> None:
+def _check(rollout: Rollout, advantage: np.ndarray) -> None:
     name = f"rollout {rollout.request_id}"
     columns = (rollout.token_ids, rollout.logprobs, rollout.weight_versions, rollout.sampled_at_ns)
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"{name} has columns of different lengths")
+    if advantage.ndim and advantage.shape != rollout.token_ids.shape:
+        raise ValueError(
+            f"{name} has {len(rollout.token_ids)} tokens and advantages of shape {list(advantage.shape)}; give one "
+            f"number, or one per token"
+        )
+    if not np.isfinite(advantage).all():
+        raise ValueError(f"{name} has an advantage that is not finite")
     if not np.isfinite(rollout.logprobs).all():
         raise ValueError(f"{name} has log-probabilities that are not finite (it ended with {rollout.finish_reason!r})")
     if rollout.params.greedy:
         raise ValueError(f"{name} was drawn greedily (temperature 0) and has no importance ratio; do not train on it")
 
 
-def padded(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The batch as rows padded on the right: (input_ids i64[B, S], position_ids i64[B, S], row i64[T], column i64[T]).
+def _kept_counts(rollout: Rollout) -> np.ndarray:
+    """i64[drawn tokens], the sizes of the kept sets; 0 for the whole vocabulary."""
+    name, num_tokens = f"rollout {rollout.request_id}", len(rollout.token_ids)
+    offsets, kept = rollout.kept_offsets, rollout.kept_token_ids
+    if offsets is None or kept is None:
+        return np.zeros(num_tokens, np.int64)
+    if len(offsets) != num_tokens + 1 or offsets[0] != 0 or offsets[-1] != len(kept) or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"{name} has {num_tokens} tokens and {len(kept)} kept token ids; its {len(offsets)} kept offsets must rise "
+            f"from 0 to {len(kept)}, one for each token and one more"
+        )
+    counts = np.diff(offsets)
+    owners = np.repeat(np.arange(num_tokens), counts)
+    found = np.zeros(num_tokens, bool)
+    found[owners[kept == rollout.token_ids[owners]]] = True
+    missing = np.flatnonzero(~found & (counts > 0))
+    if len(missing):
+        raise ValueError(
+            f"{name}: token {missing[0]} (id {rollout.token_ids[missing[0]]}) is not in the set of "
+            f"{counts[missing[0]]} tokens that it was drawn from; these kept sets belong to other tokens"
+        )
+    return counts
 
-    `row` and `column` say where each packed token went. Causality keeps real tokens from seeing padding, so no
-    attention mask is needed.
-    """
-    lengths_B = batch.cu_seqlens.diff().long()
-    row_T = torch.repeat_interleave(torch.arange(batch.num_sequences, device=lengths_B.device), lengths_B)
-    longest = int(lengths_B.max())
-    ids_BS = batch.input_ids.new_zeros(batch.num_sequences, longest)
-    ids_BS[row_T, batch.position_ids] = batch.input_ids
-    positions_BS = torch.arange(longest, device=lengths_B.device).expand(batch.num_sequences, -1)
-    return ids_BS, positions_BS, row_T, batch.position_ids
+
+def _warn_of_other_distributions(rollouts: Sequence[Rollout]) -> None:
+    if any(rollout.params.filtered and rollout.kept_offsets is None for rollout in rollouts):
+        warnings.warn(
+            "rollouts drawn with top_k, top_p or min_p, without what these kept: their log-probabilities are over the "
+            "tokens that were kept, the trainer's over the whole vocabulary, so importance ratios are biased towards 0 "
+            "even on-policy; draw with SamplingParams(return_kept=True)",
+            stacklevel=3,
+        )
+    if any(rollout.params.adjusted for rollout in rollouts):
+        warnings.warn(
+            "rollouts drawn with repetition_penalty, logit_bias or min_tokens: their log-probabilities are those of "
+            "the logits that these changed, the trainer's those of the model, so importance ratios are not 1 even "
+            "on-policy",
+            stacklevel=3,
+        )

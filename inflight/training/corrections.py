@@ -1,39 +1,57 @@
-"""Per-token corrections for data that older policies drew.
+"""Importance weights: what a token that another policy drew counts for.
 
-ρ_t = exp(log π_θ(a_t) − log π_b(a_t)) with π_b as recorded by the engine. Each function returns the loss of every
-token, f32[n]; its gradient with respect to `logprobs` is what is named in its docstring. n drawn tokens.
+w = π_p / π_b per token, both probabilities of the token that was drawn, π_b as recorded by the engine. Each function
+takes `DrawnTokens` and returns weights f[n] without gradient, which multiply the tokens' losses. With the default
+π_p = π_θ, w is the whole ratio ρ = π_θ / π_b.
 """
 
 import torch
 
-
-def uncorrected(logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """−A log π_θ: REINFORCE that takes the data to be on-policy."""
-    return -advantages * logprobs
+from inflight.training.tokens import DrawnTokens, exp_ratio
 
 
-def truncated_importance_sampling(
-    logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor, *, cap: float = 2.0
-) -> torch.Tensor:
-    """−sg(min(ρ, C)) A log π_θ; C bounds the variance at the price of a bias on tokens that became likelier.
+def uncorrected(tokens: DrawnTokens) -> torch.Tensor:
+    """w = 1: takes the data to be on-policy."""
+    return torch.ones_like(tokens.log_weights)
 
-    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (C = 2 there).
+
+def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
+    """max(min(w, cap), floor): truncated importance sampling (TIS). The cap bounds the variance at the price of a bias
+    on tokens that became likelier.
+
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (cap 2).
     """
-    weights = torch.exp(logprobs.detach() - behavior_logprobs).clamp(max=cap)
-    return -weights * advantages * logprobs
+    return exp_ratio(tokens.log_weights).clamp(floor, cap)
 
 
-def ppo_clip(
-    logprobs: torch.Tensor,
-    behavior_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> torch.Tensor:
-    """−min(ρ A, clip(ρ, 1 − low, 1 + high) A), with ρ against the recorded policy.
+def token_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 5.0) -> torch.Tensor:
+    """w · 1[low ≤ w ≤ high]: tokens far from the trainer's policy, on either side, are left out.
 
-    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; separate bounds as in DAPO, arXiv 2503.14476.
+    Source: IcePop, Ling team 2025 (ringtech.notion.site/icepop); the bounds are verl's and NeMo-RL's.
     """
-    ratios = torch.exp(logprobs - behavior_logprobs)
-    return -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    return _inside(exp_ratio(tokens.log_weights), low, high)
+
+
+def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
+    """max(min(Π_t w_t, cap), floor), the product over the token's sequence. Without a cap it is the unbiased weight of
+    a sequence; it grows exponentially with length, and so does its variance.
+
+    Source: Liu and Li 2025, "When speed kills stability" (sequence-level TIS); `sequence_truncate` of TRL.
+    """
+    return _product(tokens).clamp(floor, cap)
+
+
+def sequence_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
+    """Π_t w_t · 1[low ≤ Π_t w_t ≤ high]: whole sequences are left out.
+
+    Source: Liu and Li 2025 (masked importance sampling, MIS); `sequence_mask` of TRL (low 0, high 3).
+    """
+    return _inside(_product(tokens), low, high)
+
+
+def _product(tokens: DrawnTokens) -> torch.Tensor:
+    return exp_ratio(tokens.sequence_sums(tokens.log_weights))[tokens.sequences]
+
+
+def _inside(weights: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)

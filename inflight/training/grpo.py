@@ -4,40 +4,22 @@ The reference loop: groups of rollouts come in, are scored, their advantages are
 policy-gradient step is taken, and the new weights are published while the generator goes on drawing.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
 
 import torch
 from torch import nn
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.observability.staleness import StalenessMeter, TokenStaleness
-from inflight.training.loss import Correction, LossStats, policy_loss
-from inflight.training.rollouts import RolloutStream, Score, consume, pack_groups, score_groups, usable
-from inflight.weights.publisher import Publisher
-
-
-class Example(NamedTuple):
-    """A prompt, as text or token ids, and what its score function needs to know."""
-
-    prompt: Any
-    metadata: Mapping[str, Any]
-
-
-class RolloutEngine(Protocol):
-    """What the loop asks of an engine; `inflight.launch` returns one."""
-
-    @property
-    def stream(self) -> RolloutStream: ...
-    @property
-    def staleness(self) -> StalenessMeter: ...
-    def submit(self, prompts: Any, params: SamplingParams, *, metadata: Any) -> list[int]: ...
-    def cancel(self, group_ids: list[int] | None = None) -> None: ...
-    def wait_for_version(self, version: int) -> None: ...
+from inflight.observability.staleness import TokenStaleness
+from inflight.training.loss import policy_loss
+from inflight.training.objective import Objective
+from inflight.training.rollouts import Score, consume, pack_groups, score_groups
+from inflight.training.schedules import SCHEDULES, Admission, AnyPublisher, Example, RolloutEngine, Schedule, batches
+from inflight.training.statistics import LossStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +30,20 @@ class GRPOConfig:
     groups_per_step: int = 32
     """Groups of `sampling.n` rollouts that one optimizer step consumes."""
     groups_in_flight: int = 0
-    """Groups submitted and not consumed yet, at most: what bounds how old tokens get. 0: twice groups_per_step."""
+    """Groups submitted and not taken by the trainer yet, at most: what bounds how old tokens get. 0: twice
+    groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
-    correction: Correction = "tis"
+    correction: str | Objective = "tis"
     max_grad_norm: float = 1.0
     skip_uniform_groups: bool = True
     """Leave groups of equal rewards out of the loss; their advantage is 0."""
-    sync: bool = False
-    """The ordinary alternation, for comparison: generate, then train, then publish and wait until it is live."""
+    schedule: Schedule = "inflight"
+    """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
+    is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
 
     def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.sampling.n < 2:
             raise ValueError(
                 f"GRPO compares the samples of a group: sampling.n must be at least 2, got {self.sampling.n}"
@@ -67,6 +53,13 @@ class GRPOConfig:
                 f"groups_in_flight ({self.groups_in_flight}) must be at least groups_per_step ({self.groups_per_step})"
             )
 
+    @property
+    def admitted_groups(self) -> int:
+        """The bound on the groups in flight that follows from schedule and settings."""
+        if self.schedule == "inflight":
+            return self.groups_in_flight or 2 * self.groups_per_step
+        return self.groups_per_step
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -74,7 +67,7 @@ class StepReport:
 
     step: int
     version: int
-    """Published after the step."""
+    """The newest that the engine was sent, after the step."""
     reward: float
     """Mean over all rollouts of the step."""
     num_tokens: int
@@ -85,12 +78,9 @@ class StepReport:
     finished_ns: int
 
 
-Groups = Generator[list[list[Rollout]], None, None]
-
-
 def grpo(
     engine: RolloutEngine,
-    publisher: Publisher,
+    publisher: AnyPublisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     examples: Iterator[Example],
@@ -99,78 +89,36 @@ def grpo(
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Iterator[StepReport]:
     """Train for `config.steps` optimizer steps; yields after each. Groups still in flight at the end are cancelled."""
-    source = _alternating(engine, publisher, examples, config) if config.sync else _inflight(engine, examples, config)
-    for step in range(1, config.steps + 1):
-        groups = next(source)
-        score_groups(groups, score)
-        rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
-        useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
-        stats = staleness = None
-        if useful:
-            trainer_version = publisher.version
-            batch = pack_groups(useful).to(next(model.parameters()).device)
-            loss, stats = policy_loss(model, batch, correction=config.correction)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
-            staleness = consume(engine.staleness, batch, trainer_version)
-        yield StepReport(
-            step=step,
-            version=publisher.publish(),
-            reward=sum(rewards) / len(rewards),
-            num_tokens=sum(len(rollout.token_ids) for group in groups for rollout in group),
-            stats=stats,
-            staleness=staleness,
-            finished_ns=now_ns(),
-        )
-    source.close()
-
-
-def _inflight(engine: RolloutEngine, examples: Iterator[Example], config: GRPOConfig) -> Groups:
-    """Groups as they finish, while as many others stay in flight."""
-    in_flight = config.groups_in_flight or 2 * config.groups_per_step
-    try:
-        _submit(engine, examples, in_flight, config)
-        while True:
-            groups = _take(engine, config.groups_per_step)
-            _submit(engine, examples, in_flight - len(engine.stream.outstanding), config)
-            yield groups
-    finally:
-        engine.cancel()
-        for _ in engine.stream.groups():  # what was cancelled still arrives
-            pass
-
-
-def _alternating(
-    engine: RolloutEngine, publisher: Publisher, examples: Iterator[Example], config: GRPOConfig
-) -> Groups:
-    """Generate a whole batch under the newest weights, then nothing until it has been trained on."""
-    while True:
-        _submit(engine, examples, config.groups_per_step, config)
-        yield _take(engine, config.groups_per_step)
-        engine.wait_for_version(publisher.version)
-
-
-def _submit(engine: RolloutEngine, examples: Iterator[Example], count: int, config: GRPOConfig) -> None:
-    chosen = [next(examples) for _ in range(count)]
-    if chosen:
-        engine.submit([e.prompt for e in chosen], config.sampling, metadata=[e.metadata for e in chosen])
-
-
-def _take(engine: RolloutEngine, count: int) -> list[list[Rollout]]:
-    """The next `count` groups in which every sample ended by itself."""
-    groups: list[list[Rollout]] = []
-    for group in engine.stream.groups():
-        if usable(group):
-            groups.append(group)
-        if len(groups) == count:
-            return groups
-    raise InflightError(
-        f"only {len(groups)} of {count} groups ended by themselves; the others failed or were cancelled"
-    )
+    with Admission(engine, examples, config.sampling, limit=config.admitted_groups) as admission:
+        source = batches(config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step)
+        trainer_version = publisher.version
+        for step, groups in enumerate(islice(source, config.steps), 1):
+            score_groups(groups, score)
+            rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
+            useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
+            stats = staleness = None
+            if useful:
+                batch = pack_groups(useful, trainer_version=trainer_version)
+                assert batch is not None
+                batch = batch.to(next(model.parameters()).device)
+                loss, stats = policy_loss(model, batch, correction=config.correction)
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                if scheduler is not None:
+                    scheduler.step()
+                staleness = consume(engine.staleness, batch, trainer_version)
+            trainer_version += 1
+            yield StepReport(
+                step=step,
+                version=publisher.publish(),
+                reward=sum(rewards) / len(rewards),
+                num_tokens=sum(len(rollout.token_ids) for group in groups for rollout in group),
+                stats=stats,
+                staleness=staleness,
+                finished_ns=now_ns(),
+            )
 
 
 def uniform(group: list[Rollout]) -> bool:

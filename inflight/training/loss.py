@@ -1,100 +1,136 @@
-"""The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and averaged."""
+"""The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and summed."""
 
-from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Any
 
 import torch
-from inflight_kernels import selective_logprobs
 from torch import nn
 
-from inflight.training.batch import PackedBatch, padded
-from inflight.training.corrections import ppo_clip, truncated_importance_sampling, uncorrected
-
-Correction = Literal["none", "tis", "ppo_clip"]
-
-
-@dataclass(frozen=True, slots=True)
-class LossStats:
-    """Statistics over the drawn tokens of a batch. ρ = π_θ / π_b per token, log-probabilities natural."""
-
-    loss: float
-    num_tokens: int
-    ess: float
-    """Effective sample size (Σρ)² / (n Σρ²), in (0, 1]; 1 when the data is on-policy."""
-    ratio_mean: float
-    """Its expectation is 1; another value tells of a trainer that means something else by log π."""
-    ratio_min: float
-    ratio_max: float
-    kl: float
-    """KL(π_b ‖ π_θ) by the k3 estimator, ρ − 1 − log ρ (Schulman, "Approximating KL divergence", 2020)."""
-    logprob_diff: float
-    """Mean |log π_θ − log π_b|."""
-    clipped: float
-    """Share of tokens whose ratio is beyond the correction's bound."""
+from inflight.training.aggregation import token_weights
+from inflight.training.batch import PackedBatch
+from inflight.training.forward import TokenScores, score_tokens
+from inflight.training.kl import kl_estimate
+from inflight.training.objective import Objective, clipped_tokens, loglinear_proximal, policy_terms, resolve
+from inflight.training.statistics import LossStats, RatioStats, ratio_sums
+from inflight.training.tokens import DrawnTokens
 
 
 def policy_loss(
-    model: nn.Module,
-    batch: PackedBatch,
-    *,
-    correction: Correction = "tis",
-    cap: float = 2.0,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    model: nn.Module, batch: PackedBatch, *, correction: str | Objective = "tis"
 ) -> tuple[torch.Tensor, LossStats]:
-    """The mean over drawn tokens of the corrected policy-gradient loss, a scalar with gradient, and statistics.
+    """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
-    correction: "none", "tis" (truncated importance sampling with `cap`) or "ppo_clip" (`clip_low`, `clip_high`); the
-    formulas are in `inflight.training.corrections`. Raises ValueError for another name.
+    correction: an `Objective`, or the name of one of `objective.PRESETS`. Losses of the micro-batches of a step add up
+    to the loss of the step, and so do their statistics. Raises ValueError for an unknown name, for a column that the
+    objective needs and the batch lacks, and for non-finite log-probabilities of the model.
     """
-    logprobs = token_logprobs(model, batch)
+    objective = resolve(correction)
+    scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
+    return loss_of_scores(objective, batch, scores)
+
+
+def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
+    """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own."""
     drawn = batch.loss_mask
-    behavior, advantages = batch.behavior_logprobs[drawn], batch.advantages[drawn]
-    ratios = torch.exp(logprobs.detach() - behavior)
-    match correction:
-        case "none":
-            losses = uncorrected(logprobs, behavior, advantages)
-            clipped = torch.zeros_like(ratios, dtype=torch.bool)
-        case "tis":
-            losses = truncated_importance_sampling(logprobs, behavior, advantages, cap=cap)
-            clipped = ratios > cap
-        case "ppo_clip":
-            losses = ppo_clip(logprobs, behavior, advantages, clip_low=clip_low, clip_high=clip_high)
-            clipped = torch.where(advantages >= 0, ratios > 1 + clip_high, ratios < 1 - clip_low)
-        case _:
-            if correction not in ("none", "tis", "ppo_clip"):
-                raise ValueError(f"unknown correction {correction!r}; choose none, tis or ppo_clip")
-            assert_never(correction)
-    loss = losses.mean()
-    return loss, _statistics(loss, logprobs.detach() - behavior, ratios, clipped)
+    leaf = scores.logprobs.detach().requires_grad_()
+    tokens = _drawn_tokens(objective, batch, leaf)
+    weights = _aggregation_weights(objective, batch)[tokens.sequences]
+    if batch.included is not None:
+        weights = weights * batch.included[drawn]
+    terms = policy_terms(objective, tokens)
+    [of_terms] = torch.autograd.grad(terms.sum(), leaf, retain_graph=True)
+    total = (weights * terms).sum()
+    kl_sum = None
+    if objective.kl_weight:
+        reference = _column(batch, "reference_logprobs", "a KL penalty")[drawn]
+        kls = kl_estimate(objective.kl, leaf, reference)
+        total = total + objective.kl_weight * (weights * kls).sum()
+        kl_sum = kls.detach().sum()
+    [gradient] = torch.autograd.grad(total, leaf)
+    loss = _Known.apply(scores.logprobs, total.detach(), gradient)
+    if objective.entropy_weight:
+        assert scores.entropies is not None
+        loss = loss - objective.entropy_weight * (weights * scores.entropies).sum()
+    clipped = clipped_tokens(objective, tokens, of_terms)
+    return loss, _statistics(loss, batch, tokens, clipped, scores.entropies, kl_sum)
 
 
-def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Log-probabilities f32[n] of the drawn tokens at the temperatures they were drawn at, with gradient."""
-    device = next(model.parameters()).device
-    if batch.input_ids.device != device:
+def _drawn_tokens(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> DrawnTokens:
+    drawn = batch.loss_mask
+    behavior = batch.behavior_logprobs[drawn].to(logprobs.dtype)
+    if objective.proximal == "behavior":
+        proximal = behavior
+    elif objective.proximal == "recomputed":
+        proximal = _column(batch, "proximal_logprobs", "the proximal policy 'recomputed'")[drawn].to(logprobs.dtype)
+    elif objective.proximal == "loglinear":
+        if batch.trainer_version is None:
+            raise ValueError("the proximal policy 'loglinear' needs batch.trainer_version, the version being trained")
+        proximal = loglinear_proximal(logprobs, behavior, batch.weight_versions[drawn], batch.trainer_version)
+    else:
+        proximal = logprobs.detach()
+    return DrawnTokens(
+        logprobs=logprobs,
+        behavior=behavior,
+        proximal=proximal,
+        advantages=batch.advantages[drawn].to(logprobs.dtype),
+        sequences=batch.sequence_ids[drawn],
+        num_sequences=batch.num_sequences,
+    )
+
+
+def _aggregation_weights(objective: Objective, batch: PackedBatch) -> torch.Tensor:
+    lengths = torch.bincount(batch.sequence_ids[batch.loss_mask], minlength=batch.num_sequences)
+    return token_weights(objective.aggregation, lengths, batch.groups, batch.totals, max_tokens=objective.max_tokens)
+
+
+def _column(batch: PackedBatch, name: str, purpose: str) -> torch.Tensor:
+    column = getattr(batch, name)
+    if column is None:
         raise ValueError(
-            f"the batch is on {batch.input_ids.device}, the model on {device}; call batch.to({str(device)!r})"
+            f"{purpose} needs batch.{name}: batch.with_column({name!r}, token_logprobs(model, batch)), computed "
+            f"without gradient"
         )
-    ids_BS, positions_BS, row_T, column_T = padded(batch)
-    logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
-    drawn = batch.loss_mask
-    # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
-    logits_nV = logits_BSV[row_T[drawn], column_T[drawn] - 1]
-    return selective_logprobs(logits_nV, batch.input_ids[drawn], batch.temperatures[drawn])
+    return column
 
 
-def _statistics(loss: torch.Tensor, log_ratios: torch.Tensor, ratios: torch.Tensor, clipped: torch.Tensor) -> LossStats:
-    n = len(ratios)
-    ess = ratios.double().sum() ** 2 / (n * (ratios.double() ** 2).sum())
+class _Known(torch.autograd.Function):
+    """A scalar whose gradient is known: the objective is differentiated once, apart from the model."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        [gradient] = ctx.saved_tensors
+        return grads[0] * gradient, None, None
+
+
+def _statistics(
+    loss: torch.Tensor,
+    batch: PackedBatch,
+    tokens: DrawnTokens,
+    clipped: torch.Tensor,
+    entropies: torch.Tensor | None,
+    kl_sum: torch.Tensor | None,
+) -> LossStats:
+    """One transfer from the device."""
+    classes = torch.zeros_like(tokens.sequences)
+    if batch.trainer_version is not None:
+        classes = torch.where(batch.weight_versions[batch.loss_mask] >= batch.trainer_version, 1, 2)
+    sums = ratio_sums(tokens.log_behavior_ratios, classes, 3)
+    others = [loss.detach(), clipped.sum()]
+    others += [] if kl_sum is None else [kl_sum]
+    others += [] if entropies is None else [entropies.detach().sum()]
+    values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
+    rows, (total, num_clipped, *rest) = values[:21], values[21:]
+    unknown, mismatch, stale = (RatioStats.from_sums(rows[i : i + 7]) for i in (0, 7, 14))
     return LossStats(
-        loss=loss.item(),
-        num_tokens=n,
-        ess=ess.item(),
-        ratio_mean=ratios.mean().item(),
-        ratio_min=ratios.min().item(),
-        ratio_max=ratios.max().item(),
-        kl=(ratios - 1 - log_ratios).mean().item(),
-        logprob_diff=log_ratios.abs().mean().item(),
-        clipped=clipped.float().mean().item(),
+        loss=total,
+        ratios=unknown + mismatch + stale,
+        mismatch=mismatch,
+        stale=stale,
+        num_clipped=int(num_clipped),
+        sum_entropy=rest[-1] if entropies is not None else None,
+        sum_reference_kl=rest[0] if kl_sum is not None else None,
     )

@@ -15,6 +15,7 @@ from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.training.advantages import group_advantages
 from inflight.training.batch import PackedBatch, pack
+from inflight.training.staleness import StalenessFilter
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +112,14 @@ class RolloutStream:
             pass
         return self._assembler.partial(group_id)
 
-    def batches(self, *, rollouts: int, score: Score) -> Iterator[PackedBatch]:
+    def batches(
+        self, *, rollouts: int, score: Score, staleness: StalenessFilter | None = None
+    ) -> Iterator[PackedBatch]:
         """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
 
         Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
-        measured when the next batch is asked for, that is, after the optimizer step.
+        measured when the next batch is asked for, that is, after the optimizer step. `staleness` takes out what is too
+        old and counts it; a batch of which nothing is left is not yielded.
         """
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
@@ -126,21 +130,24 @@ class RolloutStream:
                 continue
             pending.append(group)
             if sum(map(len, pending)) >= rollouts:
-                yield from self._measured(pending, score)
+                yield from self._measured(pending, score, staleness)
                 pending = []
         if pending:
-            yield from self._measured(pending, score)
+            yield from self._measured(pending, score, staleness)
 
     def close(self) -> None:
         self._reader.close()
 
-    def _measured(self, groups: list[list[Rollout]], score: Score) -> Iterator[PackedBatch]:
+    def _measured(
+        self, groups: list[list[Rollout]], score: Score, staleness: StalenessFilter | None
+    ) -> Iterator[PackedBatch]:
         score_groups(groups, score)
         self.last_reward = float(np.mean([rollout.reward or 0.0 for group in groups for rollout in group]))
-        batch = pack_groups(groups)
         trainer_version = self._meter.published_version
-        yield batch
-        consume(self._meter, batch, trainer_version)
+        batch = pack_groups(groups, trainer_version=trainer_version, staleness=staleness)
+        if batch is not None:
+            yield batch
+            consume(self._meter, batch, trainer_version)
 
     def _receive(self, timeout_ms: int = _POLL_MS) -> bool:
         """Take in one frame; False if none came."""
@@ -191,10 +198,23 @@ def score_groups(groups: list[list[Rollout]], score: Score) -> None:
             rollout.reward = float(score(rollout))
 
 
-def pack_groups(groups: list[list[Rollout]]) -> PackedBatch:
-    """Pack scored groups with group-relative advantages."""
+def pack_groups(
+    groups: list[list[Rollout]], *, trainer_version: int, staleness: StalenessFilter | None = None
+) -> PackedBatch | None:
+    """Pack scored groups with advantages relative to their groups, for a trainer whose weights are `trainer_version`.
+
+    None if `staleness` leaves no rollout.
+    """
     advantages = group_advantages([[r.reward for r in group if r.reward is not None] for group in groups])
-    return pack([rollout for group in groups for rollout in group], advantages)
+    rollouts = [rollout for group in groups for rollout in group]
+    if staleness is None:
+        return pack(rollouts, advantages, trainer_version=trainer_version)
+    stay, included = staleness.apply(rollouts, trainer_version=trainer_version, now_ns=now_ns())
+    if not stay:
+        return None
+    return pack(
+        [rollouts[i] for i in stay], [advantages[i] for i in stay], included=included, trainer_version=trainer_version
+    )
 
 
 def consume(

@@ -7,6 +7,7 @@ from inflight_kernels.activation import gated_activation
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import ScaledCopies, copy_all, quantize_rows
 from inflight_kernels.linear import linear
+from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
 from inflight_kernels.normalization import add_rms_norm, rms_norm
 from inflight_kernels.rotary import rope_and_cache
@@ -21,6 +22,8 @@ __all__ = [
     "draw",
     "gated_activation",
     "linear",
+    "linear_logprobs",
+    "linear_logprobs_reference",
     "paged_attention",
     "quantize_rows",
     "rms_norm",

@@ -1,0 +1,51 @@
+"""How token losses become one number: the weight of each token in the sum.
+
+Weights come from the structure of a whole optimizer step, so that the losses of its micro-batches add up to its loss.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Aggregation = Literal["token", "sequence", "group", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """What one optimizer step consists of, over all of its micro-batches."""
+
+    num_tokens: int
+    """Drawn tokens."""
+    num_sequences: int
+    group_tokens: torch.Tensor
+    """i64[G], drawn tokens of each group of samples of one prompt."""
+
+
+def token_weights(
+    kind: Aggregation,
+    lengths: torch.Tensor,
+    groups: torch.Tensor,
+    totals: StepTotals,
+    *,
+    max_tokens: int | None = None,
+) -> torch.Tensor:
+    """The weight of every token of a sequence, f32[S], from its drawn tokens i64[S] and its group i64[S].
+
+    token: 1 / N tokens of the step, as in DAPO (arXiv 2503.14476, eq. 8). sequence: 1 / (S · length), the mean over
+    sequences of their means, GRPO's own (arXiv 2402.03300, eq. 3). group: 1 / (G · tokens of the group), the mean over
+    prompts of the means over their tokens. constant: 1 / (S · max_tokens), whatever the length, which takes away the
+    pull towards short right and long wrong answers (Dr. GRPO, arXiv 2503.20783, §3.1); it needs `max_tokens`, the
+    length that the generator allows. Raises ValueError for another kind.
+    """
+    if kind == "token":
+        return torch.full_like(lengths, 1 / max(totals.num_tokens, 1), dtype=torch.float32)
+    if kind == "sequence":
+        return 1 / (totals.num_sequences * lengths.clamp(min=1).float())
+    if kind == "group":
+        return 1 / (len(totals.group_tokens) * totals.group_tokens[groups].clamp(min=1).float())
+    if kind == "constant":
+        if not max_tokens:
+            raise ValueError("aggregation 'constant' needs max_tokens, the length that it divides by")
+        return torch.full_like(lengths, 1 / (totals.num_sequences * max_tokens), dtype=torch.float32)
+    raise ValueError(f"unknown aggregation {kind!r}; choose token, sequence, group or constant")

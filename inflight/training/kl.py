@@ -1,0 +1,27 @@
+"""Estimates of KL(π_θ ‖ π_ref) from tokens that π_θ drew, to be added to the loss.
+
+Source: Schulman 2020, "Approximating KL divergence". r = π_ref / π_θ of the drawn token.
+"""
+
+from typing import Literal
+
+import torch
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """f[n] from log π_θ f[n], with gradient, and log π_ref f[n].
+
+    k1 = −log r is unbiased, and its gradient is 0 in expectation; k2 = (log r)² / 2 has the gradient of the KL;
+    k3 = r − 1 − log r is unbiased, never negative, and what GRPO uses (arXiv 2402.03300, eq. 4).
+    Raises ValueError for another kind.
+    """
+    log_ratios = reference_logprobs - logprobs
+    if kind == "k1":
+        return -log_ratios
+    if kind == "k2":
+        return log_ratios.square() / 2
+    if kind == "k3":
+        return torch.expm1(log_ratios) - log_ratios
+    raise ValueError(f"unknown KL estimator {kind!r}; choose k1, k2 or k3")

@@ -1,0 +1,144 @@
+"""What is minimised, put together: a correction, a surrogate, trust regions and an aggregation.
+
+loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t − η · H_t ), with a_t the aggregation's weight, w_t the correction's,
+m_t 1 where every trust region lets the token take part, else 0, and L_t the surrogate's loss.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Literal
+
+import torch
+
+from inflight.training.aggregation import Aggregation
+from inflight.training.corrections import (
+    sequence_mask,
+    sequence_truncate,
+    token_mask,
+    token_truncate,
+    uncorrected,
+)
+from inflight.training.kl import KLEstimator
+from inflight.training.surrogates import cispo, gspo, ppo_clip, reinforce
+from inflight.training.tokens import DrawnTokens, exp_ratio
+from inflight.training.trust_regions import binary_tv_mask, geometric_mask, m2po_mask, opsm_mask
+
+TokenFunction = Callable[[DrawnTokens], torch.Tensor]
+Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """A policy objective. The functions are those of `corrections`, `surrogates` and `trust_regions`, with
+    `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n]."""
+
+    correction: TokenFunction = token_truncate
+    surrogate: TokenFunction = reinforce
+    trust_regions: tuple[TokenFunction, ...] = ()
+    aggregation: Aggregation = "token"
+    max_tokens: int | None = None
+    """What the aggregation "constant" divides by: the length that the generator allows."""
+    proximal: Proximal = "current"
+    """π_p. current: π_θ itself, for one optimizer step per batch. behavior: π_b, so that the surrogate's ratio is the
+    whole of ρ and there is nothing left to correct. recomputed: the batch's `proximal_logprobs`, computed before the
+    first of several steps. loglinear: between π_b and π_θ by versions, which saves that forward pass (AReaL,
+    arXiv 2505.24298): log π_p = log π_b + α (log π_θ − log π_b), α = (v − 1 − v_b) / (v − v_b) in [0, 1]."""
+    kl: KLEstimator = "k3"
+    kl_weight: float = 0.0
+    """β, of the KL to the batch's `reference_logprobs`."""
+    entropy_weight: float = 0.0
+    """η, of the entropy of the distributions that tokens are drawn from."""
+
+    def __post_init__(self) -> None:
+        if self.proximal == "behavior" and self.correction is not uncorrected:
+            raise ValueError(
+                "with proximal='behavior' the surrogate's ratio is the whole of ρ and nothing is left to correct; "
+                "give correction=uncorrected"
+            )
+        if self.proximal not in ("current", "behavior", "recomputed", "loglinear"):
+            raise ValueError(
+                f"unknown proximal policy {self.proximal!r}; choose current, behavior, recomputed or loglinear"
+            )
+
+
+PRESETS: dict[str, Objective] = {
+    "none": Objective(correction=uncorrected),
+    "tis": Objective(correction=token_truncate),
+    "icepop": Objective(correction=token_mask),
+    "sequence_tis": Objective(correction=sequence_truncate),
+    "sequence_mask": Objective(correction=sequence_mask),
+    "geometric_mask": Objective(trust_regions=(geometric_mask,)),
+    "ppo_clip": Objective(correction=uncorrected, surrogate=ppo_clip, proximal="behavior"),
+    "cispo": Objective(correction=uncorrected, surrogate=cispo, proximal="behavior"),
+    "gspo": Objective(correction=uncorrected, surrogate=gspo, proximal="behavior", aggregation="sequence"),
+    "decoupled_ppo": Objective(surrogate=ppo_clip, proximal="recomputed"),
+    "loglinear_ppo": Objective(surrogate=ppo_clip, proximal="loglinear"),
+    "dppo": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(binary_tv_mask,)),
+    "opsm": Objective(trust_regions=(opsm_mask,)),
+    "m2po": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(m2po_mask,)),
+}
+"""By name, with the bounds of the functions' defaults."""
+
+
+def resolve(correction: str | Objective) -> Objective:
+    """An objective, or the one of this name. Raises ValueError."""
+    if isinstance(correction, Objective):
+        return correction
+    if correction not in PRESETS:
+        raise ValueError(f"unknown correction {correction!r}; choose {', '.join(PRESETS)}, or give an Objective")
+    return PRESETS[correction]
+
+
+def loglinear_proximal(
+    logprobs: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, trainer_version: int
+) -> torch.Tensor:
+    """log π_p f[n] by interpolation: π_p is taken to be one version older than π_θ = `trainer_version`.
+
+    A token of version v − 1 or newer was drawn by π_p itself. Source: AReaL's `prox_logp_method=loglinear`.
+    """
+    lag = (trainer_version - versions).clamp(min=0)
+    alpha = ((lag - 1) / lag.clamp(min=1)).clamp(min=0).to(behavior.dtype)
+    return behavior + alpha * (logprobs.detach() - behavior)
+
+
+def policy_terms(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
+    """w_t · m_t · L_t f[n], with gradient to `tokens.logprobs`."""
+    terms = objective.correction(tokens) * objective.surrogate(tokens)
+    for trust_region in objective.trust_regions:
+        terms = torch.where(trust_region(tokens), terms, 0.0)
+    return terms
+
+
+def clipped_tokens(objective: Objective, tokens: DrawnTokens, gradient: torch.Tensor) -> torch.Tensor:
+    """bool[n]: tokens with an advantage whose gradient f[n] of `policy_terms` is not that of the unbounded formula,
+    −A · w · u · ∇log π_θ: truncated, clipped or left out. Functions of one's own count as unbounded."""
+    weights = _UNBOUNDED.get(_name(objective.correction), objective.correction)(tokens)
+    ratios = _UNBOUNDED.get(_name(objective.surrogate), _one)(tokens)
+    expected = -tokens.advantages * weights * ratios.detach()
+    return (gradient - expected).abs() > 1e-4 * expected.abs()
+
+
+def _name(function: TokenFunction) -> str:
+    return getattr(function.func if isinstance(function, partial) else function, "__name__", "")
+
+
+def _one(tokens: DrawnTokens) -> torch.Tensor:
+    return torch.ones_like(tokens.behavior)
+
+
+def _token_ratio(tokens: DrawnTokens) -> torch.Tensor:
+    return exp_ratio(tokens.log_ratios)
+
+
+_UNBOUNDED: dict[str, TokenFunction] = {
+    "token_truncate": partial(token_truncate, cap=inf),
+    "token_mask": partial(token_truncate, cap=inf),
+    "sequence_truncate": partial(sequence_truncate, cap=inf),
+    "sequence_mask": partial(sequence_truncate, cap=inf),
+    "ppo_clip": _token_ratio,
+    "cispo": _token_ratio,
+    "gspo": lambda tokens: exp_ratio(tokens.sequence_means(tokens.log_ratios))[tokens.sequences],
+}
+"""What a function's gradient is a multiple of where none of its bounds is met."""

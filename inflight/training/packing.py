@@ -1,0 +1,270 @@
+"""Packed sequences inside Transformers models: no padding between them, and a prompt computed once for its samples.
+
+The model sees one row of F fed tokens, [1, F]; everything but attention treats tokens one by one. Attention, through
+`AttentionInterface`, lets every token see its own sequence only: segments of similar length are padded to buckets and
+attend there. D head dimension.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from inflight.training.batch import PackedBatch
+
+ATTENTION_NAME = "inflight_packed"
+_WASTE = 1.5
+"""A bucket may cost so many times what its segments cost without padding."""
+
+
+class Segment(NamedTuple):
+    """Fed tokens that see one another, and a prefix before them."""
+
+    start: int
+    size: int
+    prefix_start: int
+    prefix: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.prefix + self.size
+
+
+_packing: ContextVar[bool] = ContextVar("inflight_packing", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments that attend together: n of them, padded to Q queries and K keys. Prefix first, then the segment."""
+
+    queries: torch.Tensor
+    """i64[n, Q], rows of the fed tokens; 0 where padded."""
+    keys: torch.Tensor
+    """i64[n, K]"""
+    is_query: torch.Tensor
+    """bool[n, Q], false where padded."""
+    prefixes: torch.Tensor
+    """i64[n], tokens before the first query."""
+    has_prefixes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """What is fed to the model for a batch."""
+
+    input_ids: torch.Tensor
+    """i64[1, F]"""
+    position_ids: torch.Tensor
+    """i64[1, F]"""
+    source: torch.Tensor
+    """i64[F], the token of the batch that each fed token is."""
+    predicting: torch.Tensor
+    """i64[n], the fed token whose logits each drawn token was drawn from."""
+    buckets: tuple[Bucket, ...]
+    order: torch.Tensor
+    """i64[F], where each fed token is among the queries of all buckets, padding left out."""
+
+
+def pack_input(batch: PackedBatch, *, share_prompts: bool = True) -> PackedInput:
+    """Lay out a batch for a packed forward pass; prompts that samples of a group have in common are fed once."""
+    device = batch.input_ids.device
+    drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
+    bounds, groups = batch.cu_seqlens.tolist(), batch.groups.tolist()
+    source: list[np.ndarray] = []
+    fed_row = np.empty(len(ids), np.int64)  # of each token of the batch
+    segments: list[Segment] = []
+    num_fed = 0
+
+    def feed(start: int, end: int, prefix: tuple[int, int] = (0, 0)) -> int:
+        nonlocal num_fed
+        first, size = num_fed, end - start
+        segments.append(Segment(first, size, *prefix))
+        source.append(np.arange(start, end))
+        fed_row[start:end] = np.arange(first, first + size)
+        num_fed += size
+        return first
+
+    prompts = [start + _prompt_length(drawn[start:end]) for start, end in pairwise(bounds)]
+    keys = [(groups[s], ids[start : prompts[s]].tobytes()) for s, start in enumerate(bounds[:-1])]
+    shared = {key for key, count in Counter(keys).items() if count > 1 and key[1] and share_prompts}
+    first_row: dict[tuple[int, bytes], int] = {}
+    for (start, end), prompt, key in zip(pairwise(bounds), prompts, keys, strict=True):
+        if key not in shared:
+            feed(start, end)
+            continue
+        if key not in first_row:
+            first_row[key] = feed(start, prompt)
+        prefix = (first_row[key], prompt - start)
+        fed_row[start:prompt] = np.arange(prefix[0], sum(prefix))
+        feed(prompt, end, prefix)
+    rows = torch.from_numpy(np.concatenate(source)).to(device)
+    # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
+    predicting = torch.from_numpy(fed_row[np.flatnonzero(drawn) - 1]).to(device)
+    buckets, order = _bucket(segments, device)
+    return PackedInput(batch.input_ids[rows][None], batch.position_ids[rows][None], rows, predicting, buckets, order)
+
+
+def _prompt_length(drawn: np.ndarray) -> int:
+    """Tokens before the first drawn one; all where none is."""
+    return int(drawn.argmax()) if drawn.any() else len(drawn)
+
+
+def _bucket(segments: list[Segment], device: torch.device) -> tuple[tuple[Bucket, ...], torch.Tensor]:
+    """Buckets of segments of similar size, and where each fed token is among their queries."""
+    members: list[list[Segment]] = []
+    needed = longest_query = longest_key = 0
+    for segment in sorted(segments, key=lambda s: (s.prefix > 0, s.num_keys, s.size)):
+        longest_query, longest_key = max(longest_query, segment.size), max(longest_key, segment.num_keys)
+        needed += segment.size * segment.num_keys
+        fits = bool(members) and (members[-1][0].prefix > 0) == (segment.prefix > 0)
+        if fits and longest_query * longest_key * (len(members[-1]) + 1) <= _WASTE * needed:
+            members[-1].append(segment)
+        else:
+            members.append([segment])
+            longest_query, longest_key = segment.size, segment.num_keys
+            needed = longest_query * longest_key
+    buckets, rows = [], []
+    for chosen in members:
+        starts, sizes, prefix_starts, prefixes = (np.array(column)[:, None] for column in zip(*chosen, strict=True))
+        q, k = np.arange(sizes.max())[None], np.arange((sizes + prefixes).max())[None]
+        is_query = q < sizes
+        queries = np.where(is_query, starts + q, 0)
+        keys = np.where(k < prefixes, prefix_starts + k, np.where(k < prefixes + sizes, starts + k - prefixes, 0))
+        rows.append(queries[is_query])
+        tensors = (torch.from_numpy(array).to(device) for array in (queries, keys, is_query, prefixes[:, 0]))
+        buckets.append(Bucket(*tensors, has_prefixes=bool(prefixes.max())))
+    order = np.argsort(np.concatenate(rows))
+    return tuple(buckets), torch.from_numpy(order).to(device)
+
+
+def is_packable(model: nn.Module) -> bool:
+    """Whether attention, through Transformers' interface, is all that mixes the model's tokens."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
+        return False
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return set(layer_types) <= {"full_attention", "sliding_attention"}
+
+
+@contextmanager
+def packed_attention(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's attention understands `packed=PackedInput`.
+
+    With activation checkpointing it stays so, since the backward pass computes forward passes again; for other inputs
+    it is then plain attention.
+    """
+    config: Any = model.config
+    before = config._attn_implementation
+    token = _packing.set(True)
+    config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+        if not is_checkpointing(model):
+            config._attn_implementation = before
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Whether some module of the model recomputes its activations in the backward pass."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    packed: PackedInput | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that Transformers calls: query [1, Hq, F, D] → output [1, F, Hq, Dv]."""
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if packed is None:
+        if _packing.get():
+            raise ValueError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
+        out_BHQD = _attention(query, key, value, attention_mask, attention_mask is None, scale, dropout, softcap, s_aux)
+        return out_BHQD.transpose(1, 2).contiguous(), None
+    q_FHD, k_FHD, v_FHD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    parts = []
+    for bucket in packed.buckets:
+        q_nHQD, k_nHKD, v_nHKD = (
+            tensor[rows].transpose(1, 2)
+            for tensor, rows in ((q_FHD, bucket.queries), (k_FHD, bucket.keys), (v_FHD, bucket.keys))
+        )
+        mask = _bucket_mask(bucket, sliding_window)
+        out_nHQD = _attention(q_nHQD, k_nHKD, v_nHKD, mask, mask is None, scale, dropout, softcap, s_aux)
+        parts.append(out_nHQD.transpose(1, 2)[bucket.is_query])
+    return torch.cat(parts)[packed.order][None], None
+
+
+def _bucket_mask(bucket: Bucket, window: int | None) -> torch.Tensor | None:
+    """bool[n, 1, Q, K], or None for plain causality: keys behind the segment's end only meet padding then."""
+    q, k = bucket.queries.shape[1], bucket.keys.shape[1]
+    if not bucket.has_prefixes and (window is None or k <= window):
+        return None
+    device = bucket.queries.device
+    q_nQ1 = (bucket.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
+    k_11K = torch.arange(k, device=device)[None, None]
+    seen = k_11K <= q_nQ1
+    if window is not None:
+        seen &= q_nQ1 - k_11K < window
+    return (seen | ~bucket.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """[n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]; mask bool, true where a key is seen."""
+    groups = query.shape[1] // key.shape[1]
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=causal, scale=scale, enable_gqa=groups > 1
+        )
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores_nHQK = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores_nHQK = softcap * torch.tanh(scores_nHQK / softcap)
+    if causal:
+        mask = torch.ones(scores_nHQK.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores_nHQK = scores_nHQK.masked_fill(~mask, torch.finfo(scores_nHQK.dtype).min)
+    if sinks_H is not None:
+        sinks = sinks_H[None, :, None, None].expand(*scores_nHQK.shape[:3], 1).to(scores_nHQK.dtype)
+        scores_nHQK = torch.cat([scores_nHQK, sinks], -1)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    probs_nHQK = torch.softmax(scores_nHQK, -1, dtype=precise)[..., : key.shape[2]].to(query.dtype)
+    return F.dropout(probs_nHQK, dropout) @ value
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Packed inputs need no mask from Transformers; other inputs get that of its SDPA attention."""
+    return None if _packing.get() else sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+AttentionMaskInterface.register(ATTENTION_NAME, _mask)

@@ -1,0 +1,154 @@
+"""What the importance ratios of a batch look like, and which of two causes they have.
+
+ρ = π_θ / π_b per drawn token. Tokens that the trainer's own version drew differ from 1 by *mismatch* alone: engine and
+trainer compute the same probability with other numerics (Yao et al. 2025). Older tokens differ by *staleness* as well.
+Everything is kept as sums, so that micro-batches add up.
+"""
+
+from dataclasses import dataclass
+from math import inf, nan
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RatioStats:
+    """Of some tokens' ratios ρ; natural logarithms. NaN where there are no tokens."""
+
+    num_tokens: int = 0
+    sum: float = 0.0
+    sum_squares: float = 0.0
+    min: float = inf
+    max: float = -inf
+    sum_kl: float = 0.0
+    sum_abs_log: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Its expectation is 1; another value tells of a trainer that means something else by log π."""
+        return self.sum / self.num_tokens if self.num_tokens else nan
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size (Σρ)² / (n Σρ²), in (0, 1]; 1 when the data is on-policy (Kong 1992)."""
+        return self.sum**2 / (self.num_tokens * self.sum_squares) if self.num_tokens else nan
+
+    @property
+    def kl(self) -> float:
+        """KL(π_b ‖ π_θ) by the k3 estimator, ρ − 1 − log ρ (Schulman, "Approximating KL divergence", 2020)."""
+        return self.sum_kl / self.num_tokens if self.num_tokens else nan
+
+    @property
+    def logprob_diff(self) -> float:
+        """Mean |log π_θ − log π_b|."""
+        return self.sum_abs_log / self.num_tokens if self.num_tokens else nan
+
+    def __add__(self, other: "RatioStats") -> "RatioStats":
+        return RatioStats(
+            self.num_tokens + other.num_tokens,
+            self.sum + other.sum,
+            self.sum_squares + other.sum_squares,
+            min(self.min, other.min),
+            max(self.max, other.max),
+            self.sum_kl + other.sum_kl,
+            self.sum_abs_log + other.sum_abs_log,
+        )
+
+    @classmethod
+    def of(cls, log_ratios: torch.Tensor) -> "RatioStats":
+        """Of log ρ f[n]."""
+        [row] = ratio_sums(log_ratios, torch.zeros_like(log_ratios, dtype=torch.int64), 1).tolist()
+        return cls.from_sums(row)
+
+    @classmethod
+    def from_sums(cls, row: list[float]) -> "RatioStats":
+        """From a row of `ratio_sums`."""
+        return cls(int(row[0]), *row[1:7]) if row[0] else cls()
+
+
+@dataclass(frozen=True, slots=True)
+class LossStats:
+    """One optimizer step, or the sum of its micro-batches."""
+
+    loss: float
+    ratios: RatioStats
+    """Of all drawn tokens."""
+    mismatch: RatioStats
+    """Of those that the trainer's own version drew; none where the batch does not tell that version."""
+    stale: RatioStats
+    """Of those that older versions drew."""
+    num_clipped: int
+    """Tokens with an advantage that were truncated, clipped or left out."""
+    sum_entropy: float | None = None
+    """Where the objective has an entropy bonus."""
+    sum_reference_kl: float | None = None
+    """Where the objective has a KL penalty."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ratios.num_tokens
+
+    @property
+    def ess(self) -> float:
+        return self.ratios.ess
+
+    @property
+    def ratio_mean(self) -> float:
+        return self.ratios.mean
+
+    @property
+    def ratio_min(self) -> float:
+        return self.ratios.min
+
+    @property
+    def ratio_max(self) -> float:
+        return self.ratios.max
+
+    @property
+    def kl(self) -> float:
+        return self.ratios.kl
+
+    @property
+    def logprob_diff(self) -> float:
+        return self.ratios.logprob_diff
+
+    @property
+    def clipped(self) -> float:
+        """Share of tokens with an advantage that were truncated, clipped or left out."""
+        return self.num_clipped / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def entropy(self) -> float | None:
+        """Mean over tokens, in nats."""
+        return None if self.sum_entropy is None else self.sum_entropy / max(self.num_tokens, 1)
+
+    @property
+    def reference_kl(self) -> float | None:
+        """Mean over tokens."""
+        return None if self.sum_reference_kl is None else self.sum_reference_kl / max(self.num_tokens, 1)
+
+    def __add__(self, other: "LossStats") -> "LossStats":
+        def plus(a: float | None, b: float | None) -> float | None:
+            return None if a is None or b is None else a + b
+
+        return LossStats(
+            self.loss + other.loss,
+            self.ratios + other.ratios,
+            self.mismatch + other.mismatch,
+            self.stale + other.stale,
+            self.num_clipped + other.num_clipped,
+            plus(self.sum_entropy, other.sum_entropy),
+            plus(self.sum_reference_kl, other.sum_reference_kl),
+        )
+
+
+def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """f64[num_classes, 7] of log ρ f[n] by class i64[n]: count, Σρ, Σρ², min ρ, max ρ, Σ(ρ − 1 − log ρ), Σ|log ρ|."""
+    logs = log_ratios.detach().double()
+    ratios = logs.exp()
+    ones = torch.ones_like(logs)
+    summed = torch.stack([ones, ratios, ratios.square(), ratios - 1 - logs, logs.abs()], 1)
+    sums = summed.new_zeros(num_classes, 5).index_add(0, classes, summed)
+    least = ratios.new_full((num_classes,), inf).scatter_reduce(0, classes, ratios, "amin")
+    most = ratios.new_full((num_classes,), -inf).scatter_reduce(0, classes, ratios, "amax")
+    return torch.cat([sums[:, :3], least[:, None], most[:, None], sums[:, 3:]], 1)

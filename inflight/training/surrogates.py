@@ -1,0 +1,46 @@
+"""What is minimised: the loss of a token, whose gradient is a policy gradient.
+
+Each function takes `DrawnTokens` and returns losses f[n] with gradient to `logprobs`. u = π_θ / π_p, whose value is 1
+where the proximal policy is the current one.
+"""
+
+import torch
+
+from inflight.training.tokens import DrawnTokens, exp_ratio
+
+
+def reinforce(tokens: DrawnTokens) -> torch.Tensor:
+    """−A log π_θ (Williams 1992)."""
+    return -tokens.advantages * tokens.logprobs
+
+
+def ppo_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> torch.Tensor:
+    """−min(u A, clip(u, 1 − low, 1 + high) A), and for A < 0 no more than −dual · A.
+
+    Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; the dual clip, which
+    keeps a token that became much likelier from dominating a batch: Ye et al. 2020, arXiv 1912.09729, eq. 5.
+    """
+    if dual is not None and dual <= 1:
+        raise ValueError(f"dual must be greater than 1, got {dual}")
+    ratios, advantages = exp_ratio(tokens.log_ratios), tokens.advantages
+    gains = torch.minimum(ratios * advantages, ratios.clamp(1 - low, 1 + high) * advantages)
+    if dual is not None:
+        gains = torch.where(advantages < 0, torch.maximum(gains, dual * advantages), gains)
+    return -gains
+
+
+def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch.Tensor:
+    """−sg(max(min(u, cap), floor)) A log π_θ: the weight is bounded and every token keeps its gradient.
+
+    Source: MiniMax-M1, arXiv 2506.13585, eq. 4, where cap is 1 + ε_high; the default is what TRL recommends.
+    """
+    return -exp_ratio(tokens.log_ratios.detach()).clamp(floor, cap) * tokens.advantages * tokens.logprobs
+
+
+def gspo(tokens: DrawnTokens, *, low: float = 3e-4, high: float = 4e-4) -> torch.Tensor:
+    """−min(s A, clip(s, 1 − low, 1 + high) A) with s = exp(mean over the sequence of log u), for each of its tokens.
+
+    To be averaged over sequences. Source: GSPO, arXiv 2507.18071, eq. 5 and 7, and its §5.1 for the bounds.
+    """
+    ratios = exp_ratio(tokens.sequence_means(tokens.log_ratios))[tokens.sequences]
+    return -torch.minimum(ratios * tokens.advantages, ratios.clamp(1 - low, 1 + high) * tokens.advantages)

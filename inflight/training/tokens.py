@@ -1,0 +1,60 @@
+"""The drawn tokens of a batch as formulas see them: one entry per token, prompts left out."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ±20 before they are exponentiated, so that a ratio is finite (as verl does)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnTokens:
+    """n drawn tokens of S sequences in G groups. π_θ is the trainer's policy, π_b the one that drew the token, and π_p
+    the proximal one, which trust regions are about (Hilton et al. 2021, arXiv 2110.00641)."""
+
+    logprobs: torch.Tensor
+    """f[n], log π_θ, with gradient."""
+    behavior: torch.Tensor
+    """f[n], log π_b as recorded."""
+    proximal: torch.Tensor
+    """f[n], log π_p, without gradient."""
+    advantages: torch.Tensor
+    """f[n]"""
+    sequences: torch.Tensor
+    """i64[n], the sequence that each token belongs to, rising."""
+    num_sequences: int
+
+    @cached_property
+    def log_ratios(self) -> torch.Tensor:
+        """f[n], log u = log π_θ − log π_p, with gradient."""
+        return self.logprobs - self.proximal
+
+    @cached_property
+    def log_weights(self) -> torch.Tensor:
+        """f[n], log w = log π_p − log π_b, without gradient."""
+        return self.proximal - self.behavior
+
+    @cached_property
+    def log_behavior_ratios(self) -> torch.Tensor:
+        """f[n], log ρ = log π_θ − log π_b, without gradient."""
+        return self.logprobs.detach() - self.behavior
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """i64[S], drawn tokens of each sequence."""
+        return torch.bincount(self.sequences, minlength=self.num_sequences)
+
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """f[n] → f[S]"""
+        return values.new_zeros(self.num_sequences).index_add(0, self.sequences, values)
+
+    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+        """f[n] → f[S]; 0 for a sequence without drawn tokens."""
+        return self.sequence_sums(values) / self.lengths.clamp(min=1)
+
+
+def exp_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
+    """The ratio of a clamped log-ratio."""
+    return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

@@ -1,0 +1,181 @@
+"""The Triton kernels of `linear_logprob` for rows with a kept set.
+
+A program per row reads the rows of the weight that it needs; gradients are sums over such rows. There is no atomic
+addition, so results repeat.
+
+K rows, H hidden size, V vocabulary, E entries of all sets, of which a program reads BLOCK_S at a time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_S: Any = 16
+BLOCK_K: Any = 128
+"""Entries and columns that a program of a kept set reads at a time."""
+LOWEST = tl.constexpr(-3.0e38)
+"""Stands for the maximum of nothing but −∞, so that the difference of two −∞ never arises."""
+
+
+@triton.jit
+def capped(z, SOFTCAP: tl.constexpr):
+    # tanh(x) = 2 σ(2x) − 1
+    return SOFTCAP * (2.0 * tl.sigmoid(z * (2.0 / SOFTCAP)) - 1.0)
+
+
+@triton.jit
+def kept_kernel(
+    hidden,
+    weight,
+    bias,
+    tokens,
+    temperatures,
+    token_ids,
+    offsets,
+    logits,
+    logprobs,
+    lses,
+    entropies,
+    stride_n,
+    stride_v,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token, temperature = tl.load(tokens + row), tl.load(temperatures + row)
+    end = tl.load(offsets + row + 1)
+    chosen = float("nan")
+    peak = tl.cast(LOWEST, tl.float32)
+    total, moment = 0.0, 0.0
+    for start in range(tl.load(offsets + row), end, BLOCK_S):
+        entries = start + tl.arange(0, BLOCK_S)
+        ids = tl.load(token_ids + entries, mask=entries < end, other=-1)
+        inside = (ids >= 0) & (ids < V)
+        products = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+        for first in range(0, H, BLOCK_K):
+            inner = first + tl.arange(0, BLOCK_K)
+            hidden_K = tl.load(hidden + row * stride_n + inner, mask=inner < H, other=0.0).to(tl.float32)
+            weight_SK = tl.load(
+                weight + ids[:, None] * stride_v + inner[None, :],
+                mask=inside[:, None] & (inner < H)[None, :],
+                other=0.0,
+            )
+            products += weight_SK.to(tl.float32) * hidden_K[None, :]
+        z = tl.sum(products, 1)
+        if bias is not None:
+            z += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
+        if SOFTCAP is not None:
+            z = capped(z, SOFTCAP)
+        z = tl.where(inside, z, float("nan"))  # an id outside the vocabulary: the row becomes NaN
+        tl.store(logits + entries, z, mask=entries < end)
+        z = tl.where(entries < end, z / temperature, float("-inf"))
+        hit = (ids == token) & (entries < end)
+        chosen = tl.where(tl.max(hit.to(tl.int32), 0) == 1, tl.sum(tl.where(hit, z, 0.0), 0), chosen)
+        higher = tl.maximum(peak, tl.max(z, 0))
+        scale = tl.exp(peak - higher)
+        weights = tl.exp(z - higher)
+        moment = scale * (moment + total * (peak - higher))
+        moment += tl.sum(tl.where(weights == 0.0, 0.0, weights * (z - higher)), 0)
+        total = total * scale + tl.sum(weights, 0)
+        peak = higher
+    lse = peak + tl.log(total)
+    tl.store(logprobs + row, chosen - lse)
+    tl.store(lses + row, lse)
+    if entropies is not None:
+        tl.store(entropies + row, tl.log(total) - moment / total)
+
+
+@triton.jit(do_not_specialize=["table_rows"])
+def bag_kernel(
+    factors,
+    table,
+    index,
+    offsets,
+    out,
+    stride_t,
+    table_rows,
+    H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    end = tl.load(offsets + row + 1)
+    total = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+    for start in range(tl.load(offsets + row), end, BLOCK_S):
+        entries = start + tl.arange(0, BLOCK_S)
+        at = tl.load(index + entries, mask=entries < end, other=-1)
+        factor = tl.load(factors + entries, mask=entries < end, other=0.0)
+        values = tl.load(
+            table + at[:, None] * stride_t + columns[None, :],
+            mask=((at >= 0) & (at < table_rows))[:, None] & (columns < H)[None, :],
+            other=0.0,
+        )
+        total += factor[:, None] * values.to(tl.float32)
+    tl.store(out + row * H + columns, tl.sum(total, 0), mask=columns < H)
+
+
+def kept_forward(
+    hidden_KH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    tokens_K: torch.Tensor,
+    temperatures_K: torch.Tensor,
+    softcap: float | None,
+    entropy: bool,
+    token_ids_E: torch.Tensor,
+    offsets: torch.Tensor,
+    row_E: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(log-probabilities, logsumexps of scaled logits, entropies or None), each [K], and logits [E]."""
+    del row_E  # a program has one row
+    logits_E = temperatures_K.new_empty(len(token_ids_E))
+    logprobs_K, lses_K = torch.empty_like(temperatures_K), torch.empty_like(temperatures_K)
+    entropies_K = torch.empty_like(temperatures_K) if entropy else None
+    launch: Any = kept_kernel[(len(hidden_KH),)]
+    launch(
+        hidden_KH,
+        weight_VH,
+        bias_V,
+        tokens_K,
+        temperatures_K,
+        token_ids_E,
+        offsets,
+        logits_E,
+        logprobs_K,
+        lses_K,
+        entropies_K,
+        hidden_KH.stride(0),
+        weight_VH.stride(0),
+        V=len(weight_VH),
+        H=hidden_KH.shape[1],
+        SOFTCAP=softcap,
+        BLOCK_S=BLOCK_S,
+        BLOCK_K=BLOCK_K,
+    )
+    return logprobs_K, lses_K, entropies_K, logits_E
+
+
+def bag(factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """out[g] = Σ factors[e] · table[index[e]] over e from offsets[g] to offsets[g + 1], in fp32."""
+    rows, width = len(offsets) - 1, table.shape[1]
+    out = factors_E.new_empty(rows, width)
+    launch: Any = bag_kernel[(rows, triton.cdiv(width, BLOCK_K))]
+    launch(
+        factors_E,
+        table,
+        index_E,
+        offsets,
+        out,
+        table.stride(0),
+        len(table),
+        H=width,
+        BLOCK_S=BLOCK_S,
+        BLOCK_K=BLOCK_K,
+    )
+    return out

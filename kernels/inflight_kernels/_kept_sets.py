@@ -1,0 +1,84 @@
+"""Which rows of `linear_logprob` have a kept set, and whether the sets are what they should be.
+
+N rows, of which K have a kept set; E entries of all sets.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which rows are over the whole vocabulary and which over a kept set; None where there are none."""
+
+    dense: slice | torch.Tensor | None = None
+    kept: slice | torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    """i64[K + 1], of the rows that have a set."""
+    token_ids: torch.Tensor | None = None
+    """i64[E]."""
+    row_E: torch.Tensor | None = None
+    """i64[E]: to which of the K rows an entry belongs."""
+
+
+def split_rows(
+    offsets: torch.Tensor, token_ids: torch.Tensor, tokens_N: torch.Tensor, weight_VH: torch.Tensor
+) -> Split:
+    """Raises ValueError."""
+    rows, device = len(tokens_N), weight_VH.device
+    integers = (torch.int64, torch.int32)
+    if offsets.shape != (rows + 1,) or token_ids.ndim != 1 or {offsets.dtype, token_ids.dtype} - {*integers}:
+        raise ValueError(
+            f"expected kept offsets i64[{rows + 1}] and token ids i64 or i32 [E], got {offsets.dtype} "
+            f"{list(offsets.shape)} and {token_ids.dtype} {list(token_ids.shape)}"
+        )
+    offsets = offsets.cpu().long()
+    lengths = offsets.diff()
+    if (lengths < 0).any() or offsets[0] != 0 or offsets[-1] != len(token_ids):
+        raise ValueError(
+            f"expected kept offsets that rise from 0 to the number of token ids, {len(token_ids)}, "
+            f"got {_first_fault(offsets, lengths)}"
+        )
+    token_ids = token_ids.to(device, torch.int64).contiguous()
+    if device.type == "cpu":
+        _check_kept(lengths, token_ids, tokens_N, len(weight_VH))
+    dense, kept = ((lengths == 0).nonzero()[:, 0], lengths.nonzero()[:, 0])
+    if not len(kept):
+        return Split(dense=slice(None))
+    kept_offsets = torch.cat((offsets[kept], offsets[-1:]))
+    row_E = torch.repeat_interleave(torch.arange(len(kept)), lengths[kept], output_size=len(token_ids))
+    return Split(
+        dense=dense.to(device) if len(dense) else None,
+        kept=kept.to(device) if len(dense) else slice(None),
+        offsets=kept_offsets.to(device),
+        token_ids=token_ids,
+        row_E=row_E.to(device),
+    )
+
+
+def _first_fault(offsets: torch.Tensor, lengths: torch.Tensor) -> str:
+    falls = (lengths < 0).nonzero()[:, 0]
+    if not len(falls):
+        return f"{int(offsets[0])} first and {int(offsets[-1])} last"
+    row = int(falls[0])
+    return f"{int(offsets[row])} and then {int(offsets[row + 1])} at row {row}"
+
+
+def _check_kept(lengths: torch.Tensor, token_ids: torch.Tensor, tokens_N: torch.Tensor, vocabulary: int) -> None:
+    row_E = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    outside = ((token_ids < 0) | (token_ids >= vocabulary)).nonzero()[:, 0]
+    if len(outside):
+        entry = int(outside[0])
+        raise ValueError(
+            f"kept token id {int(token_ids[entry])} of row {int(row_E[entry])} is outside the vocabulary, "
+            f"of {vocabulary} tokens"
+        )
+    found = lengths == 0
+    found[row_E[token_ids == tokens_N[row_E]]] = True
+    if not found.all():
+        row = int((~found).nonzero()[0])
+        raise ValueError(
+            f"the kept set of row {row} does not contain its token {int(tokens_N[row])}; a set must hold the token "
+            "that was drawn from it (or be empty, for the whole vocabulary)"
+        )

@@ -1,0 +1,260 @@
+"""`linear_logprob` on a GPU, and its Triton kernels for rows over the whole vocabulary.
+
+A program multiplies one tile of rows and vocabulary and reduces it to the maximum, the sum of exponentials and their
+first moment, which are combined afterwards; backward multiplies the tile again and writes its gradient. Logits are fp32
+throughout; what is rounded to the dtype of the weights is their gradient, before the product that sums it up. There is
+no atomic addition, so results repeat. N rows, H hidden size, V vocabulary, C columns of one piece of it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels._kept_logprob_triton import LOWEST, bag, capped, kept_forward
+
+__all__ = ["COLUMNS", "ROWS", "bag", "dense_forward", "grad_logits", "kept_forward", "product"]
+
+ROWS = 8192
+COLUMNS = 8192
+"""ROWS · COLUMNS gradients of logits exist at a time."""
+GROUP: Any = 8
+"""Row tiles that share a tile of the weight while it is in L2."""
+
+
+@triton.jit
+def tile_of_logits(
+    hidden,
+    weight,
+    bias,
+    stride_n,
+    stride_v,
+    num_rows,
+    num_columns,
+    H: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """(rows, columns, logits). Beyond the edges the last row and column are repeated."""
+    tiles_n, tiles_v = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(num_columns, BLOCK_V)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_v)
+    group_size = min(tiles_n - group * GROUP, GROUP)
+    inside = program % (GROUP * tiles_v)
+    rows = (group * GROUP + inside % group_size) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = (inside // group_size) * BLOCK_V + tl.arange(0, BLOCK_V)
+    hidden_N = hidden + tl.cast(tl.minimum(rows, num_rows - 1), tl.int64) * stride_n
+    safe_columns = tl.minimum(columns, num_columns - 1)
+    weight_V = weight + tl.cast(safe_columns, tl.int64) * stride_v
+    z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    for start in range(0, H, BLOCK_H):
+        inner = start + tl.arange(0, BLOCK_H)
+        if H % BLOCK_H == 0:
+            hidden_NH = tl.load(hidden_N[:, None] + inner[None, :])
+            weight_HV = tl.load(weight_V[None, :] + inner[:, None])
+        else:
+            hidden_NH = tl.load(hidden_N[:, None] + inner[None, :], mask=(inner < H)[None, :], other=0.0)
+            weight_HV = tl.load(weight_V[None, :] + inner[:, None], mask=(inner < H)[:, None], other=0.0)
+        z = tl.dot(hidden_NH, weight_HV, z, input_precision="ieee")
+    if bias is not None:
+        z += tl.load(bias + safe_columns).to(tl.float32)[None, :]
+    if SOFTCAP is not None:
+        z = capped(z, SOFTCAP)
+    return rows, columns, z
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
+def forward_kernel(
+    hidden,
+    weight,
+    bias,
+    tokens,
+    temperatures,
+    chosen,
+    peaks,
+    totals,
+    moments,
+    stride_n,
+    stride_v,
+    num_rows,
+    num_columns,
+    H: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    rows, columns, z = tile_of_logits(
+        hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H, GROUP
+    )
+    mask = rows < num_rows
+    z = z / tl.load(temperatures + rows, mask=mask, other=1.0)[:, None]
+    z = tl.where((columns < num_columns)[None, :], z, float("-inf"))
+    token = tl.load(tokens + rows, mask=mask, other=-1)
+    hit = columns[None, :] == token[:, None]
+    begin = tl.min(columns, 0)
+    in_tile = (token >= begin) & (token < tl.minimum(begin + BLOCK_V, num_columns))
+    tl.store(chosen + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=in_tile)
+    peak = tl.maximum(tl.max(z, 1), LOWEST)
+    z -= peak[:, None]
+    weights = tl.exp(z)
+    out = tl.cast(begin // BLOCK_V, tl.int64) * num_rows + rows
+    tl.store(peaks + out, peak, mask=mask)
+    tl.store(totals + out, tl.sum(weights, 1), mask=mask)
+    if moments is not None:
+        tl.store(moments + out, tl.sum(tl.where(weights == 0.0, 0.0, weights * z), 1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "begin"])
+def grad_logits_kernel(
+    hidden,
+    weight,
+    bias,
+    tokens,
+    temperatures,
+    lses,
+    slopes,
+    entropies,
+    curls,
+    grad_logits,
+    stride_n,
+    stride_v,
+    num_rows,
+    num_columns,
+    begin,
+    H: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    rows, columns, z = tile_of_logits(
+        hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H, GROUP
+    )
+    mask = rows < num_rows
+    logprobs = z / tl.load(temperatures + rows, mask=mask, other=1.0)[:, None]
+    logprobs -= tl.load(lses + rows, mask=mask, other=0.0)[:, None]
+    slope = tl.load(slopes + rows, mask=mask, other=0.0)
+    steepness = tl.zeros_like(z) + slope[:, None]
+    if curls is not None:
+        entropy = tl.load(entropies + rows, mask=mask, other=0.0)
+        steepness += tl.load(curls + rows, mask=mask, other=0.0)[:, None] * (logprobs + entropy[:, None])
+    probs = tl.exp(logprobs)
+    hit = columns[None, :] + begin == tl.load(tokens + rows, mask=mask, other=-1)[:, None]
+    grad = tl.where(hit, slope[:, None], 0.0) - tl.where(probs == 0.0, 0.0, probs * steepness)
+    if SOFTCAP is not None:
+        grad *= 1.0 - (z / SOFTCAP) * (z / SOFTCAP)
+    out = grad_logits + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(out, grad.to(grad_logits.dtype.element_ty), mask=mask[:, None] & (columns < num_columns)[None, :])
+
+
+def tiles(dtype: torch.dtype, wide: bool) -> dict[str, Any]:
+    """Sizes of tiles, warps and stages for the products. A softcap leaves no registers for wide ones."""
+    if dtype == torch.float32:
+        # 64 rows and more would be computed in TF32 on sm_100 by Triton 3.6.
+        return {"BLOCK_N": 32, "BLOCK_V": 128, "BLOCK_H": 32, "GROUP": GROUP, "num_warps": 4, "num_stages": 3}
+    block_v = 256 if wide else 128
+    return {"BLOCK_N": 128, "BLOCK_V": block_v, "BLOCK_H": 64, "GROUP": GROUP, "num_warps": 8, "num_stages": 3}
+
+
+def dense_forward(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    tokens_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    softcap: float | None,
+    entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
+    rows, vocabulary = len(hidden_NH), len(weight_VH)
+    constants = tiles(hidden_NH.dtype, wide=softcap is None)
+    num_tiles = triton.cdiv(vocabulary, constants["BLOCK_V"])
+    chosen_N = torch.full_like(temperatures_N, torch.nan)
+    peaks, totals = temperatures_N.new_empty(2, num_tiles, rows)
+    moments = temperatures_N.new_empty(num_tiles, rows) if entropy else None
+    if rows:
+        launch: Any = forward_kernel[(triton.cdiv(rows, constants["BLOCK_N"]) * num_tiles,)]
+        launch(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            tokens_N,
+            temperatures_N,
+            chosen_N,
+            peaks,
+            totals,
+            moments,
+            hidden_NH.stride(0),
+            weight_VH.stride(0),
+            rows,
+            vocabulary,
+            H=hidden_NH.shape[1],
+            SOFTCAP=softcap,
+            **constants,
+        )
+    peak_N = peaks.amax(0)
+    shift = peaks.sub_(peak_N)
+    scale = shift.exp()
+    total_N = (totals * scale).sum(0)
+    log_total_N = total_N.log()
+    lse_N = peak_N + log_total_N
+    entropies_N = None
+    if moments is not None:
+        entropies_N = log_total_N - totals.mul_(shift).add_(moments).mul_(scale).sum(0) / total_N
+    return chosen_N - lse_N, lse_N, entropies_N
+
+
+def grad_logits(
+    hidden_NH: torch.Tensor,
+    weight_CH: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    softcap: float | None,
+    begin: int,
+    tokens_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    lses_N: torch.Tensor,
+    slopes_N: torch.Tensor,
+    entropies_N: torch.Tensor | None,
+    curls_N: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient [N, C] of the logits of the vocabulary from `begin` on, in the dtype of the weight."""
+    rows, columns = len(hidden_NH), len(weight_CH)
+    grad_NC = weight_CH.new_empty(rows, columns)
+    constants = tiles(hidden_NH.dtype, wide=softcap is None)
+    grid = triton.cdiv(rows, constants["BLOCK_N"]) * triton.cdiv(columns, constants["BLOCK_V"])
+    launch: Any = grad_logits_kernel[(grid,)]
+    launch(
+        hidden_NH,
+        weight_CH,
+        bias_C,
+        tokens_N,
+        temperatures_N,
+        lses_N,
+        slopes_N,
+        entropies_N if curls_N is not None else None,
+        curls_N,
+        grad_NC,
+        hidden_NH.stride(0),
+        weight_CH.stride(0),
+        rows,
+        columns,
+        begin,
+        H=hidden_NH.shape[1],
+        SOFTCAP=softcap,
+        **constants,
+    )
+    return grad_NC
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a · b in fp32."""
+    if not a.is_cuda:  # in the interpreter: on a CPU `mm` has no out_dtype
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)

@@ -1,0 +1,300 @@
+"""Log-probability and entropy of chosen tokens straight from hidden states: the output layer and the softmax behind it
+in one function that never holds the logits [N, V].
+
+log p = z[a] / τ − logsumexp_{j ∈ S}(z_j / τ) with z = softcap · tanh((h · Wᵀ + b) / softcap), the cap being optional.
+S is the row's kept set, what top-k, top-p or min-p left over (DeepSeek-V3.2, arXiv 2512.02556, §3.1, trains on the set
+that was sampled from), or the whole vocabulary. A row with a set reads the |S| rows of W that it needs. Other rows are
+multiplied a tile of the vocabulary at a time, with a running maximum and sum (Milakov and Gimelshein 2018, "Online
+normalizer calculation for softmax"); backward multiplies once more instead of keeping logits (as in Wijmans et al.
+2024, "Cut Your Losses in Large-Vocabulary Language Models"). With u = z / τ, d log p / du_j = 1[j = a] − p_j and
+d entropy / du_j = −p_j (log p_j + entropy).
+
+N rows, of which K have a kept set; H hidden size, V vocabulary, C columns of one piece of it, E entries of all sets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from inflight_kernels._kept_sets import Split, split_rows
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def linear_logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    tokens_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """hidden [N, H], weight [V, H] and bias [V] of one float dtype, tokens i64[N], temperatures [N] > 0 →
+    log-probabilities f32[N] and, if asked for, entropies f32[N] of the same distributions; both with gradients to
+    hidden, weight and bias, which are summed in fp32 and have their dtype. A CPU also takes float64, and returns it.
+
+    kept: offsets i64[N + 1] and token ids i64[E] or i32[E]. The ids of row i, each of them once, are those from
+    offsets[i] to offsets[i + 1]; a row with none is over the whole vocabulary. On a GPU, offsets that lie on the CPU
+    spare a wait for the device.
+
+    Raises ValueError for shapes, dtypes and offsets that do not fit, and on a CPU for a kept id outside the vocabulary
+    and a kept set without the row's token. On a GPU, where finding out would be a wait, such a row has a
+    log-probability of NaN, as has a token outside the vocabulary everywhere.
+    """
+    _check(hidden_NH, weight_VH, tokens_N, temperatures_N, bias, softcap)
+    split = Split(dense=slice(None)) if kept is None else split_rows(*kept, tokens_N, weight_VH)
+    compute_dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+    outputs: Any = LinearLogprobs.apply(
+        _rows_contiguous(hidden_NH),
+        _rows_contiguous(weight_VH),
+        bias if bias is None else bias.contiguous(),
+        tokens_N.contiguous(),
+        temperatures_N.detach().to(compute_dtype).contiguous(),
+        softcap,
+        entropy,
+        split,
+    )
+    return outputs
+
+
+def linear_logprobs_reference(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    tokens_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same in plain PyTorch, with all logits at once."""
+    dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+    logits_NV = hidden_NH.to(dtype) @ weight_VH.to(dtype).T
+    if bias is not None:
+        logits_NV = logits_NV + bias.to(dtype)
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    scaled_NV = logits_NV / temperatures_N.to(dtype)[:, None]
+    if kept is not None:
+        lengths_N = kept[0].diff().to(tokens_N.device)
+        row_E = torch.repeat_interleave(torch.arange(len(tokens_N), device=tokens_N.device), lengths_N)
+        dropped_NV = (lengths_N > 0)[:, None].repeat(1, len(weight_VH))
+        dropped_NV[row_E, kept[1].long().to(tokens_N.device)] = False
+        scaled_NV = scaled_NV.masked_fill(dropped_NV, -torch.inf)
+    logprobs_NV = torch.log_softmax(scaled_NV, -1)
+    logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+    if not entropy:
+        return logprobs_N, None
+    return logprobs_N, -(logprobs_NV.exp() * logprobs_NV.masked_fill(scaled_NV == -torch.inf, 0.0)).sum(-1)
+
+
+def _check(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    tokens_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    bias: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    rows = hidden_NH.shape[:1]
+    if (
+        hidden_NH.ndim != 2
+        or weight_VH.ndim != 2
+        or not len(weight_VH)
+        or hidden_NH.shape[1] != weight_VH.shape[1]
+        or tokens_N.shape != rows
+        or temperatures_N.shape != rows
+    ):
+        raise ValueError(
+            "expected hidden [N, H], weight [V > 0, H], tokens [N] and temperatures [N], got "
+            f"{list(hidden_NH.shape)}, {list(weight_VH.shape)}, {list(tokens_N.shape)} and {list(temperatures_N.shape)}"
+        )
+    if bias is not None and bias.shape != weight_VH.shape[:1]:
+        raise ValueError(f"expected a bias [{len(weight_VH)}], one value per row of weight, got {list(bias.shape)}")
+    allowed = DTYPES if hidden_NH.is_cuda else (*DTYPES, torch.float64)
+    dtypes = {tensor.dtype for tensor in (hidden_NH, weight_VH, bias) if tensor is not None}
+    if len(dtypes) != 1 or hidden_NH.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ValueError(
+            f"expected hidden, weight and bias of one dtype out of {names}, got "
+            f"{', '.join(sorted(str(dtype) for dtype in dtypes))}"
+        )
+    if tokens_N.dtype != torch.int64 or not temperatures_N.is_floating_point():
+        raise ValueError(f"expected tokens i64 and temperatures float, got {tokens_N.dtype} and {temperatures_N.dtype}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"expected a softcap > 0, or None for logits as they are, got {softcap}")
+
+
+def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+# ---- forward and backward, on either device -------------------------------------------------------------------------
+
+
+def _backend(device: torch.device) -> ModuleType:
+    """The module with `ROWS`, `COLUMNS`, `dense_forward`, `kept_forward`, `grad_logits`, `product` and `bag`."""
+    if device.type == "cuda":
+        from inflight_kernels import _linear_logprob_triton
+
+        return _linear_logprob_triton
+    from inflight_kernels import _linear_logprob_cpu
+
+    return _linear_logprob_cpu
+
+
+class LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        tokens_N: torch.Tensor,
+        temperatures_N: torch.Tensor,
+        softcap: float | None,
+        entropy: bool,
+        split: Split,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        backend = _backend(hidden_NH.device)
+        logprobs_N, lses_N = torch.empty_like(temperatures_N), torch.empty_like(temperatures_N)
+        entropies_N = torch.empty_like(temperatures_N) if entropy else None
+        logits_E = None
+        for rows, is_dense in ((split.dense, True), (split.kept, False)):
+            if rows is None:
+                continue
+            arguments = (hidden_NH[rows], weight_VH, bias_V, tokens_N[rows], temperatures_N[rows], softcap, entropy)
+            if is_dense:
+                logprobs, lses, entropies = backend.dense_forward(*arguments)
+            else:
+                logprobs, lses, entropies, logits_E = backend.kept_forward(
+                    *arguments, split.token_ids, split.offsets, split.row_E
+                )
+            logprobs_N[rows], lses_N[rows] = logprobs, lses
+            if entropies_N is not None:
+                entropies_N[rows] = entropies
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_N, temperatures_N, lses_N, entropies_N, logits_E)
+        ctx.softcap, ctx.split = softcap, split
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, tokens_N, temperatures_N, lses_N, entropies_N, logits_E = ctx.saved_tensors
+        softcap, split = ctx.softcap, ctx.split
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        backend = _backend(hidden_NH.device)
+        dtype = temperatures_N.dtype
+        # Of the loss with respect to the scaled logits u, over τ.
+        slopes_N = torch.zeros_like(temperatures_N) if grads[0] is None else grads[0] / temperatures_N
+        curls_N = None if grads[1] is None else grads[1] / temperatures_N
+        row_values: tuple[Any, ...] = (tokens_N, temperatures_N, lses_N, slopes_N, entropies_N, curls_N)
+
+        grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
+        grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
+        by_token = None
+        if split.kept is not None:
+            grad_E = _kept_grad_logits(logits_E, split, softcap, *_take(row_values, split.kept))
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[split.kept] = backend.bag(grad_E, weight_VH, split.token_ids, split.offsets).to(
+                    hidden_NH.dtype
+                )
+            by_token = _ByToken.sort(grad_E, split, hidden_NH[split.kept], len(weight_VH))
+
+        dense = slice(0) if split.dense is None else split.dense
+        dense_NH, dense_values = hidden_NH[dense], _take(row_values, dense)
+        grad_dense_NH = dense_NH.new_zeros(dense_NH.shape, dtype=dtype) if wants_hidden else None
+        for begin in range(0, len(weight_VH), backend.COLUMNS):
+            columns = slice(begin, begin + backend.COLUMNS)
+            weight_CH, bias_C = weight_VH[columns], None if bias_V is None else bias_V[columns]
+            grad_CH = weight_CH.new_zeros(weight_CH.shape, dtype=dtype) if wants_weight else None
+            grad_C = weight_CH.new_zeros(len(weight_CH), dtype=dtype) if wants_bias else None
+            if by_token is not None:
+                by_token.add(backend, columns, grad_CH, grad_C)
+            for first in range(0, len(dense_NH), backend.ROWS):
+                rows = slice(first, first + backend.ROWS)
+                grad_NC = backend.grad_logits(
+                    dense_NH[rows], weight_CH, bias_C, softcap, begin, *_take(dense_values, rows)
+                )
+                if grad_dense_NH is not None:
+                    grad_dense_NH[rows] += backend.product(grad_NC, weight_CH)
+                if grad_CH is not None:
+                    grad_CH += backend.product(grad_NC.T, dense_NH[rows])
+                if grad_C is not None:
+                    grad_C += grad_NC.sum(0, dtype=dtype)
+                del grad_NC  # before the next one is allocated, so that it takes the same memory
+            if grad_weight_VH is not None and grad_CH is not None:
+                grad_weight_VH[columns] = grad_CH
+            if grad_bias_V is not None and grad_C is not None:
+                grad_bias_V[columns] = grad_C
+        if grad_hidden_NH is not None and grad_dense_NH is not None:
+            grad_hidden_NH[dense] = grad_dense_NH.to(hidden_NH.dtype)
+        return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
+
+
+def _take(values: Sequence[Any], rows: slice | torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value if value is None else value[rows] for value in values)
+
+
+def _kept_grad_logits(
+    logits_E: torch.Tensor,
+    split: Split,
+    softcap: float | None,
+    tokens_K: torch.Tensor,
+    temperatures_K: torch.Tensor,
+    lses_K: torch.Tensor,
+    slopes_K: torch.Tensor,
+    entropies_K: torch.Tensor | None,
+    curls_K: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient of the logits of the kept sets, in the order of their entries."""
+    assert split.row_E is not None
+    row_E = split.row_E
+    logprobs_E = logits_E / temperatures_K[row_E] - lses_K[row_E]
+    probs_E = logprobs_E.exp()
+    grad_E = slopes_K[row_E]
+    hit_E = torch.where(split.token_ids == tokens_K[row_E], grad_E, 0.0)
+    if entropies_K is not None and curls_K is not None:
+        grad_E = grad_E + curls_K[row_E] * (logprobs_E + entropies_K[row_E])
+    grad_E = hit_E - torch.where(probs_E == 0, 0.0, probs_E * grad_E)  # a logit of −∞ has p log p = 0
+    return grad_E if softcap is None else grad_E * (1 - (logits_E / softcap) ** 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _ByToken:
+    """The entries of all kept sets in the order of token ids, so that a row of the weight's gradient is a sum over
+    neighbours, always in the same order, and needs no atomic addition."""
+
+    grad_E: torch.Tensor
+    row_E: torch.Tensor
+    offsets: torch.Tensor
+    """i64[V + 1]: where the entries of each token of the vocabulary begin."""
+    hidden_KH: torch.Tensor
+
+    @classmethod
+    def sort(cls, grad_E: torch.Tensor, split: Split, hidden_KH: torch.Tensor, vocabulary: int) -> "_ByToken":
+        assert split.token_ids is not None
+        assert split.row_E is not None
+        ids_E, order_E = split.token_ids.sort(stable=True)
+        bounds = torch.arange(vocabulary + 1, device=ids_E.device)
+        return cls(grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds), hidden_KH)
+
+    def add(
+        self, backend: ModuleType, columns: slice, grad_CH: torch.Tensor | None, grad_C: torch.Tensor | None
+    ) -> None:
+        offsets = self.offsets[columns.start : columns.stop + 1]
+        if grad_CH is not None:
+            grad_CH += backend.bag(self.grad_E, self.hidden_KH, self.row_E, offsets)
+        if grad_C is not None:
+            ones_K1 = self.hidden_KH.new_ones(len(self.hidden_KH), 1)
+            grad_C += backend.bag(self.grad_E, ones_K1, self.row_E, offsets)[:, 0]
