@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from inflight.session import LaunchedEngine, launch
     from inflight.training.advantages import group_advantages
     from inflight.training.batch import PackedBatch, pack
+    from inflight.training.forward import score_tokens, token_logprobs
     from inflight.training.grpo import GRPOConfig, grpo
-    from inflight.training.loss import LossStats, policy_loss
+    from inflight.training.loss import policy_loss
+    from inflight.training.objective import Objective
+    from inflight.training.probe import VersionProbe
+    from inflight.training.replay import replay_routing
+    from inflight.training.staleness import StalenessFilter, StalenessRule
+    from inflight.training.statistics import LossStats
     from inflight.weights.publisher import Publisher
     from inflight.weights.sharded import ShardSender
     from inflight.weights.transports import Broadcast, Files, Slots
@@ -36,8 +42,15 @@ _HOME = {
     "pack": "inflight.training.batch",
     "GRPOConfig": "inflight.training.grpo",
     "grpo": "inflight.training.grpo",
-    "LossStats": "inflight.training.loss",
+    "score_tokens": "inflight.training.forward",
+    "token_logprobs": "inflight.training.forward",
     "policy_loss": "inflight.training.loss",
+    "Objective": "inflight.training.objective",
+    "VersionProbe": "inflight.training.probe",
+    "replay_routing": "inflight.training.replay",
+    "StalenessFilter": "inflight.training.staleness",
+    "StalenessRule": "inflight.training.staleness",
+    "LossStats": "inflight.training.statistics",
     "Publisher": "inflight.weights.publisher",
     "ShardSender": "inflight.weights.sharded",
     "Broadcast": "inflight.weights.transports",
@@ -54,17 +67,24 @@ __all__ = [
     "InflightError",
     "LaunchedEngine",
     "LossStats",
+    "Objective",
     "PackedBatch",
     "Publisher",
     "Rollout",
     "SamplingParams",
     "ShardSender",
     "Slots",
+    "StalenessFilter",
+    "StalenessRule",
+    "VersionProbe",
     "group_advantages",
     "grpo",
     "launch",
     "pack",
     "policy_loss",
+    "replay_routing",
+    "score_tokens",
+    "token_logprobs",
 ]
 
 

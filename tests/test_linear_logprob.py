@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from inflight.bench import loss as bench
+
 torch.set_num_threads(1)
 
 
@@ -277,6 +279,47 @@ def test_what_does_not_fit_is_named(wrong, message):
     leading = [arguments.pop(name) for name in ("hidden", "weight", "tokens")]
     with pytest.raises(ValueError, match=message):
         fused(*leading, torch.ones(3), **arguments)
+
+
+# ---- the benchmark --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
+    monkeypatch.setattr(bench, "_peak_mib", lambda settings, dtype, device, name: {"ours": 1.0, "naive": 8.0}[name])
+    monkeypatch.setattr(bench, "REFERENCE_ROWS", 12)
+    settings = bench.LossBench(device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, kept=kept, pairs=2, seed=0)
+    result = bench.measure_loss(settings)
+    assert result["dtype"] == "float32"
+    assert 0 < result["max_abs_err"] < 1e-5
+    assert 0 < result["grad_max_abs_err"] < 1e-6
+    assert result["memory_ratio"] == 0.125
+    assert result["time_ratio"] > 0
+    assert result["peer_ms"] == {}  # those of a GPU
+    assert bench.loss_table(result).row_count == 2
+
+
+def test_memory_of_the_naive_way_is_that_of_logits():
+    settings = bench.LossBench(device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, kept=0, pairs=1, seed=0)
+    problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
+    peaks = {}
+    for name, variant in bench.VARIANTS.items():
+        with LiveBytes() as live:
+            bench._step(variant, problem)
+        peaks[name] = live.peak
+    assert peaks["naive"] > 2 * 64 * 20_000 * 4 > 4 * peaks["ours"]
+
+
+def test_a_peer_that_fails_is_told():
+    settings = bench.LossBench(device="cpu", dtype="auto", tokens=4, hidden=8, vocab=20, kept=0, pairs=1, seed=0)
+    problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
+
+    def missing(problem):
+        raise ImportError("no module named liger_kernel")
+
+    times_ms, failures = bench._measure_peers({"a": bench._ours, "b": missing}, problem, 1, lambda _: None)
+    assert times_ms["a"] > 0
+    assert (times_ms["b"], failures) == (None, {"b": "ImportError: no module named liger_kernel"})
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------

@@ -225,6 +225,25 @@ def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeyp
         engine.wait_for_version(version)
 
 
+@pytest.mark.slow
+def test_a_slot_that_one_of_several_engines_refuses_is_told_of(engine, model_dir, monkeypatch):
+    """With the next version, which that engine takes at the first attempt."""
+    with engines(model_dir("qwen3"), 1) as [other]:
+        refused = engine.status().bad_messages
+        transport = inflight.Slots(checksum=True)
+        with inflight.Publisher([engine, other], make_model("qwen3"), transport=transport) as ours:
+            with monkeypatch.context() as patch:
+                patch.setattr(stage, "checksum", lambda buffer: 7)
+                ours.publish()
+                while engine.status().bad_messages == refused:
+                    time.sleep(0.01)
+            version = ours.publish()
+            with pytest.raises(ChecksumError, match="expected 0000000000000007"):
+                check_for(ours)
+            for each in (engine, other):
+                each.wait_for_version(version)
+
+
 @pytest.fixture
 def link(engine) -> Iterator[EngineLink]:
     link = EngineLink(engine.address, ModelSource(make_model("qwen3")), map_slots=False, timeout_s=10)

@@ -115,15 +115,17 @@ def without_curves(result: dict[str, Any]) -> dict[str, Any]:
     return short
 
 
-def _target(settings: LearningBench, runs: Sequence[Run]) -> float:
+def _target(settings: LearningBench, runs: Sequence[Run]) -> float | None:
+    """For the runs of a seed. None if it would not be above the reward that they began with: nothing was learned."""
     if settings.target is not None:
         return settings.target
-    return TARGET_SHARE * min(run.final_reward for run in runs)
+    target = TARGET_SHARE * min(run.final_reward for run in runs)
+    return target if target > fmean(run.curve[0].reward for run in runs) else None
 
 
-def _summary(settings: LearningBench, runs: list[Run], targets: list[float]) -> dict[str, Any]:
+def _summary(settings: LearningBench, runs: list[Run], targets: list[float | None]) -> dict[str, Any]:
     """Of one mode; runs and targets by seed."""
-    points = [run.reached(target) for run, target in zip(runs, targets, strict=True)]
+    points = [run.reached(target) if target is not None else None for run, target in zip(runs, targets, strict=True)]
     seeds = [
         {
             "seed": seed,

@@ -16,6 +16,7 @@ from inflight.bench.learning_run import (
     TASK,
     LearningBench,
     Progress,
+    check_correction,
     learn,
     learning_title,
     side_by_side,
@@ -23,7 +24,6 @@ from inflight.bench.learning_run import (
     warm_start,
     written,
 )
-from inflight.training.objective import resolve
 
 DEFAULTS: dict[str, Any] = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
 """In place of those of LearningBench: shorter runs, of which there are many."""
@@ -37,8 +37,10 @@ class LagBench:
     """Modes, correction and target are not used."""
 
     def __post_init__(self) -> None:
+        if not self.corrections:
+            raise ValueError("--corrections must name at least one correction, such as none,tis")
         for name in self.corrections:
-            resolve(name)
+            check_correction(name)
 
 
 def measure_lags(settings: LagBench, progress: Progress = lambda _: None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def plot_learning(path: Path, result: dict[str, Any]) -> None:
             for curve, (x, rewards) in zip(seeds, lines, strict=True):
                 axes.plot(x, rewards, color=COLORS[mode], alpha=0.35, linewidth=0.8)
                 target = result["target"][str(curve["seed"])]
-                reached = np.flatnonzero(rewards >= target)[:1]
+                reached = np.flatnonzero(rewards >= (np.inf if target is None else target))[:1]
                 axes.plot(x[reached], rewards[reached], "o", color=COLORS[mode], markersize=4, zorder=4)
             axes.plot(*_mean_line(lines), color=COLORS[mode], linewidth=2.5, label=mode, zorder=3)
         axes.set_ylabel(f"reward, mean of {result['smoothing_steps']} steps")

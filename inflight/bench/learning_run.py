@@ -55,11 +55,17 @@ class LearningBench:
     """A reward; None: TARGET_SHARE of the least final reward of the modes, for each seed."""
 
     def __post_init__(self) -> None:
-        if unknown := set(self.modes) - set(SCHEDULES):
-            raise ValueError(f"--modes must be some of {', '.join(SCHEDULES)}, got {', '.join(sorted(unknown))}")
+        if not self.modes or set(self.modes) - set(SCHEDULES):
+            raise ValueError(f"--modes must be some of {', '.join(SCHEDULES)}, got {','.join(self.modes) or 'none'}")
         if self.sequences < GROUP_SIZE:
             raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {self.sequences}")
-        resolve(self.correction)
+        check_correction(self.correction)
+
+
+def check_correction(name: str) -> None:
+    """Raises ValueError if there is no such correction, or if a loop of one step per batch has no use for it."""
+    if resolve(name).proximal == "recomputed":
+        raise ValueError(f"correction {name!r} is for several optimizer steps per batch; these runs take one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -201,14 +201,16 @@ def _piece(
     return scaled.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(scaled, -1)
 
 
-_compiled_piece = torch.compile(_piece)
+@cache
+def _compiled_piece() -> Callable[..., torch.Tensor]:
+    return torch.compile(_piece)
 
 
 def _compiled(problem: _Problem) -> torch.Tensor:
     pieces = zip(
         *(t.split(PEER_ROWS) for t in (problem.hidden_NH, problem.tokens_N, problem.temperatures_N)), strict=True
     )
-    run: Any = partial(checkpoint, _compiled_piece, use_reentrant=False)
+    run: Any = partial(checkpoint, _compiled_piece(), use_reentrant=False)
     return torch.cat([run(hidden, problem.weight_VH, tokens, taus) for hidden, tokens, taus in pieces])
 
 
@@ -250,6 +252,7 @@ def _errors(problem: _Problem) -> tuple[float, float]:
     """The largest differences from float64, of log-probabilities and of gradients."""
     logprobs_N = _ours(problem)
     grads = torch.autograd.grad(-logprobs_N.mean(), problem.leaves())
+    logprobs_N = logprobs_N.detach()
     rows = len(logprobs_N)
     weight_VH = problem.weight_VH.detach().double().requires_grad_()
     error = grad_error = 0.0
@@ -265,7 +268,7 @@ def _errors(problem: _Problem) -> tuple[float, float]:
         )
         (-expected_N.sum() / rows).backward()
         assert hidden_NH.grad is not None
-        error = max(error, float((logprobs_N[piece] - expected_N).abs().max()))
+        error = max(error, float((logprobs_N[piece] - expected_N.detach()).abs().max()))
         grad_error = max(grad_error, float((grads[0][piece] - hidden_NH.grad).abs().max()))
     assert weight_VH.grad is not None
     return error, max(grad_error, float((grads[1] - weight_VH.grad).abs().max()))
@@ -287,7 +290,7 @@ def _peak_mib(settings: LossBench, dtype: str, device: torch.device, name: str) 
 def _resident_peak_mib(settings: LossBench, dtype: str, name: str, num_threads: int) -> float:
     """In a process that has done nothing else, but for a small problem that loads what libraries load once."""
     torch.set_num_threads(num_threads)
-    small = LossBench(**(asdict(settings) | {"tokens": 32, "hidden": 32, "vocab": 64, "kept": min(settings.kept, 8)}))
+    small = replace(settings, tokens=32, hidden=32, vocab=64, kept=min(settings.kept, 8))
     _step(VARIANTS[name], _make_problem(small, torch.device("cpu"), getattr(torch, dtype)))
     problem = _make_problem(settings, torch.device("cpu"), getattr(torch, dtype))
     before = _status_bytes("VmRSS")

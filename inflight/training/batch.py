@@ -62,7 +62,7 @@ class PackedBatch:
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that take part in the loss."""
+        """Tokens that the engine drew."""
         return int(self.loss_mask.sum())
 
     @property

@@ -51,7 +51,7 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
             f"the batch is on {batch.input_ids.device}, the model on {device}; call batch.to({str(device)!r})"
         )
     if not batch.num_drawn:
-        empty = torch.zeros(0, device=device)
+        empty = torch.zeros(0, device=device, requires_grad=True)
         return TokenScores(empty, empty if entropy else None)
     inner = _transformers_model(model)
     fused = _is_fusable(inner)

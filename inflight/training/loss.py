@@ -1,5 +1,6 @@
 """The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and summed."""
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from inflight.training.aggregation import token_weights
 from inflight.training.batch import PackedBatch
 from inflight.training.forward import TokenScores, score_tokens
 from inflight.training.kl import kl_estimate
-from inflight.training.objective import Objective, clipped_tokens, loglinear_proximal, policy_terms, resolve
+from inflight.training.objective import Objective, loglinear_proximal, policy_terms, resolve, without_bounds
 from inflight.training.statistics import LossStats, RatioStats, ratio_sums
 from inflight.training.tokens import DrawnTokens
 
@@ -36,9 +37,8 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     weights = _aggregation_weights(objective, batch)[tokens.sequences]
     if batch.included is not None:
         weights = weights * batch.included[drawn]
-    terms = policy_terms(objective, tokens)
-    [of_terms] = torch.autograd.grad(terms.sum(), leaf, retain_graph=True)
-    total = (weights * terms).sum()
+    total = (weights * policy_terms(objective, tokens)).sum()
+    clipped = _clipped(objective, tokens)
     kl_sum = None
     if objective.kl_weight:
         reference = _column(batch, "reference_logprobs", "a KL penalty")[drawn]
@@ -50,8 +50,16 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     if objective.entropy_weight:
         assert scores.entropies is not None
         loss = loss - objective.entropy_weight * (weights * scores.entropies).sum()
-    clipped = clipped_tokens(objective, tokens, of_terms)
     return loss, _statistics(loss, batch, tokens, clipped, scores.entropies, kl_sum)
+
+
+def _clipped(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
+    """bool[n]: tokens whose gradient is not that of the same formula without bounds."""
+    gradients = [
+        torch.autograd.grad(policy_terms(each, tokens).sum(), tokens.logprobs)[0]
+        for each in (objective, without_bounds(objective))
+    ]
+    return (gradients[0] - gradients[1]).abs() > 1e-4 * gradients[1].abs()
 
 
 def _drawn_tokens(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> DrawnTokens:
@@ -124,6 +132,8 @@ def _statistics(
     others += [] if entropies is None else [entropies.detach().sum()]
     values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
     rows, (total, num_clipped, *rest) = values[:21], values[21:]
+    if not math.isfinite(total):
+        raise ValueError(_what_is_not_finite(batch, tokens))
     unknown, mismatch, stale = (RatioStats.from_sums(rows[i : i + 7]) for i in (0, 7, 14))
     return LossStats(
         loss=total,
@@ -133,4 +143,17 @@ def _statistics(
         num_clipped=int(num_clipped),
         sum_entropy=rest[-1] if entropies is not None else None,
         sum_reference_kl=rest[0] if kl_sum is not None else None,
+    )
+
+
+def _what_is_not_finite(batch: PackedBatch, tokens: DrawnTokens) -> str:
+    bad = torch.nonzero(~tokens.logprobs.isfinite()).flatten().tolist()
+    if not bad:
+        return "the loss is not finite though log-probabilities are; look at advantages, reference and proximal columns"
+    place = int(torch.nonzero(batch.loss_mask).flatten()[bad[0]])
+    sequence = int(tokens.sequences[bad[0]])
+    return (
+        f"{len(bad)} of {len(tokens.logprobs)} drawn tokens have log-probabilities under the trainer's model that are "
+        f"not finite, the first of them token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} "
+        f"({tokens.logprobs[bad[0]].item()}); the model's weights or activations have overflowed"
     )

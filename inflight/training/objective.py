@@ -5,10 +5,10 @@ m_t 1 where every trust region lets the token take part, else 0, and L_t the sur
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,7 @@ from inflight.training.corrections import (
 )
 from inflight.training.kl import KLEstimator
 from inflight.training.surrogates import cispo, gspo, ppo_clip, reinforce
-from inflight.training.tokens import DrawnTokens, exp_ratio
+from inflight.training.tokens import DrawnTokens
 from inflight.training.trust_regions import binary_tv_mask, geometric_mask, m2po_mask, opsm_mask
 
 TokenFunction = Callable[[DrawnTokens], torch.Tensor]
@@ -111,34 +111,27 @@ def policy_terms(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
     return terms
 
 
-def clipped_tokens(objective: Objective, tokens: DrawnTokens, gradient: torch.Tensor) -> torch.Tensor:
-    """bool[n]: tokens with an advantage whose gradient f[n] of `policy_terms` is not that of the unbounded formula,
-    −A · w · u · ∇log π_θ: truncated, clipped or left out. Functions of one's own count as unbounded."""
-    weights = _UNBOUNDED.get(_name(objective.correction), objective.correction)(tokens)
-    ratios = _UNBOUNDED.get(_name(objective.surrogate), _one)(tokens)
-    expected = -tokens.advantages * weights * ratios.detach()
-    return (gradient - expected).abs() > 1e-4 * expected.abs()
+def without_bounds(objective: Objective) -> Objective:
+    """The same formula with every bound wide open and no trust region. Functions of one's own stay as they are."""
+    return replace(
+        objective,
+        correction=_opened(objective.correction),
+        surrogate=_opened(objective.surrogate),
+        trust_regions=(),
+    )
 
 
-def _name(function: TokenFunction) -> str:
-    return getattr(function.func if isinstance(function, partial) else function, "__name__", "")
+def _opened(function: TokenFunction) -> TokenFunction:
+    bare = function.func if isinstance(function, partial) else function
+    return partial(bare, **_OPEN[bare]) if bare in _OPEN else function
 
 
-def _one(tokens: DrawnTokens) -> torch.Tensor:
-    return torch.ones_like(tokens.behavior)
-
-
-def _token_ratio(tokens: DrawnTokens) -> torch.Tensor:
-    return exp_ratio(tokens.log_ratios)
-
-
-_UNBOUNDED: dict[str, TokenFunction] = {
-    "token_truncate": partial(token_truncate, cap=inf),
-    "token_mask": partial(token_truncate, cap=inf),
-    "sequence_truncate": partial(sequence_truncate, cap=inf),
-    "sequence_mask": partial(sequence_truncate, cap=inf),
-    "ppo_clip": _token_ratio,
-    "cispo": _token_ratio,
-    "gspo": lambda tokens: exp_ratio(tokens.sequence_means(tokens.log_ratios))[tokens.sequences],
+_OPEN: dict[TokenFunction, dict[str, Any]] = {
+    token_truncate: {"cap": inf, "floor": 0.0},
+    token_mask: {"low": 0.0, "high": inf},
+    sequence_truncate: {"cap": inf, "floor": 0.0},
+    sequence_mask: {"low": 0.0, "high": inf},
+    ppo_clip: {"low": inf, "high": inf, "dual": None},
+    cispo: {"cap": inf, "floor": 0.0},
+    gspo: {"low": inf, "high": inf},
 }
-"""What a function's gradient is a multiple of where none of its bounds is met."""

@@ -42,7 +42,7 @@ def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
 
 def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     """Leaves out the tokens with the largest (log ρ)², ρ = π_θ / π_b, as few as bring the mean over those that remain
-    to `bound` or below.
+    to `bound` or below. They are ranked within the batch that is given: micro-batches each keep their own.
 
     Source: M2PO, arXiv 2510.01161.
     """

@@ -84,6 +84,9 @@ class Staged:
 class Feeder(ABC):
     """Brings versions from the stage to some engines. One that fails does not keep the others from theirs."""
 
+    _hears_later = False
+    """Whether an engine refuses a version after it was announced, so that this one's attempts hear it of the last one."""
+
     def __init__(self, timeout_s: float, *, delta: bool = False):
         self.links: list[EngineLink] = []
         self._timeout_s, self._delta = timeout_s, delta
@@ -102,7 +105,11 @@ class Feeder(ABC):
             late = [link for link in self.links if link not in self.lost and link.version < staged.record.version]
             if late:
                 self._deliver(late, staged, base)
-        self.refused = {link: error for link, error in self.refused.items() if link.version < staged.record.version}
+        self.refused = {
+            link: error
+            for link, error in self.refused.items()
+            if self._hears_later or link.version < staged.record.version
+        }
 
     def close(self) -> None:
         """Let the engines go."""
@@ -162,6 +169,8 @@ class Feeder(ABC):
 
 class SlotFeeder(Feeder):
     """Copies to the slots of one engine on this machine."""
+
+    _hears_later = True
 
     def __init__(self, settings: Slots, link: EngineLink):
         super().__init__(settings.timeout_s)

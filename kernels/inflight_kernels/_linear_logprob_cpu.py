@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from inflight_kernels.linear import linear
 
-ROWS = 1024
+ROWS = 4096
 COLUMNS = 1024
+"""A piece of logits, 16 MiB in fp32: smaller ones cost more where other programs use the cores too, since each
+operation on a piece waits for all threads."""
 ENTRIES = 2048
 """Rows of the weight that are gathered at a time, about."""
 
