@@ -1,6 +1,6 @@
-"""Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 50 minutes on 2 cores.
+"""Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 80 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|swap|kernels|scaling|staleness|demo …]
+    python benchmarks/run.py [throughput|swap|kernels|scaling|staleness|loss|learning|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -96,6 +96,22 @@ def swap() -> None:
     script("lora.py")
 
 
+def loss() -> None:
+    inflight("bench", "loss", "--device", "cpu", "--json", str(RESULTS / "loss.json"))
+    kept = ("--tokens", "1024", "--kept", "64")
+    inflight("bench", "loss", "--device", "cpu", *kept, "--json", str(RESULTS / "loss-kept.json"))
+    script("correction_bias.py")
+    script("packing.py")
+
+
+def learning() -> None:
+    common = ("bench", "learning", "--device", "cpu")
+    inflight(*common, "--json", str(RESULTS / "learning.json"), "--plot", str(DOCS / "learning.png"))
+    lags = ("--seeds", "0", "--lags", "1,4,16", "--corrections", "none,tis,icepop,ppo_clip,gspo,m2po")
+    path, plot = RESULTS / "learning-lags.json", DOCS / "learning-lags.png"
+    inflight(*common, *lags, "--json", str(path), "--plot", str(plot))
+
+
 def kernels() -> None:
     script("cpu_kernels.py")
 
@@ -112,7 +128,7 @@ def write_json(path: Path, data: dict) -> None:
 
 
 if __name__ == "__main__":
-    benchmarks = {run.__name__: run for run in (throughput, swap, kernels, scaling, staleness, demo)}
+    benchmarks = {run.__name__: run for run in (throughput, swap, kernels, scaling, staleness, loss, learning, demo)}
     for name in sys.argv[1:] or benchmarks:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")

@@ -6,6 +6,7 @@ intermediate result is rounded where the reference rounds it.
 """
 
 import sys
+from functools import partial
 
 import torch
 from inflight_kernels import (
@@ -414,6 +415,18 @@ def check_policy_loss_terms(device: str, num_tokens: int) -> None:
             assert all(torch.equal(first, second) for first, second in zip(result, again, strict=True))
 
 
+def check_policy_loss_ties(device: str) -> None:
+    """Half the gradient where the dual clip is met to the bit, and all of it at u = 1."""
+    ones = torch.ones(2, device=device)
+    logprobs, zeros = torch.tensor([0.75, 0.0], device=device), torch.zeros(2, device=device)
+    options = {"correction": "none", "low": 0.0, "high": 1.0, "clip_low": 0.0, "clip_high": float("inf")}
+    function = partial(_policy_loss_triton.policy_loss_terms, logprobs, zeros, zeros, classes=zeros.long(), **options)
+    u = -function(advantages=ones, weights=ones, surrogate="cispo", dual=float("inf")).gradient
+    assert u[1] == 1
+    result = function(advantages=-ones, weights=ones, surrogate="ppo_clip", dual=u[0].item())
+    assert torch.equal(result.gradient, u * torch.tensor([0.5, 1.0], device=device))
+
+
 def main(device: str) -> None:
     linear_logprob._backend = lambda _: _linear_logprob_triton
     check_kept_sets_without_the_token_are_nan(device)
@@ -441,6 +454,7 @@ def main(device: str) -> None:
     check_copy_all(device)
     for num_tokens in (1, 1024, 2500):
         check_policy_loss_terms(device, num_tokens)
+    check_policy_loss_ties(device)
     if device == "cuda":
         check_add_lora_in_a_graph()
     check_rope_and_cache(device, torch.float32, 6, 3, 80, 32, cache_dtype=torch.float16)

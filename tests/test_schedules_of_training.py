@@ -171,6 +171,35 @@ def test_every_token_of_a_step_has_the_version_of_the_schedule_and_its_weights(e
         torch.testing.assert_close(torch.from_numpy(rollout.logprobs.copy()), drawn, atol=1e-4, rtol=1e-4)
 
 
+def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engine):
+    """Every batch is two versions old: rules that allow one leave nothing to learn, and say how much that was."""
+    for allowed, correction in ((2, "decoupled_ppo"), (1, "tis")):
+        model = make_model("qwen3")
+        config = GRPOConfig(
+            steps=4,
+            groups_per_step=2,
+            sampling=inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True),
+            schedule="sync",
+            correction=correction,
+            staleness=(inflight.StalenessRule(max_version_lag=allowed, action="reject"),),
+            micro_batch_tokens=20,
+            skip_uniform_groups=False,
+        )
+        examples = (Example([index % VOCABULARY, 3], {}) for index in count())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())
+        with LaggedPublisher(engine, model, lag=2) as publisher:
+            reports = list(
+                grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config)
+            )
+        assert [report.dropped.num_tokens for report in reports] == [40, 80, 120, 160]
+        expected = [0, 0, 0, 0] if allowed == 2 else [0, 0, 40, 80]
+        assert [report.dropped.num_rejected_tokens for report in reports] == expected
+        assert [report.stats is None for report in reports] == [False, False, allowed == 1, allowed == 1]
+        assert [report.stats.num_tokens for report in reports if report.stats] == [40] * (4 if allowed == 2 else 2)
+
+
 def test_a_lag_is_not_negative(engine):
     with pytest.raises(ValueError, match="lag must be at least 0 versions, got -1"):
         LaggedPublisher(engine, make_model("qwen3"), lag=-1)

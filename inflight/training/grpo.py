@@ -5,7 +5,7 @@ policy-gradient step is taken, and the new weights are published while the gener
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -15,10 +15,13 @@ from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness import TokenStaleness
+from inflight.training.batch import PackedBatch
+from inflight.training.forward import token_logprobs
 from inflight.training.loss import policy_loss
-from inflight.training.objective import Objective
+from inflight.training.objective import Objective, resolve
 from inflight.training.rollouts import Score, consume, pack_groups, score_groups
 from inflight.training.schedules import SCHEDULES, Admission, AnyPublisher, Example, RolloutEngine, Schedule, batches
+from inflight.training.staleness import StalenessCounts, StalenessFilter, StalenessRule
 from inflight.training.statistics import LossStats
 
 
@@ -34,6 +37,10 @@ class GRPOConfig:
     groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     correction: str | Objective = "tis"
+    staleness: tuple[StalenessRule, ...] = ()
+    """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
+    micro_batch_tokens: int = 0
+    """Tokens of one forward and backward pass at most, for a step that does not fit into memory; 0: no bound."""
     max_grad_norm: float = 1.0
     skip_uniform_groups: bool = True
     """Leave groups of equal rewards out of the loss; their advantage is 0."""
@@ -42,6 +49,7 @@ class GRPOConfig:
     is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
 
     def __post_init__(self) -> None:
+        resolve(self.correction)
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.sampling.n < 2:
@@ -73,8 +81,10 @@ class StepReport:
     num_tokens: int
     """Drawn tokens of the step's rollouts."""
     stats: LossStats | None
-    """None if every group was uniform, so that there was nothing to learn."""
+    """None if there was nothing to learn: every group was uniform, or too old."""
     staleness: TokenStaleness | None
+    dropped: StalenessCounts
+    """What the staleness rules took away since the run began."""
     finished_ns: int
 
 
@@ -92,20 +102,15 @@ def grpo(
     with Admission(engine, examples, config.sampling, limit=config.admitted_groups) as admission:
         source = batches(config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step)
         trainer_version = publisher.version
+        rules = StalenessFilter(config.staleness)
         for step, groups in enumerate(islice(source, config.steps), 1):
             score_groups(groups, score)
             rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
             useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
+            batch = pack_groups(useful, trainer_version=trainer_version, staleness=rules) if useful else None
             stats = staleness = None
-            if useful:
-                batch = pack_groups(useful, trainer_version=trainer_version)
-                assert batch is not None
-                batch = batch.to(next(model.parameters()).device)
-                loss, stats = policy_loss(model, batch, correction=config.correction)
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+            if batch is not None:
+                stats = train_step(model, optimizer, batch.to(next(model.parameters()).device), config)
                 if scheduler is not None:
                     scheduler.step()
                 staleness = consume(engine.staleness, batch, trainer_version)
@@ -117,8 +122,27 @@ def grpo(
                 num_tokens=sum(len(rollout.token_ids) for group in groups for rollout in group),
                 stats=stats,
                 staleness=staleness,
+                dropped=replace(rules.counts),
                 finished_ns=now_ns(),
             )
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: PackedBatch, config: GRPOConfig) -> LossStats:
+    """One optimizer step on a batch that lies on the model's device."""
+    if resolve(config.correction).proximal == "recomputed":
+        with torch.no_grad():
+            batch = batch.with_column("proximal_logprobs", token_logprobs(model, batch))
+    parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
+    total: LossStats | None = None
+    for part in parts:
+        loss, stats = policy_loss(model, part, correction=config.correction)
+        loss.backward()
+        total = stats if total is None else total + stats
+    assert total is not None
+    nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
 
 
 def uniform(group: list[Rollout]) -> bool:

@@ -85,7 +85,7 @@ class Feeder(ABC):
     """Brings versions from the stage to some engines. One that fails does not keep the others from theirs."""
 
     _hears_later = False
-    """Whether an engine refuses a version after it was announced, so that this one's attempts hear it of the last one."""
+    """Whether an engine refuses a version after it was announced, so that it is heard with the attempts of the next."""
 
     def __init__(self, timeout_s: float, *, delta: bool = False):
         self.links: list[EngineLink] = []
