@@ -2,8 +2,8 @@
 
     python benchmarks/packing.py
 
-Groups of 8 answers of 1 to N tokens to prompts of 40 tokens, and of 400. Padded is what a loop without packing does: rows
-padded on the right, logits for every position. Writes benchmarks/results/cpu/packing.json.
+Groups of 8 answers of 1 to N tokens to prompts of 40 tokens, and of 400. Padded is what a loop without packing does:
+rows padded on the right, logits for every position. Writes benchmarks/results/cpu/packing.json.
 """
 
 import statistics

@@ -384,7 +384,8 @@ def check_policy_loss_terms(device: str, num_tokens: int) -> None:
     def random() -> torch.Tensor:
         return torch.randn(num_tokens, generator=generator)
 
-    logprobs, log_w, log_u, classes = random(), random() / 2, random() / 2, torch.randint(3, (num_tokens,))
+    logprobs, log_w, log_u = random(), random() / 2, random() / 2
+    classes = torch.randint(3, (num_tokens,), generator=generator)
     log_u[::3] = 0.0
     extremes = torch.cartesian_prod(torch.tensor([-100.0, 0.0, 100.0]), torch.tensor([-100.0, 0.0, 100.0]))
     count = len(extremes[:num_tokens])

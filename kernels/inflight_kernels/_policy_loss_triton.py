@@ -152,7 +152,7 @@ def policy_loss_terms(
     losses_P = torch.empty(programs, dtype=torch.float64, device=logprobs.device)
     sums_PC8 = torch.empty(programs, NUM_CLASSES, 8, dtype=torch.float64, device=logprobs.device)
     floor, cap = clip_bounds(surrogate, clip_low, clip_high)
-    constants = CONSTANTS | {"CORRECTION": correction, "SURROGATE": surrogate}
+    constants: dict[str, Any] = CONSTANTS | {"CORRECTION": correction, "SURROGATE": surrogate}
     policy_loss_kernel[(programs,)](
         logprobs.contiguous(),
         behavior.contiguous(),
