@@ -190,9 +190,7 @@ def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engi
         with engine.publisher(model) as publisher:
             engine.wait_for_version(publisher.publish())
         with LaggedPublisher(engine, model, lag=2) as publisher:
-            reports = list(
-                grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config)
-            )
+            reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
         assert [report.dropped.num_tokens for report in reports] == [40, 80, 120, 160]
         expected = [0, 0, 0, 0] if allowed == 2 else [0, 0, 40, 80]
         assert [report.dropped.num_rejected_tokens for report in reports] == expected

@@ -10,8 +10,9 @@ from inflight.training.aggregation import token_weights
 from inflight.training.batch import PackedBatch
 from inflight.training.forward import TokenScores, score_tokens
 from inflight.training.kl import kl_estimate
-from inflight.training.objective import Objective, loglinear_proximal, policy_terms, resolve, without_bounds
-from inflight.training.statistics import LossStats, RatioStats, ratio_sums
+from inflight.training.objective import Objective, loglinear_proximal, resolve
+from inflight.training.statistics import LossStats, RatioStats
+from inflight.training.terms import differentiated_terms
 from inflight.training.tokens import DrawnTokens
 
 
@@ -37,29 +38,27 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     weights = _aggregation_weights(objective, batch)[tokens.sequences]
     if batch.included is not None:
         weights = weights * batch.included[drawn]
-    total = (weights * policy_terms(objective, tokens)).sum()
-    clipped = _clipped(objective, tokens)
+    total, gradient, sums = differentiated_terms(objective, tokens, weights, _classes(batch))
     kl_sum = None
     if objective.kl_weight:
         reference = _column(batch, "reference_logprobs", "a KL penalty")[drawn]
         kls = kl_estimate(objective.kl, leaf, reference)
-        total = total + objective.kl_weight * (weights * kls).sum()
+        penalty = objective.kl_weight * (weights * kls).sum()
+        total, gradient = total + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
         kl_sum = kls.detach().sum()
-    [gradient] = torch.autograd.grad(total, leaf)
-    loss = _Known.apply(scores.logprobs, total.detach(), gradient)
+    loss = _Known.apply(scores.logprobs, total, gradient)
     if objective.entropy_weight:
         assert scores.entropies is not None
         loss = loss - objective.entropy_weight * (weights * scores.entropies).sum()
-    return loss, _statistics(loss, batch, tokens, clipped, scores.entropies, kl_sum)
+    return loss, _statistics(loss, batch, tokens, sums, scores.entropies, kl_sum)
 
 
-def _clipped(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
-    """bool[n]: tokens whose gradient is not that of the same formula without bounds."""
-    gradients = [
-        torch.autograd.grad(policy_terms(each, tokens).sum(), tokens.logprobs)[0]
-        for each in (objective, without_bounds(objective))
-    ]
-    return (gradients[0] - gradients[1]).abs() > 1e-4 * gradients[1].abs()
+def _classes(batch: PackedBatch) -> torch.Tensor:
+    """i64[n]: 0 where the batch does not tell the trainer's version, else 1 for tokens that it drew and 2 for older."""
+    versions = batch.weight_versions[batch.loss_mask]
+    if batch.trainer_version is None:
+        return torch.zeros_like(versions, dtype=torch.int64)
+    return torch.where(versions >= batch.trainer_version, 1, 2)
 
 
 def _drawn_tokens(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> DrawnTokens:
@@ -118,29 +117,25 @@ def _statistics(
     loss: torch.Tensor,
     batch: PackedBatch,
     tokens: DrawnTokens,
-    clipped: torch.Tensor,
+    sums: torch.Tensor,
     entropies: torch.Tensor | None,
     kl_sum: torch.Tensor | None,
 ) -> LossStats:
     """One transfer from the device."""
-    classes = torch.zeros_like(tokens.sequences)
-    if batch.trainer_version is not None:
-        classes = torch.where(batch.weight_versions[batch.loss_mask] >= batch.trainer_version, 1, 2)
-    sums = ratio_sums(tokens.log_behavior_ratios, classes, 3)
-    others = [loss.detach(), clipped.sum()]
+    others = [loss.detach()]
     others += [] if kl_sum is None else [kl_sum]
     others += [] if entropies is None else [entropies.detach().sum()]
     values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
-    rows, (total, num_clipped, *rest) = values[:21], values[21:]
+    rows, (total, *rest) = (values[0:8], values[8:16], values[16:24]), values[24:]
     if not math.isfinite(total):
         raise ValueError(_what_is_not_finite(batch, tokens))
-    unknown, mismatch, stale = (RatioStats.from_sums(rows[i : i + 7]) for i in (0, 7, 14))
+    unknown, mismatch, stale = (RatioStats.from_sums(row) for row in rows)
     return LossStats(
         loss=total,
         ratios=unknown + mismatch + stale,
         mismatch=mismatch,
         stale=stale,
-        num_clipped=int(num_clipped),
+        num_clipped=int(sum(row[7] for row in rows)),
         sum_entropy=rest[-1] if entropies is not None else None,
         sum_reference_kl=rest[0] if kl_sum is not None else None,
     )

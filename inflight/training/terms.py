@@ -1,0 +1,88 @@
+"""The policy part of a loss with its gradient and statistics: in one pass where the objective is one of those that the
+kernel knows, else by autograd."""
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from inflight_kernels import PolicyLossTerms, policy_loss_terms
+
+from inflight.training.corrections import token_mask, token_truncate, uncorrected
+from inflight.training.objective import Objective, TokenFunction, policy_terms, without_bounds
+from inflight.training.statistics import ratio_sums
+from inflight.training.surrogates import cispo, ppo_clip, reinforce
+from inflight.training.tokens import DrawnTokens
+
+
+def differentiated_terms(
+    objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, classes: torch.Tensor
+) -> PolicyLossTerms:
+    """Σ_t weights_t · w_t · m_t · L_t, its gradient f[n] to `tokens.logprobs`, and f64[3, 8] by class i64[n]: the sums
+    of `ratio_sums` and the number of tokens that were truncated, clipped or left out."""
+    options = kernel_options(objective)
+    if options is None:
+        return _by_autograd(objective, tokens, weights, classes)
+    kept = torch.ones_like(classes, dtype=torch.bool)
+    for trust_region in objective.trust_regions:
+        kept &= trust_region(tokens)
+    # Left out by its advantage, not by its weight: what it is clipped by would still count, and then twice.
+    advantages = torch.where(kept, tokens.advantages, 0.0)
+    terms = policy_loss_terms(
+        tokens.logprobs, tokens.behavior, tokens.proximal, advantages, weights, classes, **options
+    )
+    if objective.trust_regions:
+        terms.sums[:, 7].index_add_(0, classes, (~kept & (tokens.advantages != 0)).double())
+    return terms
+
+
+def kernel_options(objective: Objective) -> dict[str, Any] | None:
+    """What the objective is to `policy_loss_terms`, or None if it cannot be told in its terms."""
+    correction, surrogate = _bare(objective.correction), _bare(objective.surrogate)
+    if correction not in _CORRECTIONS or surrogate not in _SURROGATES:
+        return None
+    options: dict[str, Any] = {"correction": _CORRECTIONS[correction][0], "surrogate": _SURROGATES[surrogate][0]}
+    for function, names in (
+        (objective.correction, _CORRECTIONS[correction][1]),
+        (objective.surrogate, _SURROGATES[surrogate][1]),
+    ):
+        parameters = signature(function).parameters  # of a partial, with its bounds as defaults
+        bounds = {theirs: parameters[ours].default for ours, theirs in names.items()}
+        options |= {name: bound for name, bound in bounds.items() if bound is not None}
+    return options
+
+
+def _bare(function: TokenFunction) -> TokenFunction:
+    return function.func if isinstance(function, partial) else function
+
+
+_CORRECTIONS: dict[TokenFunction, tuple[str, dict[str, str]]] = {
+    uncorrected: ("none", {}),
+    token_truncate: ("truncate", {"floor": "low", "cap": "high"}),
+    token_mask: ("mask", {"low": "low", "high": "high"}),
+}
+_SURROGATES: dict[TokenFunction, tuple[str, dict[str, str]]] = {
+    reinforce: ("reinforce", {}),
+    ppo_clip: ("ppo_clip", {"low": "clip_low", "high": "clip_high", "dual": "dual"}),
+    cispo: ("cispo", {"floor": "clip_low", "cap": "clip_high"}),
+}
+
+
+def _by_autograd(
+    objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, classes: torch.Tensor
+) -> PolicyLossTerms:
+    loss = (weights * policy_terms(objective, tokens)).sum()
+    [gradient] = torch.autograd.grad(loss, tokens.logprobs)
+    clipped = _clipped(objective, tokens).double()
+    sums = ratio_sums(tokens.log_behavior_ratios, classes, 3)
+    counts = sums.new_zeros(3).index_add(0, classes, clipped)
+    return PolicyLossTerms(loss.detach(), gradient, torch.cat([sums, counts[:, None]], 1))
+
+
+def _clipped(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
+    """bool[n]: tokens whose gradient is not that of the same formula without bounds."""
+    gradients = [
+        torch.autograd.grad(policy_terms(each, tokens).sum(), tokens.logprobs)[0]
+        for each in (objective, without_bounds(objective))
+    ]
+    return (gradients[0] - gradients[1]).abs() > 1e-4 * gradients[1].abs()
