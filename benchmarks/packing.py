@@ -25,10 +25,10 @@ from inflight.training.batch import PackedBatch, pack
 from inflight.training.forward import score_tokens
 
 GROUP_SIZE = 8
-ROUNDS = 5
+ROUNDS = 3
 CASES = (
     {"model": "tiny", "groups": 32, "prompt": 40, "answer": 20},
-    {"model": "small", "groups": 2, "prompt": 400, "answer": 200},
+    {"model": "small", "groups": 1, "prompt": 400, "answer": 200},
 )
 
 

@@ -91,3 +91,23 @@ def test_any_optimizer_may_step_what_zero3_spreads_but_only_its_own_steps_fsdp2(
 def test_parts_that_are_not_in_memory_as_trained_are_refused(alone, attributes, message):
     with pytest.raises(LayoutMismatchError, match=message):
         ShardGroup(as_zero3_leaves_it(**attributes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["fsdp2", "ddp", "zero3"])
+def test_the_policy_loss_of_a_spread_model_has_the_gradient_of_a_plain_one(tmp_path, spread):
+    if spread == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("the deepspeed extra is not installed")
+    program = PROGRAM.with_name("sharded_loss.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), "2", tmp_path / "store", spread],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-1500:] for _, errors in outputs)
+    assert all("the gradient is that of a plain model" in output for output, _ in outputs)

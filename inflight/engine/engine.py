@@ -21,7 +21,9 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.attention.backend import GraphBackend, choose_backend
+from inflight.engine.columns import extra_columns, routing_columns
 from inflight.engine.kv_cache import KVCache
+from inflight.engine.limits import Limits, check_prompt
 from inflight.engine.loading import (
     context_limit,
     eos_token_ids,
@@ -193,8 +195,9 @@ class Engine:
             raise InvalidRequestError(
                 f"{total} samples in one call; submit at most {MAX_REQUESTS_PER_SUBMIT} at a time"
             )
+        limits = self._limits()
         for index, prompt in enumerate(prompts):
-            self._check(f"prompt {index}", prompt)
+            check_prompt(f"prompt {index}", prompt, limits)
         return [self._accept(prompt) for prompt in prompts]
 
     def fork(
@@ -221,7 +224,7 @@ class Engine:
             )
         params = params or msgspec.structs.replace(parent.params, seed=None)
         prompt = Prompt(parent.prompt + parent.tokens[:at], params, dict(metadata or {}), parent.pin, parent.adapter)
-        self._check("the fork", prompt)
+        check_prompt("the fork", prompt, self._limits())
         return self._accept(prompt, forked_from=(parent, at))
 
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
@@ -420,72 +423,22 @@ class Engine:
         tokens, logprobs = done.drawn.tokens.numpy(), done.drawn.logprobs.numpy()
         if len(rows) < len(sequences):
             request_ids, tokens, logprobs = (column[list(rows)] for column in (request_ids, tokens, logprobs))
-        return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, self._extras(done, rows))
-
-    def _extras(self, done: _Pass, rows: Seq[int]) -> dict[str, np.ndarray]:
-        """The optional columns of a frame."""
-        drawn, keep = done.drawn, list(rows)
-        extras: dict[str, np.ndarray] = {}
-        if drawn.entropies is not None:
-            extras["entropies"] = drawn.entropies.numpy()[keep]
-        if drawn.top_logprobs is not None and drawn.top_token_ids is not None:
-            extras["top_token_ids"] = drawn.top_token_ids.numpy().astype(np.int32)[keep]
-            extras["top_logprobs"] = drawn.top_logprobs.numpy()[keep]
-        if drawn.kept_counts is not None and drawn.kept_token_ids is not None:
-            pieces = dict(zip(drawn.kept_rows, drawn.kept_token_ids.split(drawn.kept_counts.tolist()), strict=True))
-            kept = [pieces[row].numpy().astype(np.int32) if row in pieces else np.empty(0, np.int32) for row in keep]
-            extras["kept_offsets"] = np.cumsum([0, *map(len, kept)], dtype=np.int64)
-            extras["kept_token_ids"] = np.concatenate([*kept, np.empty(0, np.int32)])
+        extras = extra_columns(done.drawn, rows)
         if self._routing is not None and done.routing is not None:
-            chunks = done.schedule.chunks
-            extras["routing_request_ids"] = np.repeat(
-                np.array([c.sequence.request_id for c in chunks], np.uint64), [c.count for c in chunks]
-            )
-            extras["routing_positions"] = np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks])
-            extras["routing"] = self._routing.for_wire(done.routing)
-        return extras
+            extras |= routing_columns(done.schedule.chunks, done.routing, self._routing.dtype)
+        return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _check(self, name: str, prompt: Prompt) -> None:
-        ids, params = prompt.token_ids, prompt.params
-        if not ids:
-            raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
-        if len(ids) >= self.max_context:
-            raise InvalidRequestError(
-                f"{name} has {len(ids)} tokens and the context holds {self.max_context}, of which the answer "
-                "needs at least one; shorten the prompt or launch with a larger max_context"
-            )
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise InvalidRequestError(f"{name} has token id {bad}; the vocabulary is 0 … {self.vocab_size - 1}")
-        for what, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
-            if bad is not None:
-                raise InvalidRequestError(
-                    f"{name} has token id {bad} in {what}; the vocabulary is 0 … {self.vocab_size - 1}"
-                )
-        if params.stop and not self._stop.can_read_text:
-            raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
-        if params.top_logprobs > self.vocab_size:
-            raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {self.vocab_size} top_logprobs")
-        if prompt.adapter is not None:
-            known = self.adapters.names if self.adapters is not None else {}
-            if prompt.adapter not in known:
-                raise InvalidRequestError(
-                    f"{name} asks for adapter {prompt.adapter!r}; the engine has {', '.join(known) or 'none'} "
-                    "(launch with lora_rank, and adapters for their names)"
-                )
-            if prompt.version is not None:
-                raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
-        if prompt.version not in (None, LIVE_VERSION) and prompt.version not in self.receiver.versions:
-            raise InvalidRequestError(
-                f"{name} is pinned to version {prompt.version}, which no slot holds; "
-                f"held are {', '.join(map(str, self.receiver.versions)) or 'none'}"
-            )
-        if prompt.version == LIVE_VERSION and self.receiver.live is None:
-            raise InvalidRequestError(f"{name} is pinned to the live version, but the only slot is being written to")
+    def _limits(self) -> Limits:
+        return Limits(
+            max_context=self.max_context,
+            vocab_size=self.vocab_size,
+            can_read_text=self._stop.can_read_text,
+            adapters=self.adapters.names if self.adapters is not None else (),
+            versions=self.receiver.versions,
+            has_live_version=self.receiver.live is not None,
+        )
 
     def _accept(self, prompt: Prompt, forked_from: tuple[Sequence, int] | None = None) -> int:
         params = prompt.params

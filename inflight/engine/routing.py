@@ -21,7 +21,8 @@ class RoutingRecorder:
 
     def __init__(self, modules: Sequence[nn.Module], config: PretrainedConfig):
         num_experts = max(int(getattr(config, name, 0) or 0) for name in _NUM_EXPERTS)
-        self._dtype = np.dtype("<u1") if num_experts <= 256 else np.dtype("<u2")
+        self.dtype = np.dtype("<u1") if num_experts <= 256 else np.dtype("<u2")
+        """In which choices go over the wire: u8 where it holds all experts, else u16."""
         self._chosen: list[torch.Tensor] = []
         for module in modules:
             routers = [m for m in module.modules() if type(m).__name__.endswith("Router")]
@@ -40,7 +41,3 @@ class RoutingRecorder:
         """i64[T, layers, k] of the tokens of the last pass."""
         chosen, self._chosen = torch.stack(self._chosen, 1), []
         return chosen
-
-    def for_wire(self, chosen: torch.Tensor) -> np.ndarray:
-        """u8 or u16[T, layers, k]"""
-        return chosen.cpu().numpy().astype(self._dtype)

@@ -1,0 +1,62 @@
+"""What an engine accepts as a prompt."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from inflight.core.errors import InvalidRequestError
+from inflight.core.messages import LIVE_VERSION, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of an engine, as it is now."""
+
+    max_context: int
+    vocab_size: int
+    can_read_text: bool
+    """Whether there is a tokenizer for stop strings."""
+    adapters: Collection[str]
+    versions: Collection[int]
+    """That some slot holds."""
+    has_live_version: bool
+
+
+def check_prompt(name: str, prompt: Prompt, limits: Limits) -> None:
+    """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it."""
+    ids, params = prompt.token_ids, prompt.params
+    if not ids:
+        raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
+    if len(ids) >= limits.max_context:
+        raise InvalidRequestError(
+            f"{name} has {len(ids)} tokens and the context holds {limits.max_context}, of which the answer "
+            "needs at least one; shorten the prompt or launch with a larger max_context"
+        )
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        bad = low if low < 0 else high
+        raise InvalidRequestError(f"{name} has token id {bad}; the vocabulary is 0 … {limits.vocab_size - 1}")
+    for what, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        bad = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequestError(
+                f"{name} has token id {bad} in {what}; the vocabulary is 0 … {limits.vocab_size - 1}"
+            )
+    if params.stop and not limits.can_read_text:
+        raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
+    if params.top_logprobs > limits.vocab_size:
+        raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {limits.vocab_size} top_logprobs")
+    if prompt.adapter is not None:
+        if prompt.adapter not in limits.adapters:
+            raise InvalidRequestError(
+                f"{name} asks for adapter {prompt.adapter!r}; the engine has {', '.join(limits.adapters) or 'none'} "
+                "(launch with lora_rank, and adapters for their names)"
+            )
+        if prompt.version is not None:
+            raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
+    if prompt.version not in (None, LIVE_VERSION) and prompt.version not in limits.versions:
+        raise InvalidRequestError(
+            f"{name} is pinned to version {prompt.version}, which no slot holds; "
+            f"held are {', '.join(map(str, limits.versions)) or 'none'}"
+        )
+    if prompt.version == LIVE_VERSION and not limits.has_live_version:
+        raise InvalidRequestError(f"{name} is pinned to the live version, but the only slot is being written to")
