@@ -18,6 +18,7 @@ from inflight_kernels import (
     _policy_loss_triton,
     _rotary_triton,
     _sampling_triton,
+    _selective_logprob_triton,
     add_lora,
     copy_all,
     linear_logprob,
@@ -26,7 +27,6 @@ from inflight_kernels import (
     policy_loss_terms_reference,
     selective_logprobs_reference,
 )
-from inflight_kernels._selective_logprob_triton import SelectiveLogprobs
 from inflight_kernels.activation import gated_activation_reference
 from inflight_kernels.copy import quantize_rows_reference
 from inflight_kernels.lora import add_lora_reference
@@ -45,19 +45,33 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
-def check_selective_logprobs(device: str, dtype: torch.dtype, rows: int, vocabulary: int) -> None:
+def check_selective_logprobs(
+    device: str, dtype: torch.dtype, rows: int, vocabulary: int, *, whole_blocks_cut: bool = False
+) -> None:
+    """`whole_blocks_cut`: the first 12 rows have logits in every choice of the three blocks of columns, −∞ in the
+    others, and their token in each block that is left."""
     generator = torch.Generator().manual_seed(rows + vocabulary)
     logits = (torch.randn(rows, vocabulary + 5, generator=generator) * 3)[:, 2:-3]  # rows that do not lie end to end
     logits[0, 0] = -torch.inf
-    tokens = torch.randint(1, vocabulary, (rows,), generator=generator).to(device)
+    tokens = torch.randint(1, vocabulary, (rows,), generator=generator)
+    if whole_blocks_cut:
+        block_V = torch.arange(vocabulary) // _selective_logprob_triton.BLOCK_V
+        choices = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
+        cases = [(left, block) for left in choices for block in left]
+        for row, (left, block) in enumerate(cases):
+            logits[row, ~torch.isin(block_V, torch.tensor(left))] = -torch.inf
+            tokens[row] = torch.nonzero(block_V == block)[-1 - row]
+    tokens = tokens.to(device)
     temperatures = torch.empty(rows).uniform_(0.3, 2, generator=generator).to(device)
     grads = torch.randn(rows, generator=generator).to(device)
     results = []
-    for function in (SelectiveLogprobs.apply, selective_logprobs_reference):
+    for function in (_selective_logprob_triton.SelectiveLogprobs.apply, selective_logprobs_reference):
         leaf = logits.to(device, dtype).requires_grad_()
         out = function(leaf, tokens, temperatures)
         out.backward(grads)
         results.append((out.detach(), leaf.grad))
+    assert results[0][0].isfinite().all()
+    assert not results[0][1][logits.to(device) == -torch.inf].any()
     assert_close(results[0][0], results[1][0])
     assert_close(results[0][1], results[1][1])
 
@@ -435,6 +449,7 @@ def main(device: str) -> None:
         check_linear_logprobs_of_all_kinds(device, dtype)
         for rows, vocabulary in ((1, 7), (3, 4096), (5, 9001)):
             check_selective_logprobs(device, dtype, rows, vocabulary)
+        check_selective_logprobs(device, dtype, 13, 9001, whole_blocks_cut=True)
         for rows, width in ((1, 7), (3, 896), (5, 1100)):
             check_rms_norm(device, dtype, rows, width, 0.0, True)
             check_rms_norm(device, dtype, rows, width, 1.0, False)

@@ -328,7 +328,7 @@ PLAIN = {"SOFTCAP": None, "bias": None}
 SHAPE = {"H": 4096}
 SET = {"V": 151_936, "BLOCK_S": _kept_logprob_triton.BLOCK_S, "BLOCK_K": _kept_logprob_triton.BLOCK_K}
 FORWARD, BACKWARD = _linear_logprob_triton.forward_kernel, _linear_logprob_triton.grad_logits_kernel
-KEPT, BAG = _kept_logprob_triton.kept_kernel, _kept_logprob_triton.bag_kernel
+KEPT, SEGMENT_SUM = _kept_logprob_triton.kept_kernel, _kept_logprob_triton.segment_sum_kernel
 I64_POINTERS = ("tokens", "token_ids", "offsets", "index")
 I32_SCALARS = ("num_rows", "num_columns", "begin", "table_rows")
 
@@ -367,7 +367,7 @@ PRODUCT = {80: "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 90: "wgmma.mma_asyn
 def test_products_of_bf16_run_on_tensor_cores(kernel, capability):
     tile = _linear_logprob_triton.tiles(torch.bfloat16, wide=True)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    without = {"moments": None, "entropies": None, "curls": None}
+    without = {"moments": None, "entropies": None, "grad_entropies": None}
     constants = PLAIN | SHAPE | tile | {name: None for name in without if name in kernel.arg_names}
     kernel_asm = compiled(kernel, constants, "bf16", capability, **options)
     assert PRODUCT[capability] in kernel_asm.asm["ptx"]
@@ -394,4 +394,4 @@ def test_the_whole_backward_compiles():
 def test_kernels_of_kept_sets_compile(capability):
     blocks = {name: SET[name] for name in ("BLOCK_S", "BLOCK_K")}
     assert compiled(KEPT, SHAPE | SET | {"SOFTCAP": 30.0}, "bf16", capability).asm["cubin"]
-    assert compiled(BAG, SHAPE | blocks, "bf16", capability).asm["cubin"]
+    assert compiled(SEGMENT_SUM, SHAPE | blocks, "bf16", capability).asm["cubin"]

@@ -1,17 +1,22 @@
 """A packed forward pass computes what whole sequences, one at a time, compute."""
 
+import dataclasses
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, VOCABULARY, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.training.batch import PackedBatch, pack
-from inflight.training.forward import score_tokens
-from inflight.training.loss import policy_loss
+from inflight.training.forward import TokenScores, score_tokens
+from inflight.training.loss import loss_of_scores, policy_loss
+from inflight.training.objective import resolve
 from inflight.training.packing import pack_input
 
 
@@ -76,22 +81,113 @@ def test_a_packed_forward_and_its_gradient_are_those_of_the_sequences(name, chec
         assert (ours.grad - theirs.grad).abs().max() <= 1e-3 * scale, key
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
-def test_a_model_that_was_packed_is_as_it_was(name):
-    """Also with checkpointing, which leaves the attention in place: it is plain attention for other inputs."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gemma2", "gpt-oss", "qwen3-moe"])
+def test_a_packed_forward_and_its_gradient_on_the_gpu_are_those_of_the_cpu(name):
+    batch = make_batch()
+    reference, model = make_model(name), make_model(name).cuda()
+    expected, _ = policy_loss(reference, batch, correction="ppo_clip")
+    expected.backward()
+    loss, _ = policy_loss(model, batch.to("cuda"), correction="ppo_clip")
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        scale = theirs.grad.abs().max()
+        assert (ours.grad.cpu() - theirs.grad).abs().max() <= 1e-2 * scale, key
+
+
+def test_a_compiled_model_is_scored_uncompiled():
+    model, batch = make_model("qwen3"), make_batch()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(score_tokens(compiled, batch).logprobs, score_tokens(model, batch).logprobs)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-sliding", "gpt-oss"])
+def test_a_model_that_was_packed_does_what_it_did(name, attention):
+    """Our attention stays in place after a forward pass with gradient; for other inputs it is the model's own."""
     model = make_model(name)
-    ids = torch.arange(12).reshape(2, 6)
-    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    before = model(input_ids=ids, attention_mask=padding).logits
-    attention = model.config._attn_implementation
-    score_tokens(model, make_batch())
-    assert model.config._attn_implementation == attention
+    model.set_attn_implementation("eager" if name == "gpt-oss" else attention)
+    before = model.config._attn_implementation
+    ids = torch.arange(20).reshape(2, 10)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 10])
+
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = model.generate(ids, attention_mask=padding, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        return model(input_ids=ids, attention_mask=padding).logits[padding.bool()], drawn
+
+    with torch.no_grad():
+        expected = outputs()
+        score_tokens(model, make_batch())
+        assert model.config._attn_implementation == before
     assert "forward" not in vars(model.get_output_embeddings())
-    assert torch.equal(model(input_ids=ids, attention_mask=padding).logits, before)
-    model.gradient_checkpointing_enable()
-    score_tokens(model.train(), make_batch())
-    after = model.eval()(input_ids=ids, attention_mask=padding).logits
-    torch.testing.assert_close(after[padding.bool()], before[padding.bool()], atol=1e-4, rtol=1e-4)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy_loss(model.train(), make_batch())[0].backward()
+    model.eval()
+    with torch.no_grad():
+        logits, drawn = outputs()
+    assert torch.equal(drawn, expected[1])
+    torch.testing.assert_close(logits, expected[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "by hand"])
+def test_activations_checkpointed_by_torch_give_the_same_gradient(kind):
+    """Backward runs the layers again, when the forward pass of the loss is long over."""
+    batch, plain, model = make_batch(), make_model("qwen3"), make_model("qwen3")
+    policy_loss(plain, batch)[0].backward()
+    if kind == "wrapper":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+        layer = type(model.model.layers[0])
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
+    else:
+        for layer in model.model.layers:
+            own = layer.forward
+            layer.forward = partial(_reentrant, own)
+    policy_loss(model, batch)[0].backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
+
+
+def _reentrant(forward, hidden, **options):
+    return checkpoint(lambda x: forward(x, **options), hidden, use_reentrant=True)
+
+
+def test_a_loss_under_autocast_multiplies_in_its_dtype():
+    model, batch = make_model("qwen3"), make_batch()
+    expected, _ = policy_loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, stats = policy_loss(model, batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=0.1)
+    assert stats.loss != pytest.approx(expected.item(), rel=1e-6)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("correction", ["tis", "gspo", "sequence_mask", "m2po"])
+def test_tokens_that_take_no_part_have_no_gradient_and_no_statistics(correction):
+    """The gradient to the log-probability of a token that is left out is 0, also where a ratio is a sequence's."""
+    model, batch = make_model("qwen3"), make_batch()
+    batch.included = batch.loss_mask & (torch.rand(len(batch.loss_mask), generator=torch.manual_seed(0)) < 0.6)
+    scores = score_tokens(model, batch)
+    logprobs = scores.logprobs.detach().requires_grad_()
+    objective = dataclasses.replace(resolve(correction), kl_weight=0.3, kl_correction=True)
+    batch = batch.with_column("reference_logprobs", torch.full_like(logprobs, -3.0))
+    loss, stats = loss_of_scores(objective, batch, TokenScores(logprobs, None))
+    loss.backward()
+    out = ~batch.included[batch.drawn]
+    assert 0 < out.sum() < len(out)
+    assert (logprobs.grad[out] == 0).all()
+    assert (logprobs.grad[~out] != 0).any()
+    assert stats.num_tokens == (~out).sum()
+
+
+def test_without_gradient_the_loss_is_the_same():
+    model, batch = make_model("qwen3"), make_batch()
+    for correction in ("tis", "gspo"):
+        with torch.no_grad():
+            alone, _ = policy_loss(model, batch, correction=correction)
+        assert alone.item() == pytest.approx(policy_loss(model, batch, correction=correction)[0].item(), rel=1e-6)
 
 
 def test_a_prompt_that_samples_have_in_common_is_fed_once():

@@ -36,10 +36,10 @@ def full_forward_logprobs(model: torch.nn.Module, rollout: Rollout) -> np.ndarra
     return logprobs[torch.arange(start, len(ids) - 1), torch.from_numpy(rollout.token_ids).long()].numpy()
 
 
-TOLERANCE = 2e-4
+TOLERANCE = 5e-5
+TOLERANCES = dict.fromkeys(CONFIGS, TOLERANCE) | {"gpt-oss": 2e-4}
 """In nats. Distributions here are peaked (logits of 30 and more): against a float64 forward, Transformers in float32 is
-off by up to 3e-5 and the engine by up to 2e-5, most with gpt-oss; float32 on another CPU
-rounds elsewhere."""
+off by up to 2e-5 and the engine too, with gpt-oss by 3e-5 and 2e-5; another CPU rounds elsewhere."""
 
 PARAMS = [
     SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, n=n)
@@ -65,7 +65,7 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     rollouts = run(engine, prompts, arrivals=arrivals)
     assert len(rollouts) == sum(prompt.params.n for prompt in prompts)
     worst = max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts)
-    assert worst < TOLERANCE
+    assert worst < TOLERANCES[name]
     assert (engine.runner.unfused_reason is None) == (mode != "unfused")
     assert (engine.scheduler.num_preemptions > 0) == (mode == "preempted")
     assert engine.cache.num_used_blocks == 0
@@ -77,7 +77,7 @@ def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
     model = make_model(name)
     model.set_attn_implementation("eager")
     rollouts = run(make_engine(name, device="cuda", dtype="float32"), ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
-    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
+    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < 4 * TOLERANCES[name]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -91,7 +91,7 @@ def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, n
         ours = [r for r in company if r.params.seed == 4]
         for rollout, reference in zip(ours, expected, strict=True):
             assert rollout.token_ids.tolist() == reference.token_ids.tolist()
-            np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCE)
+            np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCES[name])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -116,7 +116,7 @@ def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, 
         assert request_id == finished[group][0].request_id
         for rollout, reference in zip(finished[fork], run(make_engine(name), [prompt]), strict=True):
             assert rollout.token_ids.tolist() == reference.token_ids.tolist()
-            np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCE)
+            np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCES[name])
 
 
 def test_a_fork_of_a_sample_that_has_just_joined_shares_what_is_still_to_be_copied(make_engine):

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import inflight
 from inflight.cli import app
-from inflight.core.errors import InflightError
+from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.messages import LIVE_VERSION
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.lag import LaggedPublisher
 from inflight.training.schedules import SCHEDULES, Admission, Example, batches
@@ -20,19 +21,30 @@ STEPS = 6
 
 
 class Journal:
-    """An engine and a publisher that write down what is asked of them. Groups finish in the order of submission."""
+    """An engine and a publisher that write down what is asked of them. Groups finish in the order of submission.
 
-    def __init__(self, bad_groups=()):
+    A version is held while it is live or groups pinned to it are in flight.
+    """
+
+    def __init__(self, bad_groups=(), num_examples=None):
         self.events = []
         self.stream = self
         self.version = 0
+        self.live = 0
+        self.num_failed = 0
+        self._pins = {}
+        self._examples = [Example([1], {})] * num_examples if num_examples else (Example([1], {}) for _ in count())
         self.outstanding = []
         self.most_outstanding = 0
         self._bad_groups = bad_groups
         self._ids = count()
 
     def submit(self, prompts, params, *, metadata, version=None):
+        held = {self.live, LIVE_VERSION, None} | {self._pins[group_id] for group_id in self.outstanding}
+        if version not in held:
+            raise InvalidRequestError(f"prompt 0 is pinned to version {version}, which no slot holds")
         ids = list(islice(self._ids, len(prompts)))
+        self._pins |= dict.fromkeys(ids, self.live if version == LIVE_VERSION else version)
         self.outstanding += ids
         self.most_outstanding = max(self.most_outstanding, len(self.outstanding))
         self.events.append(("submit", len(ids), version))
@@ -46,6 +58,7 @@ class Journal:
 
     def wait_for_version(self, version):
         self.events.append(("wait", version))
+        self.live = version
 
     def cancel(self, group_ids=None):
         self.events.append(("cancel", len(self.outstanding)))
@@ -53,16 +66,17 @@ class Journal:
     def train_and_publish(self):
         self.events.append(("train", len(self.outstanding)))
         self.version += 1
+        self.live = self.version
 
     def run(self, schedule, steps, *, limit=2, groups_per_step=2):
         """Group ids that each step trained on."""
         taken = []
-        examples = (Example([1], {}) for _ in count())
-        with Admission(self, examples, inflight.SamplingParams(n=2), limit=limit) as admission:
+        with Admission(self, self._examples, inflight.SamplingParams(n=2), limit=limit) as admission:
             source = batches(schedule, self, self, admission, groups_per_step=groups_per_step)
             for groups in islice(source, steps):
                 taken.append([group[0].group_id for group in groups])
                 self.train_and_publish()
+        self.num_failed = admission.num_failed
         return taken
 
 
@@ -70,6 +84,7 @@ def test_one_step_off_trains_while_the_next_batch_is_drawn_under_one_version():
     journal = Journal()
     assert journal.run("one_step_off", 3) == [[0, 1], [2, 3], [4, 5]]
     assert journal.events == [
+        ("wait", 0),
         ("submit", 2, 0),
         ("wait", 0),
         ("submit", 2, 0),
@@ -100,10 +115,44 @@ def test_in_flight_never_waits_and_admits_as_many_as_were_taken():
     assert journal.most_outstanding == 5
 
 
-def test_groups_that_failed_are_replaced_in_flight_and_end_a_batch_that_needs_them():
-    assert Journal(bad_groups=[1]).run("inflight", 2, limit=4) == [[0, 2], [3, 4]]
-    with pytest.raises(InflightError, match="only 1 of 2 groups ended by themselves"):
-        Journal(bad_groups=[1]).run("sync", 1)
+def test_one_step_off_pins_nothing_before_what_was_published_is_live():
+    journal = Journal()
+    journal.version = 1
+    assert journal.run("one_step_off", 1) == [[0, 1]]
+    assert journal.events[:2] == [("wait", 1), ("submit", 2, 1)]
+
+
+def test_groups_that_failed_are_counted_and_replaced():
+    journal = Journal(bad_groups=[1])
+    assert journal.run("inflight", 2, limit=4) == [[0, 2], [3, 4]]
+    assert journal.num_failed == 1
+    assert journal.most_outstanding == 4
+    assert Journal(bad_groups=[1]).run("sync", 2) == [[0, 2], [3, 4]]
+
+
+def test_a_group_that_failed_is_replaced_under_the_version_of_its_batch_while_a_slot_holds_it():
+    for bad_group, version, second_batch in ((2, 0, [3, 4]), (3, LIVE_VERSION, [2, 4])):
+        journal = Journal(bad_groups=[bad_group])
+        assert journal.run("one_step_off", 2) == [[0, 1], second_batch]
+        assert journal.num_failed == 1
+        train = journal.events.index(("train", 2))  # version 1 is live from here on; groups 2 and 3 are of version 0
+        assert journal.events[train + 1] == ("submit", 1, version)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_prompts_that_always_fail_come_to_an_end(schedule):
+    assert Journal(bad_groups=[0, 1]).run(schedule, 1) == [[2, 3]]
+    with pytest.raises(InflightError, match="3 groups failed while one batch of 2 was taken"):
+        Journal(bad_groups=range(100)).run(schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_when_the_prompts_end_the_last_batch_is_smaller(schedule):
+    journal = Journal(num_examples=5)
+    assert journal.run(schedule, 9) == [[0, 1], [2, 3], [4]]
+    assert Journal(num_examples=4).run(schedule, 9) == [[0, 1], [2, 3]]
+    assert Journal(num_examples=5, bad_groups=[4]).run(schedule, 9) == [[0, 1], [2, 3]]
+    assert Journal(num_examples=1, bad_groups=[0]).run(schedule, 9) == []
 
 
 def test_an_unknown_schedule_is_named():
@@ -181,6 +230,8 @@ def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engi
             sampling=inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True),
             schedule="sync",
             correction=correction,
+            updates_per_batch=2 if correction == "decoupled_ppo" else 1,
+            probe_every=2,
             staleness=(inflight.StalenessRule(max_version_lag=allowed, action="reject"),),
             micro_batch_tokens=20,
             skip_uniform_groups=False,
@@ -196,6 +247,24 @@ def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engi
         assert [report.dropped.num_rejected_tokens for report in reports] == expected
         assert [report.stats is None for report in reports] == [False, False, allowed == 1, allowed == 1]
         assert [report.stats.num_tokens for report in reports if report.stats] == [40] * (4 if allowed == 2 else 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_grpo_ends_with_its_prompts_and_begins_with_weights_that_were_just_published(engine, schedule):
+    model = make_model("qwen3")
+    config = GRPOConfig(
+        steps=STEPS,
+        groups_per_step=2,
+        sampling=inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True),
+        schedule=schedule,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    examples = iter([Example([index, 3], {}) for index in range(5)])
+    with engine.publisher(model) as publisher:
+        publisher.publish()
+        reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
+    assert [report.num_tokens for report in reports] == [20, 20, 10]
+    assert not engine.stream.outstanding
 
 
 def test_a_lag_is_not_negative(engine):

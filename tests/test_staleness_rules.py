@@ -70,19 +70,21 @@ def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
     assert counts.num_tokens == sum(lengths) == trained + counts.num_masked_tokens + counts.num_rejected_tokens
     assert counts.num_rejected_rollouts == len(rollouts) - len(expected)
     assert counts.dropped == pytest.approx(1 - trained / sum(lengths))
-    kept = [lengths[i] for i, mask in expected.items() if any(mask)]
+    kept = [lengths[i] for i, mask in expected.items() for is_kept in mask if is_kept]
     if kept:
-        assert counts.length_bias == pytest.approx(np.mean(kept) / np.mean(lengths))
+        assert counts.length_bias == pytest.approx(np.mean(kept) / np.mean(np.repeat(lengths, lengths)))
     else:
         assert math.isnan(counts.length_bias)
 
 
-def test_rejecting_what_is_old_favours_short_rollouts_and_says_so():
-    filter_ = StalenessFilter([StalenessRule(max_version_lag=2, action="reject")])
+@pytest.mark.parametrize(("unit", "action"), [("rollout", "reject"), ("token", "mask")])
+def test_leaving_out_what_is_old_favours_short_rollouts_and_says_so(unit, action):
+    filter_ = StalenessFilter([StalenessRule(max_version_lag=2, unit=unit, action=action)])
     for seed in range(10):
         filter_.apply(make_rollouts(seed), trainer_version=TRAINER_VERSION, now_ns=NOW_NS)
-    assert filter_.counts.num_rejected_rollouts > 0
-    assert filter_.counts.length_bias < 0.8
+    assert filter_.counts.dropped > 0
+    assert filter_.counts.length_bias < 0.95
+    assert "too old" in str(filter_.counts)
 
 
 def test_masked_tokens_have_no_gradient_and_leave_the_weight_of_others_alone():

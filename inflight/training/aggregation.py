@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 Aggregation = Literal["token", "sequence", "group", "constant"]
 
@@ -15,11 +16,22 @@ Aggregation = Literal["token", "sequence", "group", "constant"]
 class StepTotals:
     """What one optimizer step consists of, over all of its micro-batches."""
 
-    num_tokens: int
+    num_tokens: float
     """Drawn tokens."""
-    num_sequences: int
+    num_sequences: float
     group_tokens: torch.Tensor
     """i64[G], drawn tokens of each group of samples of one prompt."""
+    num_groups: float | None = None
+    """Where it is not G."""
+
+    def across_ranks(self, group: dist.ProcessGroup | None = None) -> "StepTotals":
+        """For trainers that average gradients over the ranks of a group, each with groups of its own: then the average
+        of the ranks' losses is the loss of all their tokens together, whoever has more of them. A collective call."""
+        own = [self.num_tokens, self.num_sequences, self.num_groups or len(self.group_tokens)]
+        sums = torch.tensor(own, dtype=torch.float64, device=self.group_tokens.device)
+        dist.all_reduce(sums, group=group)
+        tokens, sequences, groups = (sums / dist.get_world_size(group)).tolist()
+        return StepTotals(tokens, sequences, self.group_tokens, groups)
 
 
 def token_weights(
@@ -43,7 +55,7 @@ def token_weights(
     if kind == "sequence":
         return 1 / (totals.num_sequences * lengths.clamp(min=1).float())
     if kind == "group":
-        return 1 / (len(totals.group_tokens) * totals.group_tokens[groups].clamp(min=1).float())
+        return 1 / ((totals.num_groups or len(totals.group_tokens)) * totals.group_tokens[groups].clamp(min=1).float())
     if kind == "constant":
         if not max_tokens:
             raise ValueError("aggregation 'constant' needs max_tokens, the length that it divides by")

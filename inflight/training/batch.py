@@ -40,9 +40,11 @@ class PackedBatch:
     """i64[B], which prompt each sequence answers, as an index into totals.group_tokens."""
     totals: StepTotals
     """Of the optimizer step that this batch is, or is a micro-batch of."""
+    drawn: torch.Tensor = None  # pyright: ignore
+    """i64[n], where loss_mask is true; found out where it is not given."""
     kept_offsets: torch.Tensor | None = None
-    """i64[T + 1]: token t was drawn from kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]], from the whole
-    vocabulary where that is empty; None if all were."""
+    """i64[n + 1], on the CPU: drawn token i was drawn from kept_token_ids[kept_offsets[i] : kept_offsets[i + 1]], from
+    the whole vocabulary where that is empty; None if all were."""
     kept_token_ids: torch.Tensor | None = None
     """i64[…]"""
     routing: torch.Tensor | None = None
@@ -56,6 +58,10 @@ class PackedBatch:
     trainer_version: int | None = None
     """Of the weights that the trainer has when it takes the batch; tells mismatch from staleness."""
 
+    def __post_init__(self) -> None:
+        if self.drawn is None:
+            self.drawn = torch.nonzero(self.loss_mask).flatten()
+
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
@@ -63,65 +69,72 @@ class PackedBatch:
     @property
     def num_drawn(self) -> int:
         """Tokens that the engine drew."""
-        return int(self.loss_mask.sum())
+        return len(self.drawn)
 
     @property
     def sequence_ids(self) -> torch.Tensor:
         """i64[T], the sequence of each token."""
         lengths_B = self.cu_seqlens.diff().long()
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths_B.device), lengths_B)
+        sequences_B = torch.arange(self.num_sequences, device=lengths_B.device)
+        return torch.repeat_interleave(sequences_B, lengths_B, output_size=len(self.input_ids))
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(offsets i64[n + 1], token ids i64[…]) of the n drawn tokens; prompt tokens have no kept sets."""
+        """(offsets i64[n + 1], token ids i64[…]) of the drawn tokens."""
         if self.kept_offsets is None or self.kept_token_ids is None:
             return None
-        return torch.cat([self.kept_offsets[:-1][self.loss_mask], self.kept_offsets[-1:]]), self.kept_token_ids
+        return self.kept_offsets, self.kept_token_ids
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with all its columns on `device`."""
-        moved = {name: column.to(device) for name, column in self._tensors().items()}
+        """The batch with all its columns on `device`, but for `kept_offsets`, which kernels read on the CPU."""
+        columns = {name: column for name, column in self._tensors().items() if name != "kept_offsets"}
         totals = replace(self.totals, group_tokens=self.totals.group_tokens.to(device))
-        return replace(self, **moved, totals=totals)
+        return replace(self, **{name: column.to(device) for name, column in columns.items()}, totals=totals)
 
     def with_column(self, name: str, drawn: torch.Tensor) -> "PackedBatch":
         """The batch with a column, `proximal_logprobs` or `reference_logprobs`, made of its drawn tokens' f32[n]."""
         column = torch.zeros_like(self.behavior_logprobs)
-        column[self.loss_mask] = drawn.detach().float()
+        column[self.drawn] = drawn.detach().float().to(column.device)
         return replace(self, **{name: column})
 
-    def micro_batches(self, max_tokens: int) -> list["PackedBatch"]:
-        """Batches of at most `max_tokens` tokens each, as few as are needed and alike in attention cost.
+    def micro_batches(self, max_tokens: int, *, at_least: int = 1) -> list["PackedBatch"]:
+        """Batches of at most `max_tokens` tokens each, as few as are needed and alike in cost.
 
         Their losses add up to that of the whole batch. Samples of a prompt stay together where they fit, so that it can
-        be computed once. Raises ValueError if one sequence is longer.
+        be computed once; tokens are counted as if it were not. at_least: so many, for ranks that must agree on a
+        number; what is missing is filled up with a sequence without a part in the loss. Raises ValueError if one
+        sequence is longer than `max_tokens`.
         """
         lengths = self.cu_seqlens.diff().tolist()
-        bins = partition(lengths, self.groups.tolist(), max_tokens)
-        return [self.select(sequences) for sequences in bins]
+        parts = [self.select(chosen) for chosen in partition(lengths, self.groups.tolist(), max_tokens)]
+        if len(parts) < at_least:
+            shortest = self.select([lengths.index(min(lengths))])
+            nothing = replace(shortest, included=torch.zeros_like(shortest.loss_mask))
+            parts += [nothing] * (at_least - len(parts))
+        return parts
 
     def select(self, sequences: Sequence[int]) -> "PackedBatch":
-        """Some sequences, as a micro-batch of the same step."""
+        """Some sequences, in the order given, as a micro-batch of the same step."""
         if list(sequences) == list(range(self.num_sequences)):
             return self
         device = self.input_ids.device
         starts = self.cu_seqlens.tolist()
         rows = torch.cat([torch.arange(starts[s], starts[s + 1], device=device) for s in sequences])
         lengths = [starts[s + 1] - starts[s] for s in sequences]
-        chosen = {
-            name: column[rows]
-            for name, column in self._tensors().items()
-            if name not in ("cu_seqlens", "groups", "kept_offsets", "kept_token_ids")
-        }
+        chosen = {name: getattr(self, name)[rows] for name in self._tensors() if name not in _NOT_PER_TOKEN}
         if self.kept_offsets is not None and self.kept_token_ids is not None:
-            counts = self.kept_offsets.diff()[rows]
+            place = torch.zeros_like(self.loss_mask, dtype=torch.int64)
+            place[self.drawn] = torch.arange(len(self.drawn), device=device)
+            own = place[rows][self.loss_mask[rows]].cpu()  # among all drawn tokens
+            counts = self.kept_offsets.diff()[own]
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            begins = torch.repeat_interleave(self.kept_offsets[:-1][rows] - offsets[:-1], counts)
+            begins = torch.repeat_interleave(self.kept_offsets[own] - offsets[:-1], counts)
             chosen["kept_offsets"] = offsets
-            chosen["kept_token_ids"] = self.kept_token_ids[begins + torch.arange(len(begins), device=device)]
+            chosen["kept_token_ids"] = self.kept_token_ids[(begins + torch.arange(len(begins))).to(device)]
         return replace(
             self,
             **chosen,
+            drawn=torch.nonzero(self.loss_mask[rows]).flatten(),
             cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
             groups=self.groups[torch.tensor(sequences, device=device)],
         )
@@ -129,6 +142,9 @@ class PackedBatch:
     def _tensors(self) -> dict[str, torch.Tensor]:
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+
+
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_offsets", "kept_token_ids")
 
 
 def pack(
@@ -188,9 +204,7 @@ def pack(
             num_sequences=len(rollouts),
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
-        kept_offsets=torch.cat([torch.zeros(1, dtype=torch.int64), column(np.int64, 0, kept).cumsum(0)])
-        if has_kept
-        else None,
+        kept_offsets=torch.from_numpy(np.cumsum([0, *np.concatenate(kept)])) if has_kept else None,
         kept_token_ids=torch.from_numpy(
             np.concatenate([r.kept_token_ids for r in rollouts if r.kept_token_ids is not None]).astype(np.int64)
         )
@@ -235,6 +249,8 @@ def _kept_counts(rollout: Rollout) -> np.ndarray:
     owners = np.repeat(np.arange(num_tokens), counts)
     found = np.zeros(num_tokens, bool)
     found[owners[kept == rollout.token_ids[owners]]] = True
+    if len(np.unique(owners << 32 | kept.astype(np.int64))) != len(kept):
+        raise ValueError(f"{name} has a kept set with a token id twice")
     missing = np.flatnonzero(~found & (counts > 0))
     if len(missing):
         raise ValueError(

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from inflight.training.batch import PackedBatch
-from inflight.training.packing import PackedInput, is_checkpointing, is_packable, pack_input, packed_attention
-from inflight.training.replay import replay_routing
+from inflight.training.packing import PackedInput, is_packable, pack_input, packed_attention
+from inflight.training.replay import checkpoints, replay_routing
 from inflight.weights.tensors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -42,34 +42,28 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     """Log-probabilities, and entropies if asked for, of the n drawn tokens, in their order.
 
     They mean what the engine's mean: at the temperature that each token was drawn at, over the tokens that its filters
-    kept, with the experts that it took. Raises ValueError if batch and model are on different devices, and what
-    `replay_routing` raises.
+    kept, with the experts that it took. The batch may lie on the CPU. Raises what `replay_routing` raises.
     """
     device = next(model.parameters()).device
-    if batch.input_ids.device != device:
-        raise ValueError(
-            f"the batch is on {batch.input_ids.device}, the model on {device}; call batch.to({str(device)!r})"
-        )
-    if not batch.num_drawn:
-        empty = torch.zeros(0, device=device, requires_grad=True)
-        return TokenScores(empty, empty if entropy else None)
+    model = getattr(model, "_orig_mod", model)  # compiled for another head, it would be compiled anew at each call
     inner = _transformers_model(model)
     fused = _is_fusable(inner)
-    if is_packable(inner):
-        packed = pack_input(batch)
-        with (
-            packed_attention(inner),
-            _Replay(model, batch, packed.source) as replay,
-            _head(inner, batch, packed, fused, entropy),
-        ):
-            out = model(
-                input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
-            ).logits[0]
-            replay.stay_until_backward(out)
-        if fused:
-            return TokenScores(out[:, 0], out[:, 1] if entropy else None)
-        return _score_logits(out[packed.predicting], batch, entropy)
-    return _score_rows(model, batch, entropy)
+    if not is_packable(inner):
+        return _score_rows(model, batch.to(device), entropy)
+    packed = pack_input(batch).to(device)
+    batch = batch.to(device)
+    with (
+        packed_attention(inner),
+        _Replay(model, batch, packed.source) as replay,
+        _head(inner, batch, packed, fused, entropy),
+    ):
+        out = model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
+        ).logits[0]
+        replay.stay_until_backward(out)
+    if fused:
+        return TokenScores(out[:, 0], out[:, 1] if entropy else None)
+    return _score_logits(out[packed.predicting], batch, entropy)
 
 
 def _score_rows(model: nn.Module, batch: PackedBatch, entropy: bool) -> TokenScores:
@@ -80,14 +74,14 @@ def _score_rows(model: nn.Module, batch: PackedBatch, entropy: bool) -> TokenSco
     ids_BS = batch.input_ids.new_zeros(batch.num_sequences, int(columns.max()) + 1)
     ids_BS[rows, columns] = batch.input_ids
     logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
-    drawn = batch.loss_mask
+    drawn = batch.drawn
     return _score_logits(logits_BSV[rows[drawn], columns[drawn] - 1], batch, entropy)
 
 
 def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
-    temperatures = batch.temperatures[batch.loss_mask]
+    temperatures = batch.temperatures[batch.drawn]
     logits_nV = _without_what_was_cut(logits_nV, batch)
-    logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.loss_mask], temperatures)
+    logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.drawn], temperatures)
     if not entropy:
         return TokenScores(logprobs, None)
     log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
@@ -99,8 +93,9 @@ def _without_what_was_cut(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.
         return logits_nV
     offsets, ids = batch.kept
     counts = offsets.diff()
-    cut = (counts > 0)[:, None].repeat(1, logits_nV.shape[1])
-    cut[torch.repeat_interleave(torch.arange(len(counts), device=ids.device), counts), ids] = False
+    rows = torch.repeat_interleave(torch.arange(len(counts)), counts).to(ids.device)
+    cut = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
+    cut[rows, ids] = False
     return logits_nV.masked_fill(cut, -torch.inf)
 
 
@@ -113,7 +108,7 @@ def _head(model: nn.Module, batch: PackedBatch, packed: PackedInput, fused: bool
     head: Any = model.get_output_embeddings()  # pyright: ignore
     config: Any = model.config.get_text_config()  # pyright: ignore
     softcap = getattr(config, "final_logit_softcapping", None)
-    drawn = batch.loss_mask
+    drawn = batch.drawn
 
     def score(hidden_1FH: torch.Tensor) -> torch.Tensor:
         hidden_nH = hidden_1FH[0][packed.predicting]
@@ -121,12 +116,14 @@ def _head(model: nn.Module, batch: PackedBatch, packed: PackedInput, fused: bool
             raise ValueError(
                 "the output head is a DTensor inside the forward pass; tensor parallelism is not supported"
             )
+        weight, bias, kind = head.weight, head.bias, hidden_nH.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         logprobs, entropies = linear_logprobs(
-            hidden_nH,
-            head.weight,
+            hidden_nH.to(dtype),
+            weight.to(dtype),
             batch.input_ids[drawn],
             batch.temperatures[drawn],
-            bias=head.bias,
+            bias=bias if bias is None else bias.to(dtype),
             softcap=softcap,
             kept=batch.kept,
             entropy=entropy,
@@ -150,33 +147,41 @@ def _is_fusable(model: nn.Module) -> bool:
 
     Tried once per model on a few tokens; some models scale their logits, and some heads are no `nn.Linear`.
     """
-    if model in _fusable:
-        return _fusable[model]
     get_head = getattr(model, "get_output_embeddings", None)
     head: Any = get_head() if get_head else None
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward  # quantized heads have their own
-    if plain and is_packable(model):
-        plain = _logits_are_the_output_of(model, head)
-        if not plain:
-            logger.warning("the loss of %s materialises its logits: they are not its head's", type(model).__name__)
-    _fusable[model] = plain
-    return plain
+    if head is None or not is_packable(model):
+        return False
+    if head not in _fusable:
+        # Quantized linear layers have a forward of their own.
+        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        _fusable[head] = plain and _logits_are_the_output_of(model, head)
+        if not _fusable[head]:
+            logger.warning("the loss of %s materialises its logits: they are not a plain head's", type(model).__name__)
+    return _fusable[head]
 
 
 def _logits_are_the_output_of(model: Any, head: nn.Linear) -> bool:
-    outputs: list[Any] = []
-    hook = head.register_forward_hook(lambda _, __, output: outputs.append(output))
+    """Whether anything that the head gives comes out as logits, softcapped if the config says so."""
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    given = torch.linspace(-2, 2, 8, dtype=head.weight.dtype, device=head.weight.device).view(1, 4, 2)
+    expected = given
+    if softcap is not None:
+        given = given * softcap
+        expected = softcap * torch.tanh(given / softcap)
+    calls = []
+
+    def give(*call: Any) -> torch.Tensor:  # what a forward hook returns takes the output's place
+        calls.append(call)
+        return given
+
+    hook = head.register_forward_hook(give)
     try:
         logits = model(input_ids=torch.arange(4, device=head.weight.device)[None], use_cache=False).logits
     finally:
         hook.remove()
-    if len(outputs) != 1:
+    if len(calls) != 1 or logits.shape != expected.shape:
         return False
-    [expected] = outputs
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if softcap is not None:
-        expected = softcap * torch.tanh(expected / softcap)
-    return torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2)
+    return torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2 * (softcap or 1))
 
 
 class _Replay:
@@ -198,7 +203,7 @@ class _Replay:
         return self
 
     def stay_until_backward(self, out: torch.Tensor) -> None:
-        if self._routing is None or not out.requires_grad or not is_checkpointing(self._model):
+        if self._routing is None or not out.requires_grad or not checkpoints(self._model):
             return
         stack = self._left_open[self._model] = self._stack.pop_all()
         engine = torch.autograd.Variable._execution_engine

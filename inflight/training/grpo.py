@@ -4,7 +4,7 @@ The reference loop: groups of rollouts come in, are scored, their advantages are
 policy-gradient step is taken, and the new weights are published while the generator goes on drawing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -19,8 +19,9 @@ from inflight.training.batch import PackedBatch
 from inflight.training.forward import token_logprobs
 from inflight.training.loss import policy_loss
 from inflight.training.objective import Objective, resolve
+from inflight.training.probe import RatioCauses, VersionProbe
 from inflight.training.rollouts import Score, consume, pack_groups, score_groups
-from inflight.training.schedules import SCHEDULES, Admission, AnyPublisher, Example, RolloutEngine, Schedule, batches
+from inflight.training.schedules import SCHEDULES, Admission, Example, RolloutEngine, Schedule, WeightPublisher, batches
 from inflight.training.staleness import StalenessCounts, StalenessFilter, StalenessRule
 from inflight.training.statistics import LossStats
 
@@ -39,6 +40,11 @@ class GRPOConfig:
     correction: str | Objective = "tis"
     staleness: tuple[StalenessRule, ...] = ()
     """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
+    updates_per_batch: int = 1
+    """Optimizer steps on the same batch. With more than one, objectives whose proximal policy is "recomputed" have one
+    to differ from."""
+    probe_every: int = 0
+    """Steps between two at which mismatch and staleness are told apart (`VersionProbe`); 0: never."""
     micro_batch_tokens: int = 0
     """Tokens of one forward and backward pass at most, for a step that does not fit into memory; 0: no bound."""
     max_grad_norm: float = 1.0
@@ -49,7 +55,14 @@ class GRPOConfig:
     is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
 
     def __post_init__(self) -> None:
-        resolve(self.correction)
+        if resolve(self.correction).proximal == "recomputed" and self.updates_per_batch < 2:
+            raise ValueError(
+                f"{self.correction!r} recomputes its proximal policy for several steps on a batch; with one step that "
+                "is the policy being trained: set updates_per_batch, or take another correction"
+            )
+        for name in ("updates_per_batch", "groups_per_step", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.sampling.n < 2:
@@ -83,6 +96,10 @@ class StepReport:
     stats: LossStats | None
     """None if there was nothing to learn: every group was uniform, or too old."""
     staleness: TokenStaleness | None
+    causes: RatioCauses | None
+    """Where the step was one of `probe_every`."""
+    num_failed: int
+    """Groups of which a sample was cancelled or ended with an error, since the run began; others took their place."""
     dropped: StalenessCounts
     """What the staleness rules took away since the run began."""
     finished_ns: int
@@ -90,31 +107,38 @@ class StepReport:
 
 def grpo(
     engine: RolloutEngine,
-    publisher: AnyPublisher,
+    publisher: WeightPublisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    examples: Iterator[Example],
+    examples: Iterable[Example],
     score: Score,
     config: GRPOConfig,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Iterator[StepReport]:
-    """Train for `config.steps` optimizer steps; yields after each. Groups still in flight at the end are cancelled."""
+    """Train for `config.steps` optimizer steps, or until the examples end; yields after each. Groups still in flight at
+    the end are cancelled."""
     with Admission(engine, examples, config.sampling, limit=config.admitted_groups) as admission:
         source = batches(config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step)
         trainer_version = publisher.version
         rules = StalenessFilter(config.staleness)
+        probe = VersionProbe(model) if config.probe_every else None
+        if probe is not None:
+            probe.remember(trainer_version)
         for step, groups in enumerate(islice(source, config.steps), 1):
             score_groups(groups, score)
             rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
             useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
             batch = pack_groups(useful, trainer_version=trainer_version, staleness=rules) if useful else None
-            stats = staleness = None
+            stats = staleness = causes = None
             if batch is not None:
-                stats = train_step(model, optimizer, batch.to(next(model.parameters()).device), config)
+                causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
+                stats = train_step(model, optimizer, batch, config)
                 if scheduler is not None:
                     scheduler.step()
                 staleness = consume(engine.staleness, batch, trainer_version)
             trainer_version += 1
+            if probe is not None:
+                probe.remember(trainer_version)
             yield StepReport(
                 step=step,
                 version=publisher.publish(),
@@ -122,27 +146,32 @@ def grpo(
                 num_tokens=sum(len(rollout.token_ids) for group in groups for rollout in group),
                 stats=stats,
                 staleness=staleness,
+                causes=causes,
+                num_failed=admission.num_failed,
                 dropped=replace(rules.counts),
                 finished_ns=now_ns(),
             )
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: PackedBatch, config: GRPOConfig) -> LossStats:
-    """One optimizer step on a batch that lies on the model's device."""
+    """The optimizer steps on one batch; statistics of the first. A batch on the CPU is moved in micro-batches."""
+    parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
     if resolve(config.correction).proximal == "recomputed":
         with torch.no_grad():
-            batch = batch.with_column("proximal_logprobs", token_logprobs(model, batch))
-    parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
-    total: LossStats | None = None
-    for part in parts:
-        loss, stats = policy_loss(model, part, correction=config.correction)
-        loss.backward()
-        total = stats if total is None else total + stats
-    assert total is not None
-    nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
+            parts = [part.with_column("proximal_logprobs", token_logprobs(model, part)) for part in parts]
+    first: LossStats | None = None
+    for _ in range(config.updates_per_batch):
+        total: LossStats | None = None
+        for part in parts:
+            loss, stats = policy_loss(model, part, correction=config.correction)
+            loss.backward()
+            total = stats if total is None else total + stats
+        nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        first = first or total
+    assert first is not None
+    return first
 
 
 def uniform(group: list[Rollout]) -> bool:

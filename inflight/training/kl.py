@@ -1,4 +1,4 @@
-"""Estimates of KL(π_θ ‖ π_ref) from tokens that π_θ drew, to be added to the loss.
+"""Estimates of KL(π_θ ‖ π_ref) to be added to the loss, from tokens that π_θ drew.
 
 Source: Schulman 2020, "Approximating KL divergence". r = π_ref / π_θ of the drawn token.
 """
@@ -13,8 +13,9 @@ KLEstimator = Literal["k1", "k2", "k3"]
 def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """f[n] from log π_θ f[n], with gradient, and log π_ref f[n].
 
-    k1 = −log r is unbiased, and its gradient is 0 in expectation; k2 = (log r)² / 2 has the gradient of the KL;
-    k3 = r − 1 − log r is unbiased, never negative, and what GRPO uses (arXiv 2402.03300, eq. 4).
+    k1 = −log r is unbiased, and its gradient is 0 in expectation; k2 = (log r)² / 2 is biased and has the gradient of
+    KL(π_θ ‖ π_ref); k3 = r − 1 − log r is unbiased, never negative, has the gradient of KL(π_ref ‖ π_θ), and is what
+    GRPO uses (arXiv 2402.03300, eq. 4). For tokens that another policy drew see `Objective.kl_correction`.
     Raises ValueError for another kind.
     """
     log_ratios = reference_logprobs - logprobs

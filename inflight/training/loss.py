@@ -13,7 +13,7 @@ from inflight.training.kl import kl_estimate
 from inflight.training.objective import Objective, loglinear_proximal, resolve
 from inflight.training.statistics import LossStats, RatioStats
 from inflight.training.terms import differentiated_terms
-from inflight.training.tokens import DrawnTokens
+from inflight.training.tokens import DrawnTokens, exp_ratio
 
 
 def policy_loss(
@@ -21,71 +21,80 @@ def policy_loss(
 ) -> tuple[torch.Tensor, LossStats]:
     """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
-    correction: an `Objective`, or the name of one of `objective.PRESETS`. Losses of the micro-batches of a step add up
-    to the loss of the step, and so do their statistics. Raises ValueError for an unknown name, for a column that the
-    objective needs and the batch lacks, and for non-finite log-probabilities of the model.
+    correction: an `Objective`, or the name of one of `objective.PRESETS`. The batch may lie on the CPU: laid out there,
+    nothing waits for the device. Losses of the micro-batches of a step add up to the loss of the step, and so do their
+    statistics (but for `m2po_mask`, which ranks the tokens that it is given). Raises ValueError for an unknown name,
+    for a column that the objective needs and the batch lacks, and for a loss that is not finite.
     """
     objective = resolve(correction)
     scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
-    return loss_of_scores(objective, batch, scores)
+    return loss_of_scores(objective, batch.to(scores.logprobs.device), scores)
 
 
 def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
-    """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own."""
-    drawn = batch.loss_mask
-    leaf = scores.logprobs.detach().requires_grad_()
-    tokens = _drawn_tokens(objective, batch, leaf)
-    weights = _aggregation_weights(objective, batch)[tokens.sequences]
+    """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own. All on one device."""
+    rows, (logprobs, entropies) = batch.drawn, scores
     if batch.included is not None:
-        weights = weights * batch.included[drawn]
-    total, gradient, sums = differentiated_terms(objective, tokens, weights, _classes(batch))
-    kl_sum = None
-    if objective.kl_weight:
-        reference = _column(batch, "reference_logprobs", "a KL penalty")[drawn]
-        kls = kl_estimate(objective.kl, leaf, reference)
-        penalty = objective.kl_weight * (weights * kls).sum()
-        total, gradient = total + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
-        kl_sum = kls.detach().sum()
-    loss = _Known.apply(scores.logprobs, total, gradient)
+        included = torch.nonzero(batch.included[rows]).flatten()
+        rows, logprobs = rows[included], logprobs[included]
+        entropies = entropies if entropies is None else entropies[included]
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        tokens = _drawn_tokens(objective, batch, rows, leaf)
+        weights = _aggregation_weights(objective, batch)[tokens.sequences]
+        value, gradient, sums = differentiated_terms(objective, tokens, weights, _classes(batch, rows))
+        kl_sum = None
+        if objective.kl_weight:
+            kls = _reference_kl(objective, batch, rows, tokens)
+            penalty = objective.kl_weight * (weights * kls).sum()
+            value, gradient = value + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
+            kl_sum = kls.detach().sum()
+    loss = _KnownGradient.apply(logprobs, value, gradient)
     if objective.entropy_weight:
-        assert scores.entropies is not None
-        loss = loss - objective.entropy_weight * (weights * scores.entropies).sum()
-    return loss, _statistics(loss, batch, tokens, sums, scores.entropies, kl_sum)
+        assert entropies is not None
+        loss = loss - objective.entropy_weight * (weights * entropies).sum()
+    return loss, _statistics(loss, batch, rows, tokens, sums, entropies, kl_sum)
 
 
-def _classes(batch: PackedBatch) -> torch.Tensor:
+def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
     """i64[n]: 0 where the batch does not tell the trainer's version, else 1 for tokens that it drew and 2 for older."""
-    versions = batch.weight_versions[batch.loss_mask]
     if batch.trainer_version is None:
-        return torch.zeros_like(versions, dtype=torch.int64)
-    return torch.where(versions >= batch.trainer_version, 1, 2)
+        return torch.zeros_like(rows)
+    return torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
 
 
-def _drawn_tokens(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> DrawnTokens:
-    drawn = batch.loss_mask
-    behavior = batch.behavior_logprobs[drawn].to(logprobs.dtype)
+def _drawn_tokens(objective: Objective, batch: PackedBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> DrawnTokens:
+    behavior = batch.behavior_logprobs[rows].to(logprobs.dtype)
     if objective.proximal == "behavior":
         proximal = behavior
     elif objective.proximal == "recomputed":
-        proximal = _column(batch, "proximal_logprobs", "the proximal policy 'recomputed'")[drawn].to(logprobs.dtype)
+        proximal = _column(batch, "proximal_logprobs", "the proximal policy 'recomputed'")[rows].to(logprobs.dtype)
     elif objective.proximal == "loglinear":
         if batch.trainer_version is None:
             raise ValueError("the proximal policy 'loglinear' needs batch.trainer_version, the version being trained")
-        proximal = loglinear_proximal(logprobs, behavior, batch.weight_versions[drawn], batch.trainer_version)
+        proximal = loglinear_proximal(logprobs, behavior, batch.weight_versions[rows], batch.trainer_version)
     else:
         proximal = logprobs.detach()
     return DrawnTokens(
         logprobs=logprobs,
         behavior=behavior,
         proximal=proximal,
-        advantages=batch.advantages[drawn].to(logprobs.dtype),
-        sequences=batch.sequence_ids[drawn],
+        advantages=batch.advantages[rows].to(logprobs.dtype),
+        sequences=batch.sequence_ids[rows],
         num_sequences=batch.num_sequences,
     )
 
 
+def _reference_kl(objective: Objective, batch: PackedBatch, rows: torch.Tensor, tokens: DrawnTokens) -> torch.Tensor:
+    reference = _column(batch, "reference_logprobs", "a KL penalty")[rows]
+    kls = kl_estimate(objective.kl, tokens.logprobs, reference)
+    return exp_ratio(tokens.logprobs - tokens.behavior) * kls if objective.kl_correction else kls
+
+
 def _aggregation_weights(objective: Objective, batch: PackedBatch) -> torch.Tensor:
-    lengths = torch.bincount(batch.sequence_ids[batch.loss_mask], minlength=batch.num_sequences)
+    """Of the tokens of each sequence, f32[B]; tokens that take no part in the loss count."""
+    sequences = batch.sequence_ids[batch.drawn]
+    lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
     return token_weights(objective.aggregation, lengths, batch.groups, batch.totals, max_tokens=objective.max_tokens)
 
 
@@ -99,7 +108,7 @@ def _column(batch: PackedBatch, name: str, purpose: str) -> torch.Tensor:
     return column
 
 
-class _Known(torch.autograd.Function):
+class _KnownGradient(torch.autograd.Function):
     """A scalar whose gradient is known: the objective is differentiated once, apart from the model."""
 
     @staticmethod
@@ -116,6 +125,7 @@ class _Known(torch.autograd.Function):
 def _statistics(
     loss: torch.Tensor,
     batch: PackedBatch,
+    rows: torch.Tensor,
     tokens: DrawnTokens,
     sums: torch.Tensor,
     entropies: torch.Tensor | None,
@@ -126,29 +136,30 @@ def _statistics(
     others += [] if kl_sum is None else [kl_sum]
     others += [] if entropies is None else [entropies.detach().sum()]
     values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
-    rows, (total, *rest) = (values[0:8], values[8:16], values[16:24]), values[24:]
+    classes, (total, *rest) = (values[0:8], values[8:16], values[16:24]), values[24:]
     if not math.isfinite(total):
-        raise ValueError(_what_is_not_finite(batch, tokens))
-    unknown, mismatch, stale = (RatioStats.from_sums(row) for row in rows)
+        raise ValueError(_what_is_not_finite(batch, rows, tokens))
+    unknown, mismatch, stale = (RatioStats.from_sums(row) for row in classes)
     return LossStats(
         loss=total,
         ratios=unknown + mismatch + stale,
         mismatch=mismatch,
         stale=stale,
-        num_clipped=int(sum(row[7] for row in rows)),
+        num_clipped=int(sum(row[7] for row in classes)),
         sum_entropy=rest[-1] if entropies is not None else None,
         sum_reference_kl=rest[0] if kl_sum is not None else None,
     )
 
 
-def _what_is_not_finite(batch: PackedBatch, tokens: DrawnTokens) -> str:
+def _what_is_not_finite(batch: PackedBatch, rows: torch.Tensor, tokens: DrawnTokens) -> str:
     bad = torch.nonzero(~tokens.logprobs.isfinite()).flatten().tolist()
     if not bad:
         return "the loss is not finite though log-probabilities are; look at advantages, reference and proximal columns"
-    place = int(torch.nonzero(batch.loss_mask).flatten()[bad[0]])
-    sequence = int(tokens.sequences[bad[0]])
+    row, sequence = int(rows[bad[0]]), int(tokens.sequences[bad[0]])
+    first = int(batch.drawn[batch.sequence_ids[batch.drawn] == sequence][0])
     return (
-        f"{len(bad)} of {len(tokens.logprobs)} drawn tokens have log-probabilities under the trainer's model that are "
-        f"not finite, the first of them token {place - int(batch.cu_seqlens[sequence])} of sequence {sequence} "
-        f"({tokens.logprobs[bad[0]].item()}); the model's weights or activations have overflowed"
+        f"token {row - first} of the answer of sequence {sequence} (id {int(batch.input_ids[row])}) has "
+        f"log-probability {tokens.logprobs[bad[0]].item()} under the trainer's model, and {len(bad)} of {len(rows)} "
+        "tokens have one that is not finite: weights or activations have overflowed, or the token is not in the "
+        "model's vocabulary or not in the set that it was drawn from"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -48,6 +48,9 @@ class Objective:
     kl: KLEstimator = "k3"
     kl_weight: float = 0.0
     """β, of the KL to the batch's `reference_logprobs`."""
+    kl_correction: bool = False
+    """Whether the KL of a token is multiplied by ρ = π_θ / π_b, with its gradient: else it is that of tokens of π_b
+    (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)."""
     entropy_weight: float = 0.0
     """η, of the entropy of the distributions that tokens are drawn from."""
 
@@ -57,6 +60,12 @@ class Objective:
                 "with proximal='behavior' the surrogate's ratio is the whole of ρ and nothing is left to correct; "
                 "give correction=uncorrected"
             )
+        if self.aggregation not in get_args(Aggregation):
+            raise ValueError(f"unknown aggregation {self.aggregation!r}; choose {', '.join(get_args(Aggregation))}")
+        if self.aggregation == "constant" and not self.max_tokens:
+            raise ValueError("aggregation 'constant' needs max_tokens, the length that it divides by")
+        if self.kl not in get_args(KLEstimator):
+            raise ValueError(f"unknown KL estimator {self.kl!r}; choose {', '.join(get_args(KLEstimator))}")
         if self.proximal not in ("current", "behavior", "recomputed", "loglinear"):
             raise ValueError(
                 f"unknown proximal policy {self.proximal!r}; choose current, behavior, recomputed or loglinear"

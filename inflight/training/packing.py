@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from inflight.training.batch import PackedBatch
 
@@ -56,6 +57,30 @@ class Bucket:
     prefixes: torch.Tensor
     """i64[n], tokens before the first query."""
     has_prefixes: bool
+    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Bucket":
+        tensors = (self.queries, self.keys, self.is_query, self.prefixes)
+        return Bucket(*(tensor.to(device) for tensor in tensors), has_prefixes=self.has_prefixes)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """bool[n, 1, Q, K] for layers with this sliding window; None for plain causality: keys behind a segment's end
+        only meet padding then."""
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        return self._masks[window]
+
+    def _mask(self, window: int | None) -> torch.Tensor | None:
+        q, k = self.queries.shape[1], self.keys.shape[1]
+        if not self.has_prefixes and (window is None or k <= window):
+            return None
+        device = self.queries.device
+        q_nQ1 = (self.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
+        k_11K = torch.arange(k, device=device)[None, None]
+        seen = k_11K <= q_nQ1
+        if window is not None:
+            seen &= q_nQ1 - k_11K < window
+        return (seen | ~self.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +97,20 @@ class PackedInput:
     """i64[n], the fed token whose logits each drawn token was drawn from."""
     buckets: tuple[Bucket, ...]
     order: torch.Tensor
-    """i64[F], where each fed token is among the queries of all buckets, padding left out."""
+    """i64[F], where each fed token is among the queries of all buckets, padding included."""
+
+    def to(self, device: torch.device) -> "PackedInput":
+        """With all tensors on `device`."""
+        if self.source.device == device:
+            return self
+        return PackedInput(
+            self.input_ids.to(device),
+            self.position_ids.to(device),
+            self.source.to(device),
+            self.predicting.to(device),
+            tuple(bucket.to(device) for bucket in self.buckets),
+            self.order.to(device),
+        )
 
 
 def pack_input(batch: PackedBatch, *, share_prompts: bool = True) -> PackedInput:
@@ -133,17 +171,19 @@ def _bucket(segments: list[Segment], device: torch.device) -> tuple[tuple[Bucket
             members.append([segment])
             longest_query, longest_key = segment.size, segment.num_keys
             needed = longest_query * longest_key
-    buckets, rows = [], []
+    buckets: list[Bucket] = []
+    order = np.empty(sum(segment.size for segment in segments), np.int64)
+    num_padded = 0
     for chosen in members:
         starts, sizes, prefix_starts, prefixes = (np.array(column)[:, None] for column in zip(*chosen, strict=True))
         q, k = np.arange(sizes.max())[None], np.arange((sizes + prefixes).max())[None]
         is_query = q < sizes
         queries = np.where(is_query, starts + q, 0)
         keys = np.where(k < prefixes, prefix_starts + k, np.where(k < prefixes + sizes, starts + k - prefixes, 0))
-        rows.append(queries[is_query])
+        order[queries[is_query]] = num_padded + np.flatnonzero(is_query)
+        num_padded += is_query.size
         tensors = (torch.from_numpy(array).to(device) for array in (queries, keys, is_query, prefixes[:, 0]))
         buckets.append(Bucket(*tensors, has_prefixes=bool(prefixes.max())))
-    order = np.argsort(np.concatenate(rows))
     return tuple(buckets), torch.from_numpy(order).to(device)
 
 
@@ -156,28 +196,29 @@ def is_packable(model: nn.Module) -> bool:
     return set(layer_types) <= {"full_attention", "sliding_attention"}
 
 
+_replaced: dict[int, str | None] = {}
+"""The attention that ours stands in for, by the id of the model's config."""
+
+
 @contextmanager
 def packed_attention(model: nn.Module) -> Iterator[None]:
     """Inside, the model's attention understands `packed=PackedInput`.
 
-    With activation checkpointing it stays so, since the backward pass computes forward passes again; for other inputs
-    it is then plain attention.
+    With gradient it stays so, since backward may run forward passes again (activation checkpointing); for any other
+    input it then does what the model's own attention does.
     """
     config: Any = model.config
-    before = config._attn_implementation
+    replacing = config._attn_implementation != ATTENTION_NAME
+    if replacing:
+        _replaced[id(config)] = config._attn_implementation
+        config._attn_implementation = ATTENTION_NAME
     token = _packing.set(True)
-    config._attn_implementation = ATTENTION_NAME
     try:
         yield
     finally:
         _packing.reset(token)
-        if not is_checkpointing(model):
-            config._attn_implementation = before
-
-
-def is_checkpointing(model: nn.Module) -> bool:
-    """Whether some module of the model recomputes its activations in the backward pass."""
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        if replacing and not torch.is_grad_enabled():
+            config._attn_implementation = _replaced[id(config)]
 
 
 def attend(
@@ -188,18 +229,24 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     packed: PackedInput | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function that Transformers calls: query [1, Hq, F, D] → output [1, F, Hq, Dv]."""
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if packed is None:
         if _packing.get():
-            raise ValueError(f"{type(module).__name__} does not hand keyword arguments on to its attention function")
-        out_BHQD = _attention(query, key, value, attention_mask, attention_mask is None, scale, dropout, softcap, s_aux)
+            raise ValueError(
+                f"{type(module).__name__} does not hand keyword arguments on to its attention function, so that packed "
+                "sequences would see one another; such a model cannot be trained with this loss"
+            )
+        own = ALL_ATTENTION_FUNCTIONS.get(_own_implementation(module.config))
+        if own is not None:
+            return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    softcap, sinks_H, window = (options.get(name) for name in ("softcap", "s_aux", "sliding_window"))
+    if packed is None:  # "eager" is a function of each model's own
+        causal = attention_mask is None and query.shape[2] > 1
+        out_BHQD = _attention(query, key, value, attention_mask, causal, scale, dropout, softcap, sinks_H)
         return out_BHQD.transpose(1, 2).contiguous(), None
     q_FHD, k_FHD, v_FHD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     parts = []
@@ -208,24 +255,10 @@ def attend(
             tensor[rows].transpose(1, 2)
             for tensor, rows in ((q_FHD, bucket.queries), (k_FHD, bucket.keys), (v_FHD, bucket.keys))
         )
-        mask = _bucket_mask(bucket, sliding_window)
-        out_nHQD = _attention(q_nHQD, k_nHKD, v_nHKD, mask, mask is None, scale, dropout, softcap, s_aux)
-        parts.append(out_nHQD.transpose(1, 2)[bucket.is_query])
-    return torch.cat(parts)[packed.order][None], None
-
-
-def _bucket_mask(bucket: Bucket, window: int | None) -> torch.Tensor | None:
-    """bool[n, 1, Q, K], or None for plain causality: keys behind the segment's end only meet padding then."""
-    q, k = bucket.queries.shape[1], bucket.keys.shape[1]
-    if not bucket.has_prefixes and (window is None or k <= window):
-        return None
-    device = bucket.queries.device
-    q_nQ1 = (bucket.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
-    k_11K = torch.arange(k, device=device)[None, None]
-    seen = k_11K <= q_nQ1
-    if window is not None:
-        seen &= q_nQ1 - k_11K < window
-    return (seen | ~bucket.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
+        mask = bucket.mask(window)
+        out_nHQD = _attention(q_nHQD, k_nHKD, v_nHKD, mask, mask is None, scale, dropout, softcap, sinks_H)
+        parts.append(out_nHQD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).index_select(0, packed.order)[None], None
 
 
 def _attention(
@@ -241,6 +274,9 @@ def _attention(
 ) -> torch.Tensor:
     """[n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]; mask bool, true where a key is seen."""
     groups = query.shape[1] // key.shape[1]
+    if mask is not None and query.is_cuda and groups > 1:  # else SDPA takes its slowest way, and writes out all scores
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
     if softcap is None and sinks_H is None:
         return F.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal=causal, scale=scale, enable_gqa=groups > 1
@@ -261,10 +297,18 @@ def _attention(
     return F.dropout(probs_nHQK, dropout) @ value
 
 
-def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Packed inputs need no mask from Transformers; other inputs get that of its SDPA attention."""
-    return None if _packing.get() else sdpa_mask(*args, **kwargs)
+def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Packed inputs need no mask from Transformers; other inputs get that of the model's own attention."""
+    if _packing.get():
+        return None
+    own = _own_implementation(kwargs["config"])
+    make = ALL_MASK_ATTENTION_FUNCTIONS[own] if own in ALL_ATTENTION_FUNCTIONS else sdpa_mask
+    return make(*args, **kwargs)
+
+
+def _own_implementation(config: Any) -> str | None:
+    return _replaced.get(id(config))
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
-AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+AttentionMaskInterface.register(ATTENTION_NAME, _make_mask)

@@ -19,7 +19,7 @@ from inflight.weights.tensors import unwrap
 
 
 @dataclass(frozen=True, slots=True)
-class Causes:
+class RatioCauses:
     """Of the tokens whose version the probe remembers. The log-ratios of the two causes add up, token by token, to that
     of `total`."""
 
@@ -43,7 +43,7 @@ class VersionProbe:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._model = unwrap(model)
         # Not the model itself with other weights: a publisher's thread may be reading those.
-        self._replica = copy.deepcopy(self._model).requires_grad_(False)
+        self._replica = copy.deepcopy(self._model).requires_grad_(False).eval()
         self._keep = keep
         self._remembered: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
 
@@ -61,13 +61,17 @@ class VersionProbe:
             self._remembered.popitem(last=False)
 
     @torch.no_grad()
-    def causes(self, batch: PackedBatch, *, max_sequences: int = 32) -> Causes | None:
+    def causes(self, batch: PackedBatch, *, max_sequences: int = 32) -> RatioCauses | None:
         """Of the first `max_sequences` sequences of a batch, against the model as it is now. None if the versions of
         all their tokens were forgotten."""
         batch = batch.select(range(min(max_sequences, batch.num_sequences)))
-        drawn = batch.loss_mask
+        batch = batch.to(next(self._model.parameters()).device)
+        drawn = batch.drawn
         versions, behavior = batch.weight_versions[drawn], batch.behavior_logprobs[drawn]
+        training = self._model.training
+        self._model.eval()  # dropout is no mismatch
         current = token_logprobs(self._model, batch)
+        self._model.train(training)
         own = torch.full_like(current, torch.nan)
         for version in versions.unique().tolist():
             if version in self._remembered:
@@ -78,7 +82,7 @@ class VersionProbe:
         if not known.any():
             return None
         own, behavior, current = own[known], behavior[known], current[known]
-        return Causes(
+        return RatioCauses(
             mismatch=RatioStats.of(own - behavior),
             staleness=RatioStats.of(current - own),
             total=RatioStats.of(current - behavior),

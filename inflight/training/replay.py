@@ -113,7 +113,7 @@ class RoutingReplay:
         """Have the backward pass through a module's output look whether the replay is still open."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         # Checkpointing of the reentrant kind runs the layers without gradient though their output has one.
-        self._checkpointed |= bool(tensors) and (self._ran_without_grad or _checkpoints(module))
+        self._checkpointed |= bool(tensors) and (self._ran_without_grad or checkpoints(module))
         for tensor in tensors:
             tensor.register_hook(self._before_backward)
 
@@ -205,7 +205,7 @@ def _ancestors(model: nn.Module, name: str) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
 
 
-def _checkpoints(module: nn.Module) -> bool:
+def checkpoints(module: nn.Module) -> bool:
     """Whether a layer of it is under activation checkpointing, by Transformers or torch."""
     return any(
         type(child).__name__ == "CheckpointWrapper" or (child.training and getattr(child, "gradient_checkpointing", 0))

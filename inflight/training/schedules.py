@@ -9,13 +9,18 @@ Letters are batches, numbers the weight versions that draw them:
                    trainer       [A  ]       [B  ]
     one_step_off   engine    A0 B0    C1    D2             the next batch, under one version, beside the training
                    trainer      [A  ][B  ][C  ]
+
+When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that failed, because a
+sample of it was cancelled or ended with an error, is replaced by another prompt while its batch is taken.
 """
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol, assert_never, get_args
 
-from inflight.core.errors import InflightError
+from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.messages import LIVE_VERSION
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness import StalenessMeter
@@ -48,7 +53,7 @@ class RolloutEngine(Protocol):
     def wait_for_version(self, version: int) -> None: ...
 
 
-class AnyPublisher(Protocol):
+class WeightPublisher(Protocol):
     """What a training loop asks of a publisher."""
 
     @property
@@ -65,28 +70,60 @@ class Admission:
     As a context manager it cancels, at the end, what is still in flight.
     """
 
-    def __init__(self, engine: RolloutEngine, examples: Iterator[Example], sampling: SamplingParams, *, limit: int):
-        self._engine, self._examples, self._sampling, self._limit = engine, examples, sampling, limit
+    def __init__(self, engine: RolloutEngine, examples: Iterable[Example], sampling: SamplingParams, *, limit: int):
+        self._engine, self._examples, self._sampling, self._limit = engine, iter(examples), sampling, limit
+        self.num_failed = 0
+        """Groups that `take` left out because a sample of them was cancelled or ended with an error."""
 
     def fill(self, version: int | None = None) -> None:
-        """Submit prompts up to the limit. version: the one that draws all of their tokens; None: the newest each."""
-        count = self._limit - len(self._engine.stream.outstanding)
-        chosen = [next(self._examples) for _ in range(count)]
-        if chosen:
-            prompts, metadata = [example.prompt for example in chosen], [example.metadata for example in chosen]
-            self._engine.submit(prompts, self._sampling, metadata=metadata, version=version)
+        """Submit prompts up to the limit, or until there are no more.
 
-    def take(self, count: int) -> Groups:
-        """The next `count` groups in which every sample ended by itself."""
+        version: the one that draws all of their tokens; None: the newest each.
+        """
+        self._submit(self._next_examples(self._limit - len(self._engine.stream.outstanding)), version)
+
+    def take(self, count: int, version: int | None = None) -> Groups:
+        """The next `count` groups in which every sample ended by itself; fewer if the prompts have ended.
+
+        version: the one with which the groups were submitted, for what replaces those that failed.
+        Raises InflightError if more than `count` groups failed meanwhile, and what the stream raises.
+        """
         groups: Groups = []
+        num_failed = 0
         for group in self._engine.stream.groups():
             if usable(group):
                 groups.append(group)
-            if len(groups) == count:
-                return groups
-        raise InflightError(
-            f"only {len(groups)} of {count} groups ended by themselves; the others failed or were cancelled"
-        )
+                if len(groups) == count:
+                    break
+                continue
+            num_failed += 1
+            self.num_failed += 1
+            if num_failed > count:
+                raise InflightError(
+                    f"{num_failed} groups failed while one batch of {count} was taken: samples of them were cancelled, "
+                    "or ended with an error (log-probabilities that are not finite, or lost frames)"
+                )
+            self._replace(version)
+        return groups
+
+    def _next_examples(self, count: int) -> list[Example]:
+        return list(islice(self._examples, max(0, count)))
+
+    def _submit(self, examples: list[Example], version: int | None) -> None:
+        if examples:
+            prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
+            self._engine.submit(prompts, self._sampling, metadata=metadata, version=version)
+
+    def _replace(self, version: int | None) -> None:
+        """Submit one more prompt, under the live version if `version` is gone: no slot keeps an older version once the
+        last group that is pinned to it has ended."""
+        examples = self._next_examples(1)
+        try:
+            self._submit(examples, version)
+        except InvalidRequestError:
+            if version is None:
+                raise
+            self._submit(examples, LIVE_VERSION)  # raises again if it was the prompt that the engine refused
 
     def close(self) -> None:
         self._engine.cancel()
@@ -105,9 +142,9 @@ class Admission:
 
 
 def batches(
-    schedule: Schedule, engine: RolloutEngine, publisher: AnyPublisher, admission: Admission, *, groups_per_step: int
+    schedule: Schedule, engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, *, groups_per_step: int
 ) -> Generator[Groups, None, None]:
-    """The groups of one optimizer step after another, without end."""
+    """The groups of one optimizer step after another, until the prompts have ended."""
     match schedule:
         case "inflight":
             return _inflight(admission, groups_per_step)
@@ -122,29 +159,39 @@ def batches(
 def _inflight(admission: Admission, groups_per_step: int) -> Generator[Groups, None, None]:
     """Groups as they finish, while as many others as are admitted stay in flight."""
     admission.fill()
-    while True:
-        groups = admission.take(groups_per_step)
+    while groups := admission.take(groups_per_step):
         admission.fill()
         yield groups
 
 
 def _sync(
-    engine: RolloutEngine, publisher: AnyPublisher, admission: Admission, groups_per_step: int
+    engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
 ) -> Generator[Groups, None, None]:
     """A whole batch under the newest weights, then nothing until it has been trained on and its weights are live."""
-    while True:
-        admission.fill()
-        yield admission.take(groups_per_step)
+    admission.fill()
+    while groups := admission.take(groups_per_step):
+        yield groups
         engine.wait_for_version(publisher.version)
+        admission.fill()
 
 
 def _one_step_off(
-    engine: RolloutEngine, publisher: AnyPublisher, admission: Admission, groups_per_step: int
+    engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
 ) -> Generator[Groups, None, None]:
-    """Each batch is drawn, all of it under one version, while the one before it is trained on."""
-    admission.fill(publisher.version)
-    while True:
-        groups = admission.take(groups_per_step)
-        engine.wait_for_version(publisher.version)
-        admission.fill(publisher.version)
+    """Each batch is drawn, all of it under one version, while the one before it is trained on.
+
+    What replaces a group that failed may be of the version after it, if nothing else holds the batch's version.
+    """
+    version = _live_version(engine, publisher)
+    admission.fill(version)
+    while groups := admission.take(groups_per_step, version):
+        version = _live_version(engine, publisher)
+        admission.fill(version)
         yield groups
+
+
+def _live_version(engine: RolloutEngine, publisher: WeightPublisher) -> int:
+    """The newest version that was published, as soon as a slot holds it: prompts can be pinned to it."""
+    version = publisher.version
+    engine.wait_for_version(version)
+    return version

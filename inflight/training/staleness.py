@@ -63,10 +63,10 @@ class StalenessCounts:
     num_masked_tokens: int = 0
     num_rejected_rollouts: int = 0
     num_rejected_tokens: int = 0
-    num_kept_rollouts: int = 0
-    """Rollouts of which at least one token takes part in the loss."""
+    sum_lengths: int = 0
+    """Over all tokens, the length of the rollout that each belongs to."""
     sum_kept_lengths: int = 0
-    """All drawn tokens of those."""
+    """Over the tokens that take part in the loss."""
 
     @property
     def dropped(self) -> float:
@@ -75,10 +75,17 @@ class StalenessCounts:
 
     @property
     def length_bias(self) -> float:
-        """Mean length of the rollouts that are trained on / mean length of all: below 1, short ones are favoured."""
-        if not self.num_kept_rollouts:
-            return nan
-        return (self.sum_kept_lengths / self.num_kept_rollouts) / (self.num_tokens / self.num_rollouts)
+        """Mean length of the rollout that a token belongs to, over the tokens that take part in the loss, as a share of
+        that over all tokens: below 1, short rollouts are favoured."""
+        num_kept = self.num_tokens - self.num_masked_tokens - self.num_rejected_tokens
+        return (self.sum_kept_lengths / num_kept) / (self.sum_lengths / self.num_tokens) if num_kept else nan
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dropped:.1%} of {self.num_tokens:,} tokens were too old ({self.num_masked_tokens:,} masked, "
+            f"{self.num_rejected_tokens:,} rejected with {self.num_rejected_rollouts:,} of {self.num_rollouts:,} "
+            f"rollouts); length bias {self.length_bias:.3f}"
+        )
 
 
 @dataclass(slots=True)
@@ -100,15 +107,14 @@ class StalenessFilter:
             old = [(rule.action, rule.too_old(rollout, trainer_version, now_ns)) for rule in self.rules]
             counts.num_rollouts += 1
             counts.num_tokens += length
+            counts.sum_lengths += length * length
             if any(action == "reject" and too_old.any() for action, too_old in old):
                 counts.num_rejected_rollouts += 1
                 counts.num_rejected_tokens += length
                 continue
             taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(length, bool)
             counts.num_masked_tokens += length - int(taking_part.sum())
-            if taking_part.any():
-                counts.num_kept_rollouts += 1
-                counts.sum_kept_lengths += length
+            counts.sum_kept_lengths += length * int(taking_part.sum())
             stay.append(index)
             included.append(taking_part)
         return stay, included

@@ -72,9 +72,10 @@ class LossStats:
 
     loss: float
     ratios: RatioStats
-    """Of all drawn tokens."""
+    """Of the drawn tokens that take part in the loss."""
     mismatch: RatioStats
-    """Of those that the trainer's own version drew; none where the batch does not tell that version."""
+    """Of those that the trainer's own version drew; none where the batch does not tell that version. Where several
+    optimizer steps are taken on a batch, the later ones have drift of their own in it."""
     stale: RatioStats
     """Of those that older versions drew."""
     num_clipped: int
@@ -114,7 +115,7 @@ class LossStats:
 
     @property
     def clipped(self) -> float:
-        """Share of tokens with an advantage that were truncated, clipped or left out."""
+        """Share of tokens that have an advantage and were truncated, clipped or left out."""
         return self.num_clipped / self.num_tokens if self.num_tokens else 0.0
 
     @property

@@ -44,7 +44,8 @@ class DrawnTokens:
     @cached_property
     def lengths(self) -> torch.Tensor:
         """i64[S], drawn tokens of each sequence."""
-        return torch.bincount(self.sequences, minlength=self.num_sequences)
+        ones = torch.ones_like(self.sequences)
+        return ones.new_zeros(self.num_sequences).index_add(0, self.sequences, ones)
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
         """f[n] → f[S]"""

@@ -91,7 +91,7 @@ def kept_kernel(
 
 
 @triton.jit(do_not_specialize=["table_rows"])
-def bag_kernel(
+def segment_sum_kernel(
     factors,
     table,
     index,
@@ -161,11 +161,13 @@ def kept_forward(
     return logprobs_K, lses_K, entropies_K, logits_E
 
 
-def bag(factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def segment_sum(
+    factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     """out[g] = Σ factors[e] · table[index[e]] over e from offsets[g] to offsets[g + 1], in fp32."""
     rows, width = len(offsets) - 1, table.shape[1]
     out = factors_E.new_empty(rows, width)
-    launch: Any = bag_kernel[(rows, triton.cdiv(width, BLOCK_K))]
+    launch: Any = segment_sum_kernel[(rows, triton.cdiv(width, BLOCK_K))]
     launch(
         factors_E,
         table,

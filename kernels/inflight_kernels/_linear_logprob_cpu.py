@@ -70,25 +70,27 @@ def grad_logits(
     tokens_N: torch.Tensor,
     temperatures_N: torch.Tensor,
     lses_N: torch.Tensor,
-    slopes_N: torch.Tensor,
+    grad_logprobs_N: torch.Tensor,
     entropies_N: torch.Tensor | None,
-    curls_N: torch.Tensor | None,
+    grad_entropies_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient [N, C] of the logits of the vocabulary from `begin` on."""
+    """Gradient [N, C] of the logits of the vocabulary from `begin` on; `grad_logprobs` and `grad_entropies` are already
+    over τ."""
     z_NC = _logits(hidden_NH, weight_CH, bias_C)
     tanh_NC = None
     if softcap is not None:
         tanh_NC = z_NC.div_(softcap).tanh_()
         z_NC = tanh_NC * softcap
     logprobs_NC = z_NC.div_(temperatures_N[:, None]).sub_(lses_N[:, None])
-    if entropies_N is not None and curls_N is not None:
+    if entropies_N is not None and grad_entropies_N is not None:
         probs_NC = logprobs_NC.exp()
         logprobs_NC.clamp_(min=-1e30)  # a logit of −∞ has p log p = 0
-        grad_NC = logprobs_NC.add_(entropies_N[:, None]).mul_(-curls_N[:, None]).sub_(slopes_N[:, None]).mul_(probs_NC)
+        grad_NC = logprobs_NC.add_(entropies_N[:, None]).mul_(-grad_entropies_N[:, None])
+        grad_NC.sub_(grad_logprobs_N[:, None]).mul_(probs_NC)
     else:
-        grad_NC = logprobs_NC.exp_().mul_(-slopes_N[:, None])
+        grad_NC = logprobs_NC.exp_().mul_(-grad_logprobs_N[:, None])
     row, column = _hits(tokens_N, begin, grad_NC.shape[1])
-    grad_NC[row, column] += slopes_N[row]
+    grad_NC[row, column] += grad_logprobs_N[row]
     return grad_NC if tanh_NC is None else grad_NC.mul_(tanh_NC.square_().neg_().add_(1))
 
 
@@ -137,7 +139,9 @@ def kept_forward(
     return chosen_K - lses_K, lses_K, entropies_K, logits_E
 
 
-def bag(factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def segment_sum(
+    factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     """out[g] = Σ factors[e] · table[index[e]] over e from offsets[g] to offsets[g + 1], in the precision of factors."""
     begin, end = int(offsets[0]), int(offsets[-1])
     factors_E, index_E = factors_E[begin:end], index_E[begin:end]

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._kept_logprob_triton import LOWEST, bag, capped, kept_forward
+from inflight_kernels._kept_logprob_triton import LOWEST, capped, kept_forward, segment_sum
 
-__all__ = ["COLUMNS", "ROWS", "bag", "dense_forward", "grad_logits", "kept_forward", "product"]
+__all__ = ["COLUMNS", "ROWS", "dense_forward", "grad_logits", "kept_forward", "product", "segment_sum"]
 
 ROWS = 8192
 COLUMNS = 8192
@@ -118,9 +118,9 @@ def grad_logits_kernel(
     tokens,
     temperatures,
     lses,
-    slopes,
+    grad_logprobs,
     entropies,
-    curls,
+    grad_entropies,
     grad_logits,
     stride_n,
     stride_v,
@@ -140,14 +140,14 @@ def grad_logits_kernel(
     mask = rows < num_rows
     logprobs = z / tl.load(temperatures + rows, mask=mask, other=1.0)[:, None]
     logprobs -= tl.load(lses + rows, mask=mask, other=0.0)[:, None]
-    slope = tl.load(slopes + rows, mask=mask, other=0.0)
-    steepness = tl.zeros_like(z) + slope[:, None]
-    if curls is not None:
+    grad_logprob = tl.load(grad_logprobs + rows, mask=mask, other=0.0)
+    coefficient = tl.zeros_like(z) + grad_logprob[:, None]
+    if grad_entropies is not None:
         entropy = tl.load(entropies + rows, mask=mask, other=0.0)
-        steepness += tl.load(curls + rows, mask=mask, other=0.0)[:, None] * (logprobs + entropy[:, None])
+        coefficient += tl.load(grad_entropies + rows, mask=mask, other=0.0)[:, None] * (logprobs + entropy[:, None])
     probs = tl.exp(logprobs)
     hit = columns[None, :] + begin == tl.load(tokens + rows, mask=mask, other=-1)[:, None]
-    grad = tl.where(hit, slope[:, None], 0.0) - tl.where(probs == 0.0, 0.0, probs * steepness)
+    grad = tl.where(hit, grad_logprob[:, None], 0.0) - tl.where(probs == 0.0, 0.0, probs * coefficient)
     if SOFTCAP is not None:
         grad *= 1.0 - (z / SOFTCAP) * (z / SOFTCAP)
     out = grad_logits + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -220,11 +220,12 @@ def grad_logits(
     tokens_N: torch.Tensor,
     temperatures_N: torch.Tensor,
     lses_N: torch.Tensor,
-    slopes_N: torch.Tensor,
+    grad_logprobs_N: torch.Tensor,
     entropies_N: torch.Tensor | None,
-    curls_N: torch.Tensor | None,
+    grad_entropies_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient [N, C] of the logits of the vocabulary from `begin` on, in the dtype of the weight."""
+    """Gradient [N, C] of the logits of the vocabulary from `begin` on, in the dtype of the weight; `grad_logprobs` and
+    `grad_entropies` are already over τ."""
     rows, columns = len(hidden_NH), len(weight_CH)
     grad_NC = weight_CH.new_empty(rows, columns)
     constants = tiles(hidden_NH.dtype, wide=softcap is None)
@@ -237,9 +238,9 @@ def grad_logits(
         tokens_N,
         temperatures_N,
         lses_N,
-        slopes_N,
-        entropies_N if curls_N is not None else None,
-        curls_N,
+        grad_logprobs_N,
+        entropies_N if grad_entropies_N is not None else None,
+        grad_entropies_N,
         grad_NC,
         hidden_NH.stride(0),
         weight_CH.stride(0),

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._kept_logprob_triton import LOWEST
+
 BLOCK_V: Any = 4096
 
 
@@ -14,7 +16,7 @@ def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V: tl
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = 1.0 / tl.load(temperatures + row)
     base = logits + row * stride_n
-    peak = float("-inf")
+    peak = tl.cast(LOWEST, tl.float32)
     total = 0.0
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -37,7 +39,8 @@ def backward_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < V
     z = tl.load(logits + row * stride_n + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    p = tl.exp(z * inverse_temperature - tl.load(lses + row))
+    # In a row of nothing but −∞ the difference of two −∞ would make p NaN.
+    p = tl.where(z == float("-inf"), 0.0, tl.exp(z * inverse_temperature - tl.load(lses + row)))
     hit = (columns == tl.load(tokens + row)).to(tl.float32)
     grad = (hit - p) * tl.load(grads + row) * inverse_temperature
     tl.store(grad_logits + row * V + columns, grad.to(grad_logits.dtype.element_ty), mask=mask)

@@ -141,7 +141,8 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _backend(device: torch.device) -> ModuleType:
-    """The module with `ROWS`, `COLUMNS`, `dense_forward`, `kept_forward`, `grad_logits`, `product` and `bag`."""
+    """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `kept_forward`, `grad_logits`, `product` and
+    `segment_sum`."""
     if device.type == "cuda":
         from inflight_kernels import _linear_logprob_triton
 
@@ -194,10 +195,10 @@ class LinearLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         backend = _backend(hidden_NH.device)
         dtype = temperatures_N.dtype
-        # Of the loss with respect to the scaled logits u, over τ.
-        slopes_N = torch.zeros_like(temperatures_N) if grads[0] is None else grads[0] / temperatures_N
-        curls_N = None if grads[1] is None else grads[1] / temperatures_N
-        row_values: tuple[Any, ...] = (tokens_N, temperatures_N, lses_N, slopes_N, entropies_N, curls_N)
+        # Gradients of the loss over τ: with u = z / τ, d loss / dz is d loss / du over τ.
+        grad_logprobs_N = torch.zeros_like(temperatures_N) if grads[0] is None else grads[0] / temperatures_N
+        grad_entropies_N = None if grads[1] is None else grads[1] / temperatures_N
+        row_values: tuple[Any, ...] = (tokens_N, temperatures_N, lses_N, grad_logprobs_N, entropies_N, grad_entropies_N)
 
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
@@ -206,7 +207,7 @@ class LinearLogprobs(torch.autograd.Function):
         if split.kept is not None:
             grad_E = _kept_grad_logits(logits_E, split, softcap, *_take(row_values, split.kept))
             if grad_hidden_NH is not None:
-                grad_hidden_NH[split.kept] = backend.bag(grad_E, weight_VH, split.token_ids, split.offsets).to(
+                grad_hidden_NH[split.kept] = backend.segment_sum(grad_E, weight_VH, split.token_ids, split.offsets).to(
                     hidden_NH.dtype
                 )
             by_token = _ByToken.sort(grad_E, split, hidden_NH[split.kept], len(weight_VH))
@@ -253,20 +254,21 @@ def _kept_grad_logits(
     tokens_K: torch.Tensor,
     temperatures_K: torch.Tensor,
     lses_K: torch.Tensor,
-    slopes_K: torch.Tensor,
+    grad_logprobs_K: torch.Tensor,
     entropies_K: torch.Tensor | None,
-    curls_K: torch.Tensor | None,
+    grad_entropies_K: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient of the logits of the kept sets, in the order of their entries."""
+    """Gradient of the logits of the kept sets, in the order of their entries; `grad_logprobs` and `grad_entropies` are
+    already over τ."""
     assert split.row_E is not None
     row_E = split.row_E
     logprobs_E = logits_E / temperatures_K[row_E] - lses_K[row_E]
     probs_E = logprobs_E.exp()
-    grad_E = slopes_K[row_E]
-    hit_E = torch.where(split.token_ids == tokens_K[row_E], grad_E, 0.0)
-    if entropies_K is not None and curls_K is not None:
-        grad_E = grad_E + curls_K[row_E] * (logprobs_E + entropies_K[row_E])
-    grad_E = hit_E - torch.where(probs_E == 0, 0.0, probs_E * grad_E)  # a logit of −∞ has p log p = 0
+    coefficient_E = grad_logprobs_K[row_E]
+    hit_E = torch.where(split.token_ids == tokens_K[row_E], coefficient_E, 0.0)
+    if entropies_K is not None and grad_entropies_K is not None:
+        coefficient_E = coefficient_E + grad_entropies_K[row_E] * (logprobs_E + entropies_K[row_E])
+    grad_E = hit_E - torch.where(probs_E == 0, 0.0, probs_E * coefficient_E)  # a logit of −∞ has p log p = 0
     return grad_E if softcap is None else grad_E * (1 - (logits_E / softcap) ** 2)
 
 
@@ -294,7 +296,7 @@ class _ByToken:
     ) -> None:
         offsets = self.offsets[columns.start : columns.stop + 1]
         if grad_CH is not None:
-            grad_CH += backend.bag(self.grad_E, self.hidden_KH, self.row_E, offsets)
+            grad_CH += backend.segment_sum(self.grad_E, self.hidden_KH, self.row_E, offsets)
         if grad_C is not None:
             ones_K1 = self.hidden_KH.new_ones(len(self.hidden_KH), 1)
-            grad_C += backend.bag(self.grad_E, ones_K1, self.row_E, offsets)[:, 0]
+            grad_C += backend.segment_sum(self.grad_E, ones_K1, self.row_E, offsets)[:, 0]
