@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/inflight demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
