@@ -11,8 +11,9 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.training.advantages import group_advantages
 from inflight.training.batch import pack
-from inflight.training.forward import token_logprobs
-from inflight.training.loss import policy_loss
+from inflight.training.forward import TokenScores, token_logprobs
+from inflight.training.loss import loss_of_scores, policy_loss
+from inflight.training.objective import Objective
 
 
 def make_rollouts(count: int = 6, seed: int = 0) -> list[Rollout]:
@@ -159,3 +160,22 @@ def test_bad_batches_are_named():
         pack(rollouts, [0.0])
     with pytest.raises(ValueError, match=r"choose none, tis, icepop, .* or give an Objective"):
         policy_loss(make_model("qwen3"), pack(make_rollouts(1), [0.0]), correction="grpo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_corrected_kl_is_weighted_by_the_ratio_and_its_gradient(kind):
+    batch = pack(make_rollouts(), [0.0] * 6)
+    logprobs = (batch.behavior_logprobs[batch.drawn] + torch.linspace(-1, 1, batch.num_drawn)).double().requires_grad_()
+    reference = torch.linspace(-6, -1, batch.num_drawn).double()
+    batch = batch.with_column("reference_logprobs", reference)
+    objective = Objective(kl=kind, kl_weight=0.5, kl_correction=True)
+    loss, stats = loss_of_scores(objective, batch, TokenScores(logprobs, None))
+    [gradient] = torch.autograd.grad(loss, logprobs)
+
+    behavior, reference = batch.behavior_logprobs[batch.drawn].double(), batch.reference_logprobs[batch.drawn].double()
+    log = reference - logprobs
+    kls = {"k1": -log, "k2": log**2 / 2, "k3": log.exp() - log - 1}[kind]
+    expected = 0.5 * (torch.exp(logprobs - behavior) * kls).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-6, atol=1e-9)
+    assert stats.reference_kl == pytest.approx(2 * expected.item(), rel=1e-6)

@@ -63,7 +63,9 @@ def test_statistics_of_the_loss_tell_the_trainers_own_version_from_older_ones():
     drawn = batch.loss_mask
     with torch.no_grad():
         exact = token_logprobs(model, batch)
-    noise = torch.where(batch.weight_versions[drawn] == 4, 0.01, 1.0) * torch.randn(len(exact))
+    noise = torch.where(batch.weight_versions[drawn] == 4, 0.01, 1.0) * torch.randn(
+        len(exact), generator=torch.Generator().manual_seed(0)
+    )
     batch.behavior_logprobs[drawn] = exact + noise
     batch.trainer_version = 4
     _, stats = policy_loss(model, batch)

@@ -4,6 +4,7 @@ The reference loop: groups of rollouts come in, are scored, their advantages are
 policy-gradient step is taken, and the new weights are published while the generator goes on drawing.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -24,6 +25,8 @@ from inflight.training.rollouts import Score, consume, pack_groups, score_groups
 from inflight.training.schedules import SCHEDULES, Admission, Example, RolloutEngine, Schedule, WeightPublisher, batches
 from inflight.training.staleness import StalenessCounts, StalenessFilter, StalenessRule
 from inflight.training.statistics import LossStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +154,8 @@ def grpo(
                 dropped=replace(rules.counts),
                 finished_ns=now_ns(),
             )
+        if config.staleness:
+            logger.info("staleness rules: %s", rules.counts)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: PackedBatch, config: GRPOConfig) -> LossStats:
