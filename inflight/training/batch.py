@@ -204,7 +204,7 @@ def pack(
             num_sequences=len(rollouts),
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
-        kept_offsets=torch.from_numpy(np.cumsum([0, *np.concatenate(kept)])) if has_kept else None,
+        kept_offsets=torch.from_numpy(np.concatenate([[0], np.concatenate(kept).cumsum()])) if has_kept else None,
         kept_token_ids=torch.from_numpy(
             np.concatenate([r.kept_token_ids for r in rollouts if r.kept_token_ids is not None]).astype(np.int64)
         )

@@ -33,15 +33,19 @@ def policy_loss(
 
 def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
     """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own. All on one device."""
-    rows, (logprobs, entropies) = batch.drawn, scores
+    rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
+    lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
+    of_sequences = token_weights(
+        objective.aggregation, lengths, batch.groups, batch.totals, max_tokens=objective.max_tokens
+    )
     if batch.included is not None:
         included = torch.nonzero(batch.included[rows]).flatten()
-        rows, logprobs = rows[included], logprobs[included]
+        rows, sequences, logprobs = rows[included], sequences[included], logprobs[included]
         entropies = entropies if entropies is None else entropies[included]
     with torch.enable_grad():
         leaf = logprobs.detach().requires_grad_()
-        tokens = _drawn_tokens(objective, batch, rows, leaf)
-        weights = _aggregation_weights(objective, batch)[tokens.sequences]
+        tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
+        weights = of_sequences[sequences]
         value, gradient, sums = differentiated_terms(objective, tokens, weights, _classes(batch, rows))
         kl_sum = None
         if objective.kl_weight:
@@ -63,7 +67,9 @@ def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
     return torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
 
 
-def _drawn_tokens(objective: Objective, batch: PackedBatch, rows: torch.Tensor, logprobs: torch.Tensor) -> DrawnTokens:
+def _drawn_tokens(
+    objective: Objective, batch: PackedBatch, rows: torch.Tensor, sequences: torch.Tensor, logprobs: torch.Tensor
+) -> DrawnTokens:
     behavior = batch.behavior_logprobs[rows].to(logprobs.dtype)
     if objective.proximal == "behavior":
         proximal = behavior
@@ -80,7 +86,7 @@ def _drawn_tokens(objective: Objective, batch: PackedBatch, rows: torch.Tensor, 
         behavior=behavior,
         proximal=proximal,
         advantages=batch.advantages[rows].to(logprobs.dtype),
-        sequences=batch.sequence_ids[rows],
+        sequences=sequences,
         num_sequences=batch.num_sequences,
     )
 
@@ -89,13 +95,6 @@ def _reference_kl(objective: Objective, batch: PackedBatch, rows: torch.Tensor, 
     reference = _column(batch, "reference_logprobs", "a KL penalty")[rows]
     kls = kl_estimate(objective.kl, tokens.logprobs, reference)
     return exp_ratio(tokens.logprobs - tokens.behavior) * kls if objective.kl_correction else kls
-
-
-def _aggregation_weights(objective: Objective, batch: PackedBatch) -> torch.Tensor:
-    """Of the tokens of each sequence, f32[B]; tokens that take no part in the loss count."""
-    sequences = batch.sequence_ids[batch.drawn]
-    lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
-    return token_weights(objective.aggregation, lengths, batch.groups, batch.totals, max_tokens=objective.max_tokens)
 
 
 def _column(batch: PackedBatch, name: str, purpose: str) -> torch.Tensor:

@@ -130,9 +130,13 @@ def without_bounds(objective: Objective) -> Objective:
     )
 
 
+def bare(function: TokenFunction) -> TokenFunction:
+    """A function without the bounds that `functools.partial` gave it."""
+    return function.func if isinstance(function, partial) else function
+
+
 def _opened(function: TokenFunction) -> TokenFunction:
-    bare = function.func if isinstance(function, partial) else function
-    return partial(bare, **_OPEN[bare]) if bare in _OPEN else function
+    return partial(bare(function), **_OPEN[bare(function)]) if bare(function) in _OPEN else function
 
 
 _OPEN: dict[TokenFunction, dict[str, Any]] = {

@@ -113,8 +113,9 @@ class StalenessFilter:
                 counts.num_rejected_tokens += length
                 continue
             taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(length, bool)
-            counts.num_masked_tokens += length - int(taking_part.sum())
-            counts.sum_kept_lengths += length * int(taking_part.sum())
+            num_kept = int(taking_part.sum())
+            counts.num_masked_tokens += length - num_kept
+            counts.sum_kept_lengths += length * num_kept
             stay.append(index)
             included.append(taking_part)
         return stay, included

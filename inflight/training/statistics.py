@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf, nan
 
 import torch
+from inflight_kernels.policy_loss import ratio_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,12 @@ class RatioStats:
     @classmethod
     def of(cls, log_ratios: torch.Tensor) -> "RatioStats":
         """Of log ρ f[n]."""
-        [row] = ratio_sums(log_ratios, torch.zeros_like(log_ratios, dtype=torch.int64), 1).tolist()
-        return cls.from_sums(row)
+        nothing = torch.zeros_like(log_ratios, dtype=torch.int64)
+        return cls.from_sums(ratio_sums(log_ratios, nothing, nothing)[0].tolist())
 
     @classmethod
     def from_sums(cls, row: list[float]) -> "RatioStats":
-        """From a row of `ratio_sums`."""
+        """From a row of `PolicyLossTerms.sums`."""
         return cls(int(row[0]), *row[1:7]) if row[0] else cls()
 
 
@@ -141,15 +142,3 @@ class LossStats:
             plus(self.sum_entropy, other.sum_entropy),
             plus(self.sum_reference_kl, other.sum_reference_kl),
         )
-
-
-def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """f64[num_classes, 7] of log ρ f[n] by class i64[n]: count, Σρ, Σρ², min ρ, max ρ, Σ(ρ − 1 − log ρ), Σ|log ρ|."""
-    logs = log_ratios.detach().double()
-    ratios = logs.exp()
-    ones = torch.ones_like(logs)
-    summed = torch.stack([ones, ratios, ratios.square(), ratios - 1 - logs, logs.abs()], 1)
-    sums = summed.new_zeros(num_classes, 5).index_add(0, classes, summed)
-    least = ratios.new_full((num_classes,), inf).scatter_reduce(0, classes, ratios, "amin")
-    most = ratios.new_full((num_classes,), -inf).scatter_reduce(0, classes, ratios, "amax")
-    return torch.cat([sums[:, :3], least[:, None], most[:, None], sums[:, 3:]], 1)

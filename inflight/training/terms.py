@@ -1,16 +1,15 @@
 """The policy part of a loss with its gradient and statistics: in one pass where the objective is one of those that the
 kernel knows, else by autograd."""
 
-from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from inflight_kernels import PolicyLossTerms, policy_loss_terms
+from inflight_kernels.policy_loss import ratio_sums
 
 from inflight.training.corrections import token_mask, token_truncate, uncorrected
-from inflight.training.objective import Objective, TokenFunction, policy_terms, without_bounds
-from inflight.training.statistics import ratio_sums
+from inflight.training.objective import Objective, TokenFunction, bare, policy_terms, without_bounds
 from inflight.training.surrogates import cispo, ppo_clip, reinforce
 from inflight.training.tokens import DrawnTokens
 
@@ -18,8 +17,8 @@ from inflight.training.tokens import DrawnTokens
 def differentiated_terms(
     objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, classes: torch.Tensor
 ) -> PolicyLossTerms:
-    """Σ_t weights_t · w_t · m_t · L_t, its gradient f[n] to `tokens.logprobs`, and f64[3, 8] by class i64[n]: the sums
-    of `ratio_sums` and the number of tokens that were truncated, clipped or left out."""
+    """Σ_t weights_t · w_t · m_t · L_t, its gradient f[n] to `tokens.logprobs`, and sums of ratios by class i64[n], in
+    which tokens that were truncated, clipped or left out count as clipped."""
     options = kernel_options(objective)
     if options is None:
         return _by_autograd(objective, tokens, weights, classes)
@@ -38,7 +37,7 @@ def differentiated_terms(
 
 def kernel_options(objective: Objective) -> dict[str, Any] | None:
     """What the objective is to `policy_loss_terms`, or None if it cannot be told in its terms."""
-    correction, surrogate = _bare(objective.correction), _bare(objective.surrogate)
+    correction, surrogate = bare(objective.correction), bare(objective.surrogate)
     if correction not in _CORRECTIONS or surrogate not in _SURROGATES:
         return None
     options: dict[str, Any] = {"correction": _CORRECTIONS[correction][0], "surrogate": _SURROGATES[surrogate][0]}
@@ -50,10 +49,6 @@ def kernel_options(objective: Objective) -> dict[str, Any] | None:
         bounds = {theirs: parameters[ours].default for ours, theirs in names.items()}
         options |= {name: bound for name, bound in bounds.items() if bound is not None}
     return options
-
-
-def _bare(function: TokenFunction) -> TokenFunction:
-    return function.func if isinstance(function, partial) else function
 
 
 _CORRECTIONS: dict[TokenFunction, tuple[str, dict[str, str]]] = {
@@ -73,10 +68,8 @@ def _by_autograd(
 ) -> PolicyLossTerms:
     loss = (weights * policy_terms(objective, tokens)).sum()
     [gradient] = torch.autograd.grad(loss, tokens.logprobs)
-    clipped = _clipped(objective, tokens).double()
-    sums = ratio_sums(tokens.log_behavior_ratios, classes, 3)
-    counts = sums.new_zeros(3).index_add(0, classes, clipped)
-    return PolicyLossTerms(loss.detach(), gradient, torch.cat([sums, counts[:, None]], 1))
+    sums = ratio_sums(tokens.log_behavior_ratios, _clipped(objective, tokens), classes)
+    return PolicyLossTerms(loss.detach(), gradient, sums)
 
 
 def _clipped(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:

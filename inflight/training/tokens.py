@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from inflight_kernels.policy_loss import exp_ratio
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before they are exponentiated, so that a ratio is finite (as verl does)."""
+__all__ = ["DrawnTokens", "exp_ratio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,3 @@ class DrawnTokens:
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
         """f[n] → f[S]; 0 for a sequence without drawn tokens."""
         return self.sequence_sums(values) / self.lengths.clamp(min=1)
-
-
-def exp_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
-    """The ratio of a clamped log-ratio."""
-    return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

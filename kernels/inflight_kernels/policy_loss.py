@@ -153,10 +153,11 @@ def policy_loss_terms_reference(
     gradient, open_gradient = c * slopes, open_c * open_slopes
     clipped = (gradient - open_gradient).abs() > CLIPPED_TOLERANCE * open_gradient.abs()
     loss = (weights * (c * losses)).sum(dtype=torch.float64).to(logprobs.dtype)
-    return PolicyLossTerms(loss, weights * gradient, _sums(logprobs - behavior, clipped, classes))
+    return PolicyLossTerms(loss, weights * gradient, ratio_sums(logprobs - behavior, clipped, classes))
 
 
 def exp_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
+    """The ratio of a log-ratio that is clamped to ±20, so that it is finite (as verl does)."""
     return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -166,7 +167,8 @@ def _share_of_less(less: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     return (less < more).to(less.dtype) + 0.5 * (less == more).to(less.dtype)
 
 
-def _sums(log_ratios: torch.Tensor, clipped: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+def ratio_sums(log_ratios: torch.Tensor, clipped: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """`PolicyLossTerms.sums` of log ρ f[n], of bool[n], which tokens are clipped, and of i64[n] classes."""
     logs = log_ratios.double()
     ratios = logs.exp()
     columns = [torch.ones_like(logs), ratios, ratios.square(), ratios - 1 - logs, logs.abs(), clipped.double()]
