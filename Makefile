@@ -4,10 +4,11 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 CONSTRAINTS := $(if $(GPU),constraints/gpu.txt,constraints/cpu.txt)
 BIN := .venv/bin
 STAMP := .venv/.installed
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 
-.PHONY: setup demo test lint format bench peers gpu-check clean
+.PHONY: setup demo test lint format bench peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo 'make lint       formatting, lint rules and types'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
+	@echo 'make gpu-bundle what gpu-check needs on a GPU host without a network, made here (needs nvcc): docs/gpu.md'
 	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
 
 setup: $(STAMP)
@@ -62,9 +64,13 @@ peers: $(PEERS_STAMP)
 	$(PEERS_PIP) -r .venv-peers/requirements.txt
 	touch $@
 
+# Needs no GPU, but nvcc of CUDA 13: compiles FlashInfer's kernels (minutes) and unpacks packages into .gpu-bundle.
+gpu-bundle: setup
+	$(BIN)/python benchmarks/gpu/bundle.py
+
 # No set-up: on a GPU machine without a network the packages are there already.
 gpu-check:
-	bash benchmarks/gpu_check.sh
+	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 clean:
-	rm -rf .venv .venv-peers build dist *.egg-info
+	rm -rf .venv .venv-peers .gpu-bundle build dist *.egg-info

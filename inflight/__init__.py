@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from inflight.core.options import EngineOptions
     from inflight.core.rollout import Rollout
     from inflight.core.sampling import SamplingParams
+    from inflight.core.spans import span
     from inflight.engine.engine import Engine
     from inflight.session import LaunchedEngine, launch
     from inflight.training.advantages import group_advantages
@@ -34,6 +35,7 @@ _HOME = {
     "EngineOptions": "inflight.core.options",
     "Rollout": "inflight.core.rollout",
     "SamplingParams": "inflight.core.sampling",
+    "span": "inflight.core.spans",
     "Engine": "inflight.engine.engine",
     "LaunchedEngine": "inflight.session",
     "launch": "inflight.session",
@@ -84,6 +86,7 @@ __all__ = [
     "policy_loss",
     "replay_routing",
     "score_tokens",
+    "span",
     "token_logprobs",
 ]
 

@@ -193,6 +193,7 @@ def swap(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     publishes: Annotated[int, typer.Option(min=1)] = 200,
     slots: Annotated[int, typer.Option(min=1, max=8)] = 2,
+    masters: Annotated[Dtype, typer.Option(help="Of the trainer's parameters; auto: as the engine's.")] = Dtype.auto,
     peer: Annotated[
         SwapPeer | None, typer.Option(help="Pause, load and resume of this engine, in the same run.")
     ] = None,
@@ -214,6 +215,7 @@ def swap(
             slots=slots,
             peer=peer.value if peer else None,
             seed=seed,
+            masters=masters.value,
         )
         with console.status("") as status:
             result = measure_swap(settings, status.update)
@@ -278,6 +280,7 @@ def learning(
     correction: Annotated[str, typer.Option(help="For tokens of older versions, in all modes.")] = "tis",
     learning_rate: Annotated[float | None, typer.Option(min=0, help="Its peak.")] = None,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Supervised steps, for built-in shapes.")] = 250,
+    warmup_learning_rate: Annotated[float, typer.Option(min=0, help="Its peak in those steps.")] = 2e-3,
     target: Annotated[
         float | None, typer.Option(min=0, help="A reward; by default 0.9 of the least final reward of the modes.")
     ] = None,
@@ -309,6 +312,7 @@ def learning(
             tokens=tokens,
             correction=correction,
             warmup_steps=warmup_steps,
+            warmup_learning_rate=warmup_learning_rate,
             target=target,
             **defaults | {name: value for name, value in given.items() if value is not None},
         )
@@ -355,6 +359,46 @@ def loss(
         with console.status("") as status:
             result = measure_loss(settings, status.update)
     console.print(loss_table(result))
+    _finish_bench(result, json_file)
+
+
+@bench.command()
+def trace(
+    model: Model = "tiny",
+    device: OnDevice = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights, the engine's and the trainer's.")] = Dtype.auto,
+    sequences: Annotated[int, typer.Option(min=4, help="Drawn at a time, and consumed per step.")] = 32,
+    tokens: Annotated[int, typer.Option(min=1, help="Drawn per sequence.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Traced.")] = 2.0,
+    warmup_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before that.")] = 5,
+    micro_batch_tokens: Annotated[int, typer.Option(min=0, help="Of a training pass at most; 0: no bound.")] = 8192,
+    out: Annotated[Path, typer.Option(help="The trace: .json or .json.gz.")] = Path("trace.json.gz"),
+    details: Annotated[bool, typer.Option(help="Every torch operator and CUDA call too.")] = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What do decoding, publishing and training do at the same time? Writes a trace for ui.perfetto.dev."""
+    from inflight.bench.trace import TraceBench, measure_trace, trace_table
+
+    with _reported():
+        settings = TraceBench(
+            model=model,
+            device=device.value,
+            dtype=dtype.value,
+            sequences=sequences,
+            tokens=tokens,
+            prompt_tokens=prompt_tokens,
+            seconds=seconds,
+            warmup_steps=warmup_steps,
+            micro_batch_tokens=micro_batch_tokens,
+            out=str(out),
+            details=details,
+            seed=seed,
+        )
+        with console.status("") as status:
+            result = measure_trace(settings, status.update)
+    console.print(trace_table(result))
     _finish_bench(result, json_file)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from inflight.core.errors import InflightError
 from inflight.engine.shapes import SHAPES, shape_config
+from inflight.observability.environment import mps_runs
 from inflight.weights.shared_memory import SharedMemorySlot, bytes_left, default_directory
 
 Verdict = Literal["ok", "note", "fail"]
@@ -36,7 +37,8 @@ def print_report(console: Console) -> int:
 
 def examine() -> list[Finding]:
     """Every check of this machine, most basic first."""
-    return [_python(), *_packages(), _cores(), _kernels(), _shared_memory(), _gpu(), *_optional(), _shapes()]
+    gpu = [_gpu(), _sharing()] if torch.cuda.is_available() else [_gpu()]
+    return [_python(), *_packages(), _cores(), _kernels(), _shared_memory(), *gpu, *_optional(), _shapes()]
 
 
 def _python() -> Finding:
@@ -102,6 +104,13 @@ def _gpu() -> Finding:
         advice = "attention by PyTorch, several times as slow as FlashInfer: pip install flashinfer-python"
         return Finding("note", "gpu", f"{names}; slots are shared by CUDA IPC; {advice}")
     return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC; {attention}")
+
+
+def _sharing() -> Finding:
+    if mps_runs():
+        return Finding("ok", "gpu sharing", "NVIDIA MPS runs: kernels of trainer and engine run side by side")
+    advice = "nvidia-cuda-mps-control -d, as the user of both, lets them run side by side"
+    return Finding("note", "gpu sharing", f"trainer and engine on one GPU take turns, some ms each; {advice}")
 
 
 def _optional() -> list[Finding]:

@@ -2,7 +2,9 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -10,12 +12,14 @@ from weakref import WeakSet
 import msgspec
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InvalidRequestError
+from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.engine.client import EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.observability.staleness import StalenessMeter
+from inflight.observability.trace import Trace
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,6 +77,7 @@ class LaunchedEngine:
         self.staleness = StalenessMeter()
         self._stream: RolloutStream | None = None
         self._publishers: WeakSet[Publisher] = WeakSet()
+        self._trace: Trace | None = None
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -228,6 +233,22 @@ class LaunchedEngine:
         """Counters of the engine: version, steps, tokens, swaps, requests waiting and running."""
         return self._launcher.client.status()
 
+    def trace(self, path: str | Path, *, seconds: float | None = None, details: bool = False) -> Trace:
+        """Record what this process and the engine's do from now on, and write one trace for ui.perfetto.dev and
+        chrome://tracing. Generation and training go on meanwhile.
+
+        Use it as a context manager, or `close()` it: then it ends, and the file is written. path: ends in .json or
+        .json.gz. seconds: it ends by itself after so long, and the file is written behind the caller (`done` tells).
+        It shows, of both processes on one clock, spans by name (the engine's passes and swaps, publish copies, the
+        steps of `grpo`, and what `inflight.span` marks), and on a GPU every kernel and copy, by stream. details: also
+        every torch operator and CUDA call of all threads, which makes the file several times larger.
+        Raises ValueError for a path or a time that cannot be, and InflightError if this process or the engine is being
+        traced or profiled already.
+        """
+        endpoint, check = self._launcher.client.endpoint, self._launcher.check
+        self._trace = Trace(lambda: EngineClient(endpoint, check_engine=check), path, seconds=seconds, details=details)
+        return self._trace
+
     @property
     def pid(self) -> int:
         """Process id of the generator."""
@@ -235,6 +256,9 @@ class LaunchedEngine:
 
     def close(self) -> None:
         """End the generator and everything attached to it. Safe to call twice."""
+        if self._trace is not None:
+            with suppress(InflightError, OSError):  # it is logged
+                self._trace.close()
         for publisher in list(self._publishers):
             publisher.close()
         self._publishers.clear()

@@ -43,3 +43,15 @@ def test_expandable_segments_are_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(DeviceMemoryError, match="cannot be shared by CUDA IPC"):
         CudaSlot.create(1 << 20, torch.device("cuda:0"))
+
+
+def test_a_part_of_a_slot_is_seen_as_that_part():
+    whole = CudaSlot.create(1 << 20, torch.device("cuda:0"))
+    whole.buffer.zero_()
+    torch.cuda.synchronize()
+    first, second = whole.split(2)
+    sent = [msgspec.json.encode(slot.descriptor()) for slot in (first, second)]
+    subprocess.run([sys.executable, "-c", WRITER], input=sent[1], check=True)
+    expected = (torch.arange(1 << 19, device="cuda:0") % 251).to(torch.uint8)
+    assert torch.equal(second.buffer, expected)
+    assert not first.buffer.any()

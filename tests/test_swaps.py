@@ -16,6 +16,9 @@ from inflight.core.rollout import Rollout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """The slots lie in shared memory, or in device memory shared by CUDA IPC."""
+NUM_VERSIONS = {"cpu": 2500, "cuda": 6000}
+NUM_KILLS = {"cpu": 50, "cuda": 10}  # each begins with a CUDA context of its own
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +54,19 @@ def start_publisher(engines: list[inflight.LaunchedEngine], *command: str) -> su
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_truth_teller(truth_teller_dir, slots, device):
-    num_versions = 2500
+    num_versions = NUM_VERSIONS[device]
     seen, num_tokens, spanning = set(), 0, 0
     with inflight.launch(
-        truth_teller_dir, slots=slots, max_sequences=32, max_context=128, threads=1, device=device
+        truth_teller_dir,
+        slots=slots,
+        max_sequences=32,
+        max_context=128,
+        threads=1,
+        device=device,
+        dtype=DTYPES[device],
     ) as engine:
+        if engine.info.attention == "flashinfer":
+            assert engine.info.num_graphs > 0
         publisher = start_publisher([engine], "publish", str(num_versions), "1", device, "slots")
         for rollout in generate_until_done(engine, publisher):
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
@@ -65,21 +76,32 @@ def test_truth_teller(truth_teller_dir, slots, device):
         status = engine.status()
     assert publisher.wait() == 0
     assert status.version == num_versions
-    assert status.num_swaps_in_flight > 1000
+    assert status.num_swaps_in_flight > (2000 if device == "cuda" else 1000)
     assert len(seen) > 1000
     assert spanning > 100
-    print(f"slots={slots}: {num_tokens} tokens, {status.num_swaps} swaps, {status.num_swaps_in_flight} in flight")
+    print(
+        f"slots={slots}: {num_tokens} tokens, {status.num_swaps} swaps, {status.num_swaps_in_flight} in flight, "
+        f"attention {engine.info.attention}, {engine.info.num_graphs} CUDA graphs"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [1, 2])
 def test_torn_write(truth_teller_dir, slots, device):
-    """Publishers die in the middle of a publish, 50 times; no token comes from what they left, and life goes on."""
+    """Publishers die in the middle of a publish, again and again; no token comes from what they left, and life goes
+    on."""
+    num_kills = NUM_KILLS[device]
     with inflight.launch(
-        truth_teller_dir, slots=slots, max_sequences=16, max_context=128, threads=1, device=device
+        truth_teller_dir,
+        slots=slots,
+        max_sequences=16,
+        max_context=128,
+        threads=1,
+        device=device,
+        dtype=DTYPES[device],
     ) as engine:
-        publisher = start_publisher([engine], "kill", "50", "2", device, "slots")
+        publisher = start_publisher([engine], "kill", str(num_kills), "2", device, "slots")
         versions = set()
         for rollout in generate_until_done(engine, publisher):
             assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
@@ -91,7 +113,7 @@ def test_torn_write(truth_teller_dir, slots, device):
         [[after]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=4, temperature=0))
         assert set(after.token_ids.tolist()) == {report["version"] + 1}
     assert report["torn"] >= 2, "the kills did not hit a publish in its middle"
-    assert len(versions) > 50
+    assert len(versions) > num_kills
     print(f"slots={slots}: {report}")
 
 

@@ -43,7 +43,7 @@ def make_truth_teller() -> PreTrainedModel:
         intermediate_size=INTERMEDIATE,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=64,  # which FlashInfer takes
         vocab_size=VOCABULARY,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -131,6 +131,23 @@ def _die_during_a_publish(publisher: Publisher, rng: random.Random) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _die_during_a_copy(publisher: Publisher, rng: random.Random) -> None:
+    """SIGKILL this process when some tensors of a slot on the GPU are written and others are not. A copy there takes
+    microseconds, so that no random moment would hit it."""
+    whole, left = publisher._source.fill, [rng.randrange(20)]
+
+    def torn(views: dict[str, torch.Tensor], version: int) -> None:
+        if not left[0]:
+            for view in rng.sample(list(views.values()), len(views) // 2):
+                view.fill_(3.0)
+            torch.cuda.synchronize()
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        whole(views, version)
+
+    publisher._source.fill = torn
+
+
 def _die_during_a_broadcast(rng: random.Random) -> None:
     """SIGKILL this process after some of the buckets of its first, second or third broadcast."""
     whole, left = Group.broadcast, [rng.randrange(3)]
@@ -154,6 +171,8 @@ def _publish_until_killed(endpoints: str, pipe: int, rng: random.Random, device:
     os.write(pipe, b"T" if torn else b"W")
     if transport.startswith("broadcast"):
         _die_during_a_broadcast(rng)
+    elif device == "cuda":
+        _die_during_a_copy(publisher, rng)
     else:
         threading.Thread(target=_die_during_a_publish, args=(publisher, rng), daemon=True).start()
     before = 0

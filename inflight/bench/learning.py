@@ -46,7 +46,8 @@ def measure_learning(settings: LearningBench, progress: Progress = lambda _: Non
     """Run every mode from the same start, for each seed, in an order that differs from seed to seed.
 
     Per mode: seconds_to_target and tokens_to_target (median over seeds; None if a seed did not reach its target),
-    final_reward, tokens, seconds and held-out accuracy (means), and `seeds` with all of it and the staleness of each.
+    final_reward, tokens, seconds, held-out accuracy and gpu_busy (means; 0 … 1, None on a CPU), and `seeds` with all of
+    it and the staleness of each.
     ratio: sync's seconds_to_target divided by inflight's, median over seeds. Raises InflightError or ValueError.
     """
     runs: dict[Schedule, list[Run]] = {mode: [] for mode in settings.modes}
@@ -90,7 +91,9 @@ def rotated(items: Sequence[Any], turn: int) -> list[Any]:
 def learning_table(result: dict[str, Any]) -> Table:
     """What each mode came to."""
     table = Table(title=learning_title(result), title_justify="left", caption_justify="left")
-    for name in ("mode", "seconds to target", "tokens to target", "final reward", "held-out accuracy", "seconds"):
+    on_gpu = any(result[mode]["gpu_busy"] is not None for mode in result["modes"])
+    names = ("mode", "seconds to target", "tokens to target", "final reward", "held-out accuracy", "seconds")
+    for name in (*names, *(["GPU busy"] if on_gpu else [])):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for mode in result["modes"]:
         of = result[mode]
@@ -101,6 +104,7 @@ def learning_table(result: dict[str, Any]) -> Table:
             f"{of['final_reward']:.3f}",
             f"{of['accuracy_before']:.3f} → {of['accuracy_after']:.3f}",
             f"{of['seconds']:.1f}",
+            *([_number(of["gpu_busy"], "{:.0%}")] if on_gpu else []),
         )
     if result["ratio"]:
         table.caption = f"sync / inflight, seconds to target: {result['ratio']:.2f} (median of seeds)"
@@ -136,15 +140,19 @@ def _summary(settings: LearningBench, runs: list[Run], targets: list[float | Non
             "seconds": run.curve[-1].seconds,
             "accuracy_before": run.accuracy_before,
             "accuracy_after": run.accuracy_after,
+            "gpu_busy": run.gpu_busy,
+            "engine": run.engine,
             **run.staleness,
         }
         for seed, run, point in zip(settings.seeds, runs, points, strict=True)
     ]
     means = ("final_reward", "tokens", "seconds", "accuracy_before", "accuracy_after")
+    busy = [run.gpu_busy for run in runs if run.gpu_busy is not None]
     return {
         "seconds_to_target": _median([of["seconds_to_target"] for of in seeds]),
         "tokens_to_target": _median([of["tokens_to_target"] for of in seeds]),
         **{name: fmean(of[name] for of in seeds) for name in means},
+        "gpu_busy": fmean(busy) if busy else None,
         "seeds": seeds,
     }
 

@@ -18,6 +18,7 @@ from inflight.demo.run import held_out_accuracy, load_trainer, longest
 from inflight.demo.tasks import Task, gym_task
 from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
 from inflight.engine.shapes import SHAPES
+from inflight.observability.gpu import BusyMeter
 from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, StepReport, grpo
 from inflight.training.lag import LaggedPublisher
@@ -51,6 +52,7 @@ class LearningBench:
     learning_rate: float = 3e-4
     warmup_steps: int = 250
     """Supervised steps; only for built-in shapes."""
+    warmup_learning_rate: float = 2e-3
     target: float | None = None
     """A reward; None: TARGET_SHARE of the least final reward of the modes, for each seed."""
 
@@ -109,6 +111,10 @@ class Run:
     """Of greedy answers to held-out prompts."""
     accuracy_after: float
     staleness: dict[str, Any]
+    engine: dict[str, Any]
+    """How its passes ran."""
+    gpu_busy: float | None
+    """Share of the time of reinforcement learning in which the GPU computed, for trainer or engine; None on a CPU."""
 
     @property
     def final_reward(self) -> float:
@@ -132,7 +138,7 @@ def warm_start(settings: LearningBench, seed: int, progress: Progress) -> Iterat
             model,
             tokenizer,
             task.train,
-            WarmupConfig(steps=settings.warmup_steps),
+            WarmupConfig(steps=settings.warmup_steps, learning_rate=settings.warmup_learning_rate),
             seed=seed,
             on_step=lambda step, loss: progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}"),
         )
@@ -182,7 +188,7 @@ def learn(
         examples = start.task.shuffled(start.seed)
         publisher = LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)
         curve: list[Point] = []
-        with publisher:
+        with publisher, BusyMeter(device) as meter:
             began_ns = now_ns()
             for report in grpo(engine, publisher, model, optimizer, examples, start.task.score, config, scheduler):
                 curve.append(_point(report, began_ns, curve))
@@ -190,7 +196,14 @@ def learn(
         with engine.publisher(model) as publisher:  # the trainer's last weights, however late the others were
             engine.wait_for_version(publisher.publish())
             after = held_out_accuracy(engine, start.task, start.task.held_out)
-        return Run(curve=curve, accuracy_before=before, accuracy_after=after, staleness=engine.staleness.summary())
+        return Run(
+            curve=curve,
+            accuracy_before=before,
+            accuracy_after=after,
+            staleness=engine.staleness.summary(),
+            engine=engine.info.how(),
+            gpu_busy=meter.share,
+        )
 
 
 def side_by_side(device: torch.device) -> Threads:

@@ -62,7 +62,7 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
         return Run(seconds=times[-1], tokens=len(logprobs), logprob_mean=float(logprobs.mean()), detail=detail)
 
     hello = Hello(
-        mode="Engine.step",
+        mode=f"Engine.step: {engine.describe()}",
         threads=torch.get_num_threads(),
         versions={
             "inflight": inflight.__version__,

@@ -25,7 +25,7 @@ class Worker:
     """
 
     def __init__(self, name: str, setup: Setup, directory: Path):
-        self.name = name
+        self.name, self.device = name, setup.device
         self._log = directory / f"{name}.log"
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
@@ -35,7 +35,7 @@ class Worker:
                 stderr=log,
                 text=True,
                 cwd=directory,  # nothing in the user's directory shadows a module
-                env=_environment(setup, directory),
+                env=_environment(name, setup, directory),
             )
         self.hello: Hello | None = None
         self._task = "starting"
@@ -89,8 +89,13 @@ class Worker:
 
 
 def interpreter(name: str) -> str:
-    """The Python that runs this side: our own, or for vLLM that of `make peers`. Raises InflightError."""
+    """The Python that runs this side: our own, or for vLLM that of `make peers`. Where the folder PEERS_PATH holds vLLM
+    for our own Python, that one. Raises InflightError."""
     if not name.startswith("vllm"):
+        return sys.executable
+    if path := os.environ.get("PEERS_PATH"):
+        if not Path(path, "vllm").is_dir():
+            raise InflightError(f"PEERS_PATH is {path}, where there is no folder vllm")
         return sys.executable
     python = Path(os.environ.get("PEERS_PYTHON") or _PACKAGE.parent / ".venv-peers" / "bin" / "python")
     finds_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -106,14 +111,15 @@ def interpreter(name: str) -> str:
     return str(python)
 
 
-def _environment(setup: Setup, directory: Path) -> dict[str, str]:
+def _environment(name: str, setup: Setup, directory: Path) -> dict[str, str]:
     """Our environment variables, with a path on which the worker finds this package but not what lies beside it."""
     packages = directory / "packages"
     packages.mkdir(exist_ok=True)
     link = packages / _PACKAGE.name
     if not link.exists():
         link.symlink_to(_PACKAGE, target_is_directory=True)
-    paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    peers_path = os.environ.get("PEERS_PATH") if name.startswith("vllm") else None
+    paths = [str(packages), *filter(None, [peers_path, os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     if os.path.isdir(setup.model):
         environment["HF_HUB_OFFLINE"] = "1"  # nothing to look up

@@ -11,6 +11,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.shapes import SHAPES, shape_config
 from inflight.session import launch
+from inflight.training.batch import PackedBatch, pack
 from inflight.training.loss import policy_loss
 
 
@@ -57,20 +58,29 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         vocabulary = engine.info.vocab_size
 
+        def prompts(count: int) -> list[list[int]]:
+            return torch.randint(vocabulary, (count, settings.prompt_tokens)).tolist()
+
         def submit(count: int) -> None:
-            prompts = torch.randint(vocabulary, (count, settings.prompt_tokens)).tolist()
-            engine.submit(prompts, params)
+            engine.submit(prompts(count), params)
+
+        def train(batch: PackedBatch) -> None:
+            loss, _ = policy_loss(model, batch.to(next(model.parameters()).device))
+            loss.backward()
 
         with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())  # from here on the engine draws by the trainer's weights
+            rollouts = [rollout for group in engine.generate(prompts(groups), params) for rollout in group]
+            train(pack(rollouts, [1.0] * len(rollouts)))  # kernels are compiled
+            optimizer.zero_grad()
             submit(2 * groups)
-            began_ns = now_ns()
+            began_ns, drawn = now_ns(), engine.stream.num_tokens
             batches = engine.stream.batches(rollouts=groups * group, score=_parity_of_tokens)
             for step, batch in enumerate(batches):
                 if step == settings.steps:
                     break
                 submit(groups)
-                loss, _ = policy_loss(model, batch.to(next(model.parameters()).device))
-                loss.backward()
+                train(batch)
                 optimizer.step()
                 optimizer.zero_grad()
                 publisher.publish()
@@ -80,7 +90,8 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
         result = {
             "bench": "staleness",
             **asdict(settings),
-            "tokens_per_s": engine.stream.num_tokens / seconds,
+            "engine": engine.info.how(),
+            "tokens_per_s": (engine.stream.num_tokens - drawn) / seconds,
             "num_swaps": status.num_swaps,
             "num_swaps_in_flight": status.num_swaps_in_flight,
             "seconds": seconds,
@@ -94,9 +105,9 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
 def _trainer_model(settings: StalenessBench, device: str) -> torch.nn.Module:
     if settings.model in SHAPES:
         torch.manual_seed(settings.seed)
-        model = AutoModelForCausalLM.from_config(shape_config(settings.model), dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(shape_config(settings.model), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     return torch.nn.Module.to(model, device)
 
 

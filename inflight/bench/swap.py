@@ -40,6 +40,7 @@ WARM_UP_PASSES = 8
 """Not counted, at the beginning of each quiet window."""
 PUBLISHES_PER_WINDOW = 5
 PEER_PUBLISHES = 20
+PASSES_BETWEEN_PAUSES = 16
 _MOST_COPIED_BYTES = 2 << 30
 """In the plain copy that a publish is compared with."""
 _TIMEOUT_MS = 60_000
@@ -57,6 +58,10 @@ class SwapBench:
     slots: int
     peer: str | None
     seed: int
+    masters: str = "auto"
+    """dtype of the trainer's parameters; "auto" is that of the engine's weights."""
+    window: int = PUBLISHES_PER_WINDOW
+    """Publishes one after another, before passes without any."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class _Samples:
     """Between the last pass with one version and the first with the next."""
     swaps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
+    paused_stalls: list[float] = field(default_factory=list)
+    """Where the engine was paused, loaded and resumed."""
     copies_s: list[float] = field(default_factory=list)
     memcpys_gb_s: list[float] = field(default_factory=list)
 
@@ -81,9 +88,10 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
     between a sequence's tokens across a swap over that without; copy_gb_s and memcpy_gb_s count bytes read and bytes
     written per second, of a publish and of a plain copy of as many bytes (at most 2 GiB) while the engine draws; grown:
-    what both processes and the device hold more at the end than after the first round. With a peer, peer_stall_ms:
-    pausing it, loading the same weights from a directory and resuming, requests kept with their caches (its p99 is the
-    longest of about 20).
+    what both processes and the device hold more at the end than after the first round. paused_stall_ms: pausing our own
+    engine, publishing, and resuming it with the new weights, as engines do that load in place; with a peer,
+    peer_stall_ms: pausing it, loading the same weights from a directory and resuming. Requests keep their caches in
+    both, and p99 is the longest of at most 20.
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
     if settings.peer:
@@ -106,7 +114,7 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
             seed=settings.seed,
         )
         with _kept_apart(device) as (engine_side, trainer_side):
-            samples, copied_bytes, num_rounds, grown = _measure_ours(
+            samples, read_bytes, written_bytes, run = _measure_ours(
                 settings, setup, engine_side, trainer_side, progress
             )
             peer = _measure_peer(settings, setup, engine_side, Path(temporary), progress)
@@ -118,17 +126,17 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
         "device": setup.device,
         "dtype": setup.dtype,
         "num_swaps": len(samples.swaps),
-        "num_rounds": num_rounds,
         "swap_ms": percentiles(samples.swaps),
         "stall_ms": percentiles(samples.stalls),
+        "paused_stall_ms": percentiles(samples.paused_stalls),
         "forward_ms": quiet,
         "gap_ms": {"across_swaps": across, "while_copying": percentiles(samples.copy_gaps), "without": quiet},
         "gap_ratio": across["p99"] / quiet["p99"],
-        "weight_bytes": copied_bytes // 2,
+        "weight_bytes": written_bytes,
         "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
-        "copy_gb_s": copied_bytes / copy_s / 1e9,
+        "copy_gb_s": (read_bytes + written_bytes) / copy_s / 1e9,
         "memcpy_gb_s": float(np.median(samples.memcpys_gb_s)),
-        "grown": grown,
+        **run,
         **peer,
     }
 
@@ -157,6 +165,7 @@ def swap_table(result: dict[str, Any]) -> Table:
     row("token to token without publishes", result["gap_ms"]["without"])
     row("token to token while a publish is copied", result["gap_ms"]["while_copying"])
     row("token to token across a swap", result["gap_ms"]["across_swaps"])
+    row("ours as others do it: pause, publish, resume", result["paused_stall_ms"])
     row(f"{result['peer']}: pause, load, resume", result["peer_stall_ms"])
     table.caption = (
         f"gap ratio {result['gap_ratio']:.2f}; copy {result['copy_gb_s']:.1f} GB/s, plain copy of as much "
@@ -174,8 +183,9 @@ def _measure_ours(
     engine_side: Callable[[], None],
     trainer_side: Callable[[], None],
     progress: Callable[[str], None],
-) -> tuple[_Samples, int, int, dict[str, int]]:
-    """(samples, bytes that a publish reads and writes, rounds of prompts that it took, what has grown meanwhile)."""
+) -> tuple[_Samples, int, int, dict[str, Any]]:
+    """(samples, bytes that a publish reads, bytes that it writes, and how the engine runs, how many rounds of prompts it
+    took, what has grown meanwhile)."""
     samples = _Samples()
     with ExitStack() as stack:
         progress(f"{OURS} is loading the model")
@@ -196,13 +206,14 @@ def _measure_ours(
         trainer_side()
         reader = StreamReader(launcher.welcome.stream_endpoint)
         stack.callback(reader.close)
-        dtype, device = getattr(torch, setup.dtype), resolve_device(setup.device)
+        masters = setup.dtype if settings.masters == "auto" else settings.masters
+        dtype, device = getattr(torch, masters), resolve_device(setup.device)
         trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
         publisher = stack.enter_context(
             Publisher(Address(launcher.client.endpoint, launcher.check), trainer, timeout_s=600)
         )
-        copied_bytes = 2 * sum(tensor.nbytes for tensor in trainer.parameters())
-        source = torch.ones(min(copied_bytes // 2, _MOST_COPIED_BYTES), dtype=torch.uint8, device=setup.device)
+        read_bytes, written_bytes = copied_bytes(trainer, getattr(torch, setup.dtype))
+        source = torch.ones(min(written_bytes, _MOST_COPIED_BYTES), dtype=torch.uint8, device=setup.device)
         target = torch.empty_like(source).copy_(source)
         rounds, held = 0, {}
         while len(samples.swaps) < settings.publishes:
@@ -215,7 +226,10 @@ def _measure_ours(
             if len(samples.swaps) == before:
                 raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
         grown = {name: value - held[name] for name, value in _held(launcher.pid, device).items()}
-    return samples, copied_bytes, rounds, grown
+        how = launcher.welcome.how()
+        progress("pause, publish and resume")
+        _pausing_round(settings, setup, launcher, reader, publisher, samples)
+    return samples, read_bytes, written_bytes, {"engine": how, "num_rounds": rounds, "grown": grown}
 
 
 def _held(engine_pid: int, device: torch.device) -> dict[str, int]:
@@ -244,13 +258,8 @@ def _round(
     seed: int,
 ) -> None:
     """All sequences from their prompts to their ends."""
-    draw = random.Random(settings.seed * 1_000_003 + seed)
-    params = SamplingParams(max_tokens=settings.tokens, ignore_eos=True, seed=draw.getrandbits(32))
-    length = settings.prompt_tokens
-    launcher.client.submit(
-        [Prompt([draw.randrange(setup.vocab_size) for _ in range(length)], params) for _ in range(settings.sequences)]
-    )
-    windows = _windows()
+    _submit(settings, setup, launcher, seed=seed)
+    windows = _windows(settings.window)
     window, left = next(windows)
     last: TokenFrame | None = None
     awaited = 0
@@ -279,11 +288,49 @@ def _round(
             awaited = publisher.publish()
 
 
-def _windows() -> Iterator[tuple[str, int]]:
+def _pausing_round(
+    settings: SwapBench,
+    setup: Setup,
+    launcher: EngineLauncher,
+    reader: StreamReader,
+    publisher: Publisher,
+    samples: _Samples,
+) -> None:
+    """What it would cost to stop for new weights: the same engine, the same copy, the same sequences in flight."""
+    _submit(settings, setup, launcher, seed=-1)
+    for passes, _ in enumerate(_full_passes(launcher, reader, settings.sequences), start=1):
+        if passes % PASSES_BETWEEN_PAUSES or len(samples.paused_stalls) == PEER_PUBLISHES:
+            continue
+        began = time.perf_counter()
+        launcher.client.pause()
+        version = publisher.publish()
+        while launcher.client.status().version < version:
+            publisher.check()
+        launcher.client.resume()
+        samples.paused_stalls.append((time.perf_counter() - began) * 1e3)
+
+
+def _submit(settings: SwapBench, setup: Setup, launcher: EngineLauncher, *, seed: int) -> None:
+    draw = random.Random(settings.seed * 1_000_003 + seed)
+    params = SamplingParams(max_tokens=settings.tokens, ignore_eos=True, seed=draw.getrandbits(32))
+    prompts = [
+        Prompt([draw.randrange(setup.vocab_size) for _ in range(settings.prompt_tokens)], params)
+        for _ in range(settings.sequences)
+    ]
+    launcher.client.submit(prompts)
+
+
+def copied_bytes(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """What a publish of all parameters into slots of this dtype reads and writes."""
+    parameters = list(model.parameters())
+    return sum(p.nbytes for p in parameters), sum(p.numel() * dtype.itemsize for p in parameters)
+
+
+def _windows(publishes: int) -> Iterator[tuple[str, int]]:
     """(what happens, how many passes or publishes it lasts), in alternation."""
     while True:
         yield "quiet", WARM_UP_PASSES + QUIET_PASSES
-        yield "publishes", PUBLISHES_PER_WINDOW
+        yield "publishes", publishes
 
 
 def _full_passes(launcher: EngineLauncher, reader: StreamReader, sequences: int) -> Iterator[TokenFrame]:

@@ -28,6 +28,8 @@ from inflight.engine.shapes import SHAPES
 SETTLE_S = 0.5
 """Pause between two runs, in which the threads of the side that just ran fall asleep."""
 OURS = "inflight"
+WARM_UP_TOKENS = 64
+"""Per sequence, at most, in the first run of each side on a GPU; on a CPU it is a run like the others."""
 
 MAX_OTHER_CPU = 0.2
 """Cores that other programs may use during a run before a remark says so."""
@@ -54,8 +56,8 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
 
     Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
     uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
-    the last token; the first run of each side at each number of sequences is a warm-up. Without peers ours runs `pairs`
-    times.
+    the last token; the first run of each side at each number of sequences is a warm-up (on a GPU of at most
+    WARM_UP_TOKENS per sequence). Without peers ours runs `pairs` times.
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
     for peer in settings.peers:
@@ -202,7 +204,12 @@ def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory:
     if name in SHAPES and directory is not None:
         path = directory / name
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+        with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
+            made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        made.save_pretrained(path)
+        del made
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the workers measure what is free
     return BenchModel(str(path.resolve()) if path.is_dir() else name, config, dtype)
 
 
@@ -216,9 +223,11 @@ def _measure_point(
     ours: list[Run] = []
     others: list[float] = []
 
-    def run(name: str, seed: int) -> Run:
+    def run(name: str, seed: int, most_tokens: int | None = None) -> Run:
         time.sleep(SETTLE_S)
-        job = Job(sequences=sequences, tokens=settings.tokens, prompt_tokens=settings.prompt_tokens, seed=seed)
+        least, most = settings.tokens
+        tokens = (least, most) if most_tokens is None else (min(least, most_tokens), min(most, most_tokens))
+        job = Job(sequences=sequences, tokens=tokens, prompt_tokens=settings.prompt_tokens, seed=seed)
         began, began_cpu_s = time.monotonic(), _busy_cpu_s()
         done = workers[name].run(job)
         others.append((_busy_cpu_s() - began_cpu_s - done.cpu_s) / (time.monotonic() - began))
@@ -226,7 +235,7 @@ def _measure_point(
 
     for name in workers:
         progress(f"{sequences} sequences: {name} warms up")
-        run(name, next(seeds))
+        run(name, next(seeds), WARM_UP_TOKENS if workers[name].device == "cuda" else None)
     others.clear()
     peers: dict[str, dict[str, Any]] = {}
     for peer in settings.peers or (None,):

@@ -1,9 +1,9 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
-Client → engine: Hello, Submit, Fork, Cancel, Pause, Resume, Sleep, Wake, GetStatus, Shutdown; publisher →
-engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
-Engine → client: Welcome, Submitted, Done, Status, Failed; engine → publisher: Attached, SlotFree, Joined, Filled,
-Failed.
+Client → engine: Hello, Submit, Fork, Cancel, Pause, Resume, Sleep, Wake, GetStatus, StartTrace, StopTrace, Shutdown;
+publisher → engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
+Engine → client: Welcome, Submitted, Done, Status, TraceWritten, Failed; engine → publisher: Attached, SlotFree, Joined,
+Filled, Failed.
 
 A request carries a `ticket` that its answer repeats. A slot has one owner at a time, and ownership moves only by
 SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the publisher cannot write to the slot itself,
@@ -114,6 +114,17 @@ class GetStatus(_Message, frozen=True):
     pass
 
 
+class StartTrace(_Message, frozen=True):
+    """Record what the engine's process does, until StopTrace; generation goes on."""
+
+    details: bool = False
+    """Every operator and all that the profiler knows, and not spans, kernels and copies alone."""
+
+
+class StopTrace(_Message, frozen=True):
+    """Asks for TraceWritten."""
+
+
 class Shutdown(_Message, frozen=True):
     pass
 
@@ -209,8 +220,14 @@ class Welcome(_Message, frozen=True):
     """Name of the attention backend."""
     fused: bool
     """Whether the decoder runs with fused kernels, or as Transformers runs it."""
+    num_graphs: int
+    """CUDA graphs that were recorded."""
     publisher_lock: str
     """File that a publisher locks before it attaches; the kernel frees the lock when the publisher dies."""
+
+    def how(self) -> dict[str, Any]:
+        """How passes run, for records of measurements."""
+        return {"attention": self.attention, "fused": self.fused, "num_graphs": self.num_graphs}
 
 
 class Submitted(_Message, frozen=True):
@@ -240,6 +257,12 @@ class Status(_Message, frozen=True):
     kv_blocks: int
     num_reused_tokens: int
     """Prompt tokens that the prefix cache spared."""
+
+
+class TraceWritten(_Message, frozen=True):
+    """The engine's part of a trace lies in this file, which is the asker's from now on."""
+
+    path: str
 
 
 class Failed(_Message, frozen=True):
@@ -281,6 +304,8 @@ ToEngine = (
     | Sleep
     | Wake
     | GetStatus
+    | StartTrace
+    | StopTrace
     | Shutdown
     | Attach
     | SlotRequest
@@ -289,7 +314,7 @@ ToEngine = (
     | SlotReady
     | Detach
 )
-FromEngine = Welcome | Submitted | Done | Status | Failed | Attached | SlotFree | Joined | Filled
+FromEngine = Welcome | Submitted | Done | Status | TraceWritten | Failed | Attached | SlotFree | Joined | Filled
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

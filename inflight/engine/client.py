@@ -1,6 +1,7 @@
 """A trainer's connection to an engine process: requests and their answers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
@@ -20,10 +21,13 @@ from inflight.core.messages import (
     Resume,
     Shutdown,
     Sleep,
+    StartTrace,
     Status,
+    StopTrace,
     Submit,
     Submitted,
     ToEngine,
+    TraceWritten,
     Wake,
     Welcome,
     decode_from_engine,
@@ -32,7 +36,7 @@ from inflight.core.messages import (
 from inflight.core.sampling import SamplingParams
 
 _POLL_MS = 100
-Answer = TypeVar("Answer", Welcome, Submitted, Done, Status)
+Answer = TypeVar("Answer", Welcome, Submitted, Done, Status, TraceWritten)
 
 
 class EngineClient:
@@ -86,6 +90,14 @@ class EngineClient:
 
     def status(self) -> Status:
         return self._ask(GetStatus(ticket=self._next_ticket()), Status)
+
+    def start_trace(self, *, details: bool) -> None:
+        """Returns when the engine's process is being recorded. Raises InflightError if it was already."""
+        self._ask(StartTrace(ticket=self._next_ticket(), details=details), Done)
+
+    def stop_trace(self) -> Path:
+        """Where the engine wrote what it recorded. Raises InflightError if it recorded nothing."""
+        return Path(self._ask(StopTrace(ticket=self._next_ticket()), TraceWritten).path)
 
     def shutdown(self, *, timeout_s: float) -> None:
         self._ask(Shutdown(ticket=self._next_ticket()), Done, timeout_s=timeout_s)

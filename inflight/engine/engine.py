@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,6 +20,7 @@ from inflight.core.frames import Finish, FrameHeader, GroupStart, Switch, TokenF
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.core.spans import note
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.attention.backend import GraphBackend, choose_backend
 from inflight.engine.columns import extra_columns, routing_columns
@@ -35,12 +37,10 @@ from inflight.engine.loading import (
 )
 from inflight.engine.model_runner import ModelRunner, probe_layers
 from inflight.engine.routing import RoutingRecorder
-from inflight.engine.sampler import Drawn, Sampler, sample_seed
+from inflight.engine.sampler import Drawn, Sampler, nothing_drawn, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
 from inflight.engine.stopping import StopCondition
-from inflight.weights.cuda_ipc import CudaSlot
-from inflight.weights.receiver import Receiver, Slot
-from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.receiver import Receiver, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")
@@ -61,7 +61,7 @@ class _Pass:
     drawn: Drawn
     """On the CPU once `done` has happened."""
     routing: torch.Tensor | None
-    done: torch.cuda.Event | None
+    done: torch.cuda.Event | torch.Event | None
 
 
 class Engine:
@@ -79,6 +79,8 @@ class Engine:
             torch.set_num_threads(options.threads)
         self.engine_id = uuid.uuid4().hex[:12]
         self.device = resolve_device(options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels are launched on the current one
         dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
         model = load_model(options.model, dtype=dtype, device=self.device, seed=options.seed)
         layers = probe_layers(model)
@@ -88,7 +90,7 @@ class Engine:
         self.vocab_size = int(text_config.vocab_size)
 
         layout = layout_of(model)
-        slots = [self._make_slot(layout.total_bytes) for _ in range(options.slots)]
+        slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.receiver = Receiver(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
@@ -101,11 +103,13 @@ class Engine:
                 options.adapters,
                 options.lora_rank,
                 max_tokens=options.max_sequences + max_prefill_tokens,
-                make_slot=self._make_slot,
+                make_slot=partial(make_slot, device=self.device),
                 always=cuda_graphs and isinstance(backend, GraphBackend),
             )
         modules = modules_over_slots(model, layout, slots)
         del model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the weights as they were loaded; what is free now is the KV cache's
         if self.adapters is not None:
             for module in modules:
                 self.adapters.attach(module)
@@ -339,6 +343,7 @@ class Engine:
         handling_ns, receiver.handling_ns = receiver.handling_ns, 0
         stall_ns = now_ns() - since_ns + handling_ns if self.scheduler.has_work else 0
         self._switch = Switch(ready.version, ready.published_ns, stall_ns, num_in_flight)
+        note(f"swap to version {ready.version}", began_ns, in_flight=num_in_flight)
 
     def _launch(self) -> _Pass | None:
         """Put the next pass under way, if there is one."""
@@ -349,15 +354,16 @@ class Engine:
         schedule = self.scheduler.schedule(version, live=version == live)
         if not schedule.chunks:
             return None
-        slot = self.receiver.slot_of(version)
+        slot, began_ns = self.receiver.slot_of(version), now_ns()
         logits = self.runner.forward(schedule, slot)
-        drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else _nothing(logits)
+        forwarded_ns = now_ns()
+        drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else nothing_drawn(logits)
         routing = self._routing.take() if self._routing else None
         drawn = drawn.to_host()
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
+        done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        note("sample", forwarded_ns)
+        name = "decode" if schedule.num_single == len(schedule.chunks) else "prefill"
+        note(name, began_ns, version=version, sequences=len(schedule.chunks))
         switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
         self.step_count += 1
         adapter_slot = self.adapters.receiver.live if self.adapters is not None else None
@@ -367,12 +373,12 @@ class Engine:
     def _next_version(self, live: int) -> int:
         """Versions that have sequences take turns; there is one, unless requests are pinned."""
         wanted = sorted(set(self.scheduler.versions) | ({live} if self.scheduler.has_unpinned else set()))
-        later = [version for version in wanted if version > self._last_served]
-        self._last_served = (later or wanted)[0]
+        self._last_served = next((version for version in wanted if version > self._last_served), wanted[0])
         return self._last_served
 
     def _collect(self, done: _Pass) -> TokenFrame:
         """Read the results of a pass: append the tokens to their sequences and end those that are finished."""
+        began_ns = now_ns()
         if done.done is not None:
             done.done.synchronize()
         tokens, logprobs = done.drawn.tokens.tolist(), done.drawn.logprobs.numpy()
@@ -394,6 +400,7 @@ class Engine:
             if not chunk.sequence.finished:
                 self.cache.remember(chunk.sequence)
         self.num_tokens += len(rows)
+        note("collect", began_ns)
         return self._frame(done, rows)
 
     def _frame(self, done: _Pass | None = None, rows: Seq[int] = ()) -> TokenFrame:
@@ -491,10 +498,3 @@ class Engine:
         """Keys and values that an adapter computes from now on are not those that it computed before."""
         if self.adapters is not None:
             self.scheduler.policies = {name: next(self._policies) for name in self.adapters.names}
-
-    def _make_slot(self, nbytes: int) -> Slot:
-        return CudaSlot.create(nbytes, self.device) if self.device.type == "cuda" else SharedMemorySlot.create(nbytes)
-
-
-def _nothing(logits: torch.Tensor) -> Drawn:
-    return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32))

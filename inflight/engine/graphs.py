@@ -42,8 +42,12 @@ class Recorder:
                 compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = compute()
+        try:
+            # Other threads may take memory meanwhile: a loader, or NCCL.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = compute()
+        finally:
+            torch.cuda.set_stream(current)  # which a capture that fails does not go back to
         return graph.replay, result
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from inflight.core.errors import DeviceMemoryError
+from inflight.engine.transfer import to_device
 
 if TYPE_CHECKING:
     from inflight.engine.scheduler import Sequence
@@ -159,11 +160,19 @@ class KVCache:
         return sum(group.num_blocks - 1 - group.num_available for group in self.groups)
 
     def allocate(self) -> None:
-        """Take the memory (again)."""
-        for layer, shape in enumerate(self._layers):
-            keys, values = self._allocator.allocate(shape, self.groups[self.group_of[layer]].num_blocks)
-            self.keys.append(keys)
-            self.values.append(values)
+        """Take the memory (again). Raises DeviceMemoryError if it is not there; then nothing is held."""
+        try:
+            for layer, shape in enumerate(self._layers):
+                keys, values = self._allocator.allocate(shape, self.groups[self.group_of[layer]].num_blocks)
+                self.keys.append(keys)
+                self.values.append(values)
+        except torch.OutOfMemoryError as error:
+            self.keys.clear()
+            self.values.clear()
+            torch.cuda.empty_cache()
+            raise DeviceMemoryError(
+                f"the KV cache needs {self.nbytes / 2**20:,.0f} MiB, and that much is not free on {self._device} now"
+            ) from error
 
     def free_memory(self) -> None:
         """Give the memory back; no sequence may hold a block."""
@@ -313,8 +322,7 @@ class KVCache:
         """Copy the partly filled blocks that were shared since the last call; what fills them is under way."""
         for group, copies in zip(self.groups, self.copies, strict=True):
             if copies:
-                to = torch.tensor(list(copies), device=self._device)
-                source = torch.tensor(list(copies.values()), device=self._device)
+                to, source = (to_device(list(blocks), self._device) for blocks in (copies, copies.values()))
                 for layer in group.layers:
                     self.keys[layer][to] = self.keys[layer][source]
                     self.values[layer][to] = self.values[layer][source]

@@ -16,6 +16,7 @@ from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
 from inflight.engine.graphs import DecodeGraphs
 from inflight.engine.kv_cache import NO_BLOCK, KVCache, LayerShape
 from inflight.engine.scheduler import Schedule
+from inflight.engine.transfer import to_device
 
 logger = logging.getLogger("inflight.engine")
 
@@ -142,11 +143,14 @@ class ModelRunner:
         return np.array(ids, np.int64)
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-        """Integer arrays as i64 tensors on the device, in one copy."""
-        flat = torch.from_numpy(np.concatenate(arrays).astype(np.int64, copy=False))
-        if self._device.type == "cuda":
-            flat = flat.pin_memory().to(self._device, non_blocking=True)
-        return list(flat.split([len(array) for array in arrays]))
+        """Integer arrays as i64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton
+        compiles a kernel once more for pointers that do not."""
+        starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)])
+        flat = np.zeros(starts[-1], np.int64)
+        for array, start in zip(arrays, starts, strict=False):
+            flat[start : start + len(array)] = array
+        on_device = to_device(torch.from_numpy(flat), self._device)
+        return [on_device[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
 
     # ---- fusion -------------------------------------------------------------------------------------------------
 

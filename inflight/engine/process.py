@@ -42,10 +42,13 @@ from inflight.core.messages import (
     SlotFree,
     SlotReady,
     SlotRequest,
+    StartTrace,
     Status,
+    StopTrace,
     Submit,
     Submitted,
     ToEngine,
+    TraceWritten,
     Wake,
     Welcome,
     decode_to_engine,
@@ -53,6 +56,7 @@ from inflight.core.messages import (
 )
 from inflight.core.options import Startup
 from inflight.engine.engine import Engine
+from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
 from inflight.weights.loader import Loader, Result
@@ -86,6 +90,7 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
+        self._recorder = Recorder("inflight engine", publisher_lock.parent)
         self._bad_messages = 0
         self.stopping = False
 
@@ -164,6 +169,11 @@ class EngineProcess:
                 return Done(ticket=message.ticket)
             case GetStatus():
                 return self._status(message.ticket)
+            case StartTrace():
+                self._recorder.start(details=message.details)
+                return Done(ticket=message.ticket)
+            case StopTrace():
+                return TraceWritten(ticket=message.ticket, path=str(self._recorder.stop()))
             case Shutdown():
                 self.stopping = True
                 return Done(ticket=message.ticket)
@@ -209,6 +219,7 @@ class EngineProcess:
             kv_cache_tokens=engine.cache.capacity_tokens,
             attention=engine.attention,
             fused=engine.runner.unfused_reason is None,
+            num_graphs=engine.runner.num_graphs,
             publisher_lock=str(self._publisher_lock),
         )
 

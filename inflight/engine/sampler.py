@@ -16,6 +16,7 @@ from inflight_kernels import draw, uniforms
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.scheduler import Sequence
+from inflight.engine.transfer import to_device
 
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
@@ -57,6 +58,11 @@ class Drawn:
             name: value.to("cpu", non_blocking=True) for name in _TENSORS if (value := getattr(self, name)) is not None
         }
         return Drawn(**copied, kept_rows=self.kept_rows)
+
+
+def nothing_drawn(logits: torch.Tensor) -> Drawn:
+    """Of a pass in which no prompt came to its end."""
+    return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32))
 
 
 @dataclass(slots=True)
@@ -126,8 +132,7 @@ class Sampler:
         return self._rows
 
     def _tensor(self, values: Seq[float] | Seq[int], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.tensor(values, dtype=dtype)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
+        return to_device(values, self._device, dtype)
 
     # ---- logits -------------------------------------------------------------------------------------------------
 
@@ -267,9 +272,9 @@ def kept_prefix(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Te
     """bool[F, K]: which of the tokens, sorted by falling probability, survive top-k, top-p and min-p. Where K is less
     than the vocabulary, the K most likely tokens are given with their probabilities among all."""
     candidates, device = probs_FK.shape[1], probs_FK.device
-    top_k_F1 = torch.tensor([p.top_k or 2**31 for p in params], device=device)[:, None]
-    top_p_F1 = torch.tensor([p.top_p for p in params], device=device)[:, None]
-    min_p_F1 = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    top_k_F1 = to_device([p.top_k or 2**31 for p in params], device)[:, None]
+    top_p_F1 = to_device([p.top_p for p in params], device)[:, None]
+    min_p_F1 = to_device([p.min_p for p in params], device)[:, None]
     kept_FK = torch.arange(candidates, device=device) < top_k_F1
     kept_probs_FK = probs_FK * kept_FK
     before_FK = kept_probs_FK.cumsum(-1) - kept_probs_FK

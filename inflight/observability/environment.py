@@ -13,10 +13,12 @@ from typing import Any
 def environment() -> dict[str, Any]:
     """Command, commit, machine and versions: what a measured number must come with."""
     program = Path(sys.argv[0]).name
+    gpu = _gpu_name()
     return {
         "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
-        "machine": {"cpu": _cpu_name(), "cores": _cores(), "gpu": _gpu_name(), "system": platform.platform()},
+        "machine": {"cpu": _cpu_name(), "cores": _cores(), "gpu": gpu, "system": platform.platform()}
+        | ({"mps": mps_runs()} if gpu else {}),
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
     }
@@ -54,6 +56,12 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def mps_runs() -> bool:
+    """Whether processes here share a GPU by NVIDIA's Multi-Process Service: their kernels run side by side then, and in
+    turn, a slice of time for each, without it."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def _gpu_name() -> str | None:

@@ -15,6 +15,7 @@ from torch import nn
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.core.spans import span, spanned
 from inflight.observability.staleness import TokenStaleness
 from inflight.training.batch import PackedBatch
 from inflight.training.forward import token_logprobs
@@ -127,8 +128,9 @@ def grpo(
         probe = VersionProbe(model) if config.probe_every else None
         if probe is not None:
             probe.remember(trainer_version)
-        for step, groups in enumerate(islice(source, config.steps), 1):
-            score_groups(groups, score)
+        for step, groups in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
+            with span("score"):
+                score_groups(groups, score)
             rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
             useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
             batch = pack_groups(useful, trainer_version=trainer_version, staleness=rules) if useful else None
@@ -168,12 +170,15 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Packed
     for _ in range(config.updates_per_batch):
         total: LossStats | None = None
         for part in parts:
-            loss, stats = policy_loss(model, part, correction=config.correction)
-            loss.backward()
+            with span("forward", tokens=part.num_drawn):
+                loss, stats = policy_loss(model, part, correction=config.correction)
+            with span("backward"):
+                loss.backward()
             total = stats if total is None else total + stats
-        nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        with span("optimizer step"):
+            nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
         first = first or total
     assert first is not None
     return first

@@ -58,6 +58,7 @@ class Bucket:
     """i64[n], tokens before the first query."""
     has_prefixes: bool
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Bucket":
         tensors = (self.queries, self.keys, self.is_query, self.prefixes)
@@ -69,6 +70,18 @@ class Bucket:
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         return self._masks[window]
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask as numbers to add to scores, 0 or −∞ [n, 1, Q, K] in rows that lie 16 numbers apart or a multiple of
+        it. Fused attention on a GPU reads it as it is; of any other mask it makes such a one in every layer."""
+        mask = self.mask(window)
+        if mask is None:
+            return None
+        if (window, dtype) not in self._biases:
+            n, _, q, k = mask.shape
+            bias = mask.new_zeros((n, 1, q, -(-k // 16) * 16), dtype=dtype)[..., :k]
+            self._biases[window, dtype] = bias.masked_fill_(~mask, float("-inf"))
+        return self._biases[window, dtype]
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
         q, k = self.queries.shape[1], self.keys.shape[1]
@@ -255,7 +268,8 @@ def attend(
             tensor[rows].transpose(1, 2)
             for tensor, rows in ((q_FHD, bucket.queries), (k_FHD, bucket.keys), (v_FHD, bucket.keys))
         )
-        mask = bucket.mask(window)
+        by_sdpa = softcap is None and sinks_H is None
+        mask = bucket.bias(window, query.dtype) if query.is_cuda and by_sdpa else bucket.mask(window)
         out_nHQD = _attention(q_nHQD, k_nHKD, v_nHKD, mask, mask is None, scale, dropout, softcap, sinks_H)
         parts.append(out_nHQD.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).index_select(0, packed.order)[None], None
@@ -272,9 +286,10 @@ def _attention(
     softcap: float | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]; mask bool, true where a key is seen."""
+    """[n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]; mask bool, true where a key is seen, or for SDPA what is added."""
     groups = query.shape[1] // key.shape[1]
-    if mask is not None and query.is_cuda and groups > 1:  # else SDPA takes its slowest way, and writes out all scores
+    # Flash attention takes no mask and no float32, and the other fused one no groups: else all scores are written out.
+    if query.is_cuda and groups > 1 and (mask is not None or query.dtype == torch.float32):
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         groups = 1
     if softcap is None and sinks_H is None:

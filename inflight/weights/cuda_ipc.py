@@ -74,9 +74,10 @@ class CudaSlot:
     def descriptor(self) -> CudaIpcDescriptor:
         """Export the slot. Each export may be attached to once."""
         args: Any = reduce_tensor(self.buffer)[1]
-        *_, handle, size, offset, _, counter, counter_offset, event, sync = args
+        *_, handle, _, offset, _, counter, counter_offset, event, sync = args
+        offset += self.buffer.storage_offset()  # what is exported is the storage, of which a split slot is a part
         return CudaIpcDescriptor(
-            uuid_of(self.buffer.device), self.nbytes, handle, size, offset, counter, counter_offset, event, sync
+            uuid_of(self.buffer.device), self.nbytes, handle, self.nbytes, offset, counter, counter_offset, event, sync
         )
 
     def split(self, count: int) -> list["CudaSlot"]:

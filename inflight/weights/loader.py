@@ -4,7 +4,6 @@ on, and compares checksums. The engine's loop gives it jobs and collects results
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -17,6 +16,7 @@ from inflight.weights.checksum import checksum
 from inflight.weights.files import read_version
 from inflight.weights.groups import Group
 from inflight.weights.receiver import Receiver
+from inflight.weights.streams import use_own_stream
 
 Job = Join | Fill | SlotReady
 
@@ -60,21 +60,17 @@ class Loader:
             self._jobs.put(None)
 
     def _run(self) -> None:
-        on_side_stream = nullcontext()
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            on_side_stream = torch.cuda.stream(torch.cuda.Stream(self._device))
-        with on_side_stream:
-            while (work := self._jobs.get()) is not None:
-                sender, job = work
-                error = None
-                try:
-                    self._do(job)
-                except InflightError as caught:
-                    error = caught
-                except Exception as caught:  # reported to the publisher
-                    error = InflightError(f"{type(job).__name__} failed: {caught!r}")
-                self._done(Result(self._receiver, sender, job, error))
+        use_own_stream(self._device)
+        while (work := self._jobs.get()) is not None:
+            sender, job = work
+            error = None
+            try:
+                self._do(job)
+            except InflightError as caught:
+                error = caught
+            except Exception as caught:  # reported to the publisher
+                error = InflightError(f"{type(job).__name__} failed: {caught!r}")
+            self._done(Result(self._receiver, sender, job, error))
         if self._group is not None:
             self._group.close()
 

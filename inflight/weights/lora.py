@@ -115,13 +115,15 @@ class PeftSource(ModelSource):
 
     @torch.no_grad()
     def _fill_merged(self, views: Mapping[str, torch.Tensor]) -> None:
-        merged = {name: tensor.detach() for name, tensor in self._merged_names().items()}
+        plain = {name: tensor.detach() for name, tensor in self._merged_names().items()}
         for name, module in self._base.named_modules():
-            for adapter in _unmerged(module):
-                part = _Part(name, module, adapter)
-                weight = merged[f"{name}.weight"]
-                merged[f"{name}.weight"] = weight.float() + part.scale * (part.b.float() @ part.a.float())
-        copy_all(list(views.values()), [merged[name] for name in views])
+            adapters = [_Part(name, module, adapter) for adapter in _unmerged(module)]
+            if adapters:  # one at a time, as all of them in fp32 would take twice the memory of the model
+                merged = plain.pop(f"{name}.weight").float()
+                for part in adapters:
+                    merged = merged + part.scale * (part.b.float() @ part.a.float())
+                views[f"{name}.weight"].copy_(merged)
+        copy_all([views[name] for name in plain], list(plain.values()))
 
     def _merged_names(self) -> dict[str, torch.Tensor]:
         """The model's own tensors under its own names."""

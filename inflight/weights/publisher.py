@@ -17,12 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import ChecksumError, InflightError, LayoutMismatchError, NonFiniteWeightsError
+from inflight.core.spans import span
 from inflight.weights.checksum import checksum
 from inflight.weights.link import Address, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
 from inflight.weights.sharded import is_sharded
 from inflight.weights.sources import ModelSource, ShardedSource, Source
 from inflight.weights.stage import Stage
+from inflight.weights.streams import use_own_stream
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports import Slots, Transport, map_slot
 
@@ -131,7 +133,6 @@ class Publisher:
         self._source.start((self._target.layout, self.version))
         self.last_copy_s = 0.0
         """Seconds that the last copy of the parameters took."""
-        self._stream = torch.cuda.Stream(self._gpu) if self._gpu is not None else None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
         self._thread.start()
@@ -216,7 +217,8 @@ class Publisher:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
         if self._source.is_changed_by(optimizer):
-            self.wait_copied()
+            with span("wait for the publish copy"):
+                self.wait_copied()
 
     def _attach(self, address: Address, transport: Transport) -> EngineLink:
         if not isinstance(transport, Transport):
@@ -246,11 +248,13 @@ class Publisher:
 
     def _run(self) -> None:
         target = self._target
+        use_own_stream(self._source.device)
         try:
             while self._wait_for_work():
                 slot = target.acquire()
                 record = self._claim()
-                self._copy(target.views[slot], record.version)
+                with span(f"publish copy, version {record.version}"):
+                    self._copy(target.views[slot], record.version)
                 if self._check_finite and (bad := _non_finite(target.views[slot])):
                     target.release(slot)
                     self._refuse(_not_published(record, bad, len(target.views[slot])))
@@ -278,23 +282,23 @@ class Publisher:
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
         """Fill a slot. The parameters may change again once the copy is done, or in order on their device."""
-        began_ns = now_ns()
-        if self._stream is None:
-            self._source.fill(views, version)
-            copied = None
-            self.last_copy_s = (now_ns() - began_ns) / 1e9
-        else:
-            with torch.cuda.stream(self._stream):
-                if self._written is not None:
-                    self._stream.wait_event(self._written)
-                self._source.fill(views, version)
-                copied = self._stream.record_event()
+        began_ns, begun, copied = now_ns(), None, None
+        if self._gpu is not None:
+            stream = torch.cuda.current_stream(self._gpu)
+            stream.wait_event(self._written)
+            begun, copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record(stream)
+        self._source.fill(views, version)
+        if copied is not None:
+            copied.record()
         with self._condition:
             self._copying = False
             self._copied = copied
             self._condition.notify_all()
-        if copied is not None:
+        if begun is not None and copied is not None:
             copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
+            self.last_copy_s = begun.elapsed_time(copied) / 1e3
+        else:
             self.last_copy_s = (now_ns() - began_ns) / 1e9
 
     def _refuse(self, error: Exception) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from inflight.core.errors import ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import SlotReady
@@ -20,6 +22,11 @@ from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.shared_memory import SharedMemorySlot
 
 Slot = SharedMemorySlot | CudaSlot
+
+
+def make_slot(nbytes: int, device: torch.device) -> Slot:
+    """Memory that holds a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
+    return CudaSlot.create(nbytes, device) if device.type == "cuda" else SharedMemorySlot.create(nbytes)
 
 
 class SlotState(Enum):

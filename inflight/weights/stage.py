@@ -9,12 +9,14 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.weights.checksum import checksum
 from inflight.weights.link import EngineLink, Published
+from inflight.weights.streams import use_own_stream
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports import (
     Broadcast,
@@ -120,8 +122,10 @@ class Stage:
     # ---- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        own_stream = partial(use_own_stream, self._device)
+        own_stream()
         try:
-            with ThreadPoolExecutor(thread_name_prefix="inflight-feeder") as pool:
+            with ThreadPoolExecutor(thread_name_prefix="inflight-feeder", initializer=own_stream) as pool:
                 while (work := self._next()) is not None:
                     slot, staged, base = work
                     list(pool.map(lambda feeder, staged=staged, base=base: feeder.feed(staged, base), self._feeders))

@@ -183,7 +183,7 @@ class SlotFeeder(Feeder):
             buffer = self._mapped[slot].buffer
             buffer.copy_(staged.slot)
             if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)
+                torch.cuda.current_stream(buffer.device).synchronize()
             link.announce(slot, staged.record, staged.checksum if self._checksum else None)
             self.sent_bytes += len(buffer)
 

@@ -5,6 +5,7 @@ from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, pag
 
 from inflight.engine.attention.backend import ForwardBatch
 from inflight.engine.kv_cache import KVCache, LayerShape
+from inflight.engine.transfer import to_device
 
 
 class _PagedAttention:
@@ -17,7 +18,7 @@ class _PagedAttention:
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
         self._batch, self._cache = batch, cache
-        self._tables = [torch.from_numpy(table).to(self._device) for table in batch.tables]
+        self._tables = [to_device(torch.from_numpy(table), self._device) for table in batch.tables]
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         shape, batch, cache = self._layers[layer], self._batch, self._cache

@@ -1,0 +1,289 @@
+"""`make gpu-check`: every GPU claim, checked on this machine in under eight minutes, without installs or a network.
+
+Independent parts, each with a time limit; for each a log, and JSON where it measures. At the end a table of what was
+claimed, what was measured and whether it holds, which also lies in summary.json.
+
+    make gpu-check PART=swap,loss    runs some of the parts; `peers` and `mps` are run only when they are named
+    OUT=DIRECTORY                    where logs and JSON go (default benchmarks/results/gpu)
+    GPU_PYTHON=…                     the interpreter (default .venv/bin/python if it is there, else python3)
+    BUNDLE=DIRECTORY                 what `make gpu-bundle` made (default .gpu-bundle, if it is there)
+    PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the part `peers`
+
+    python benchmarks/gpu/check.py --rehearse     the same way with tiny models on a CPU, to try the scripts
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from claims import Claim, claims_of, files_of
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+from inflight.observability.environment import environment, write_json  # noqa: E402
+
+BENCH = ("-m", "inflight.cli", "bench")
+REHEARSAL_LIMIT_S = 300
+BUNDLED_PYTHON = (3, 12)
+"""Of which the bundle's packages are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Commands of Python, one after another, with a time limit for all of them."""
+
+    name: str
+    limit_s: int
+    commands: tuple[tuple[str, ...], ...]
+    by_default: bool = True
+    mps: bool = False
+    """Whether it runs with NVIDIA's Multi-Process Service, so that kernels of two processes run side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    part: str
+    verdict: str
+    seconds: float
+    passed: bool
+
+
+def gpu_parts(out: Path) -> list[Part]:
+    """The order is that of what matters most, should the machine be taken away early."""
+
+    def json(name: str) -> tuple[str, str]:
+        return "--json", str(out / f"{name}.json")
+
+    lengths = ("--prompt-tokens", "100-1024", "--tokens", "100-1024", "--sequences", "256")
+    throughput = (*BENCH, "throughput", "--device", "cuda", "--dtype", "bfloat16", *lengths, "--pairs", "1")
+    swap = (*BENCH, "swap", "--device", "cuda", "--dtype", "bfloat16", "--model", "qwen3-1.7b", "--sequences", "64")
+    masters = ("--masters", "float32", "--tokens", "512", "--prompt-tokens", "16", "--publishes", "100")
+    learning = ("--model", "base", "--dtype", "bfloat16", "--seeds", "0", "--modes", "inflight,sync", "--steps", "60")
+    rates = ("--warmup-learning-rate", "5e-4", "--learning-rate", "5e-5")
+    loss = ("--dtype", "bfloat16", "--tokens", "8192", "--hidden", "4096", "--vocab", "131072", "--pairs", "3")
+    staleness = (
+        "--model",
+        "qwen3-0.6b",
+        "--dtype",
+        "bfloat16",
+        "--sequences",
+        "64",
+        "--tokens",
+        "128",
+        "--steps",
+        "15",
+    )
+    trace = ("--model", "qwen3-0.6b", "--dtype", "bfloat16", "--seconds", "2", "--out", str(out / "trace.json.gz"))
+    workers = min(4, os.cpu_count() or 1)
+    return [
+        Part("environment", 12, (("-m", "inflight.cli", "doctor"),)),
+        Part(
+            "tests",
+            90,
+            (("-m", "pytest", "-q", "-m", "gpu", "-rP", "-p", "no:cacheprovider", *spread(workers), "tests"),),
+        ),
+        Part("parity", 35, (("benchmarks/gpu/parity.py", "--device", "cuda", *json("parity")),)),
+        Part("kernels", 50, (("benchmarks/gpu/kernels.py", "--device", "cuda", *json("kernels")),)),
+        Part("swap", 105, (("benchmarks/swap_growth.py", "cuda", str(out)),)),
+        Part(
+            "throughput",
+            70,
+            (
+                (*throughput, "--model", "qwen3-1.7b", *json("throughput-1.7b")),
+                (*throughput, "--model", "qwen3-0.6b", *json("throughput-0.6b")),
+            ),
+        ),
+        Part("loss", 30, ((*BENCH, "loss", "--device", "cuda", *loss, *json("loss")),)),
+        Part("learning", 45, ((*BENCH, "learning", "--device", "cuda", *learning, *rates, *json("learning")),)),
+        Part("staleness", 20, ((*BENCH, "staleness", "--device", "cuda", *staleness, *json("staleness")),)),
+        Part("trace", 20, ((*BENCH, "trace", "--device", "cuda", *trace, *json("trace")),)),
+        Part("peers", 560, ((*throughput, "--model", "qwen3-1.7b", *peers(), *json("peers")),), by_default=False),
+        Part(
+            "mps",
+            90,
+            (
+                (*swap, *masters, *json("mps-swap")),
+                (*BENCH, "learning", "--device", "cuda", *learning, *rates, *json("mps-learning")),
+            ),
+            by_default=False,
+            mps=True,
+        ),
+    ]
+
+
+def rehearsal_parts(out: Path) -> list[Part]:
+    """The commands of the GPU's, with models and numbers that a CPU gets through."""
+
+    def json(name: str) -> tuple[str, str]:
+        return "--json", str(out / f"{name}.json")
+
+    lengths = ("--prompt-tokens", "4-8", "--tokens", "4-8", "--sequences", "4")
+    throughput = (*BENCH, "throughput", "--device", "cpu", "--dtype", "bfloat16", *lengths, "--pairs", "1")
+    learning = ("--dtype", "bfloat16", "--seeds", "0", "--modes", "inflight,sync", "--steps", "3", "--sequences", "16")
+    loss = ("--tokens", "64", "--hidden", "32", "--vocab", "512", "--pairs", "1")
+    staleness = ("--sequences", "4", "--tokens", "8", "--steps", "2")
+    trace = ("--seconds", "0.5", "--out", str(out / "trace.json.gz"))
+    test = "tests/test_swaps.py::test_truth_teller_over_every_transport[slots-cpu]"
+    commands = {
+        "environment": (("-m", "inflight.cli", "doctor"),),
+        "tests": (("-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", *spread(2), test),),
+        "parity": (("benchmarks/gpu/parity.py", "--device", "cpu", "--model", "tiny", *json("parity")),),
+        "kernels": (("benchmarks/gpu/kernels.py", "--rehearse", *json("kernels")),),
+        "swap": (("benchmarks/swap_growth.py", "rehearsal", str(out)),),
+        "throughput": ((*throughput, *json("throughput-1.7b")),),
+        "loss": ((*BENCH, "loss", "--device", "cpu", *loss, *json("loss")),),
+        "learning": ((*BENCH, "learning", "--device", "cpu", *learning, "--warmup-steps", "5", *json("learning")),),
+        "staleness": ((*BENCH, "staleness", "--device", "cpu", *staleness, *json("staleness")),),
+        "trace": ((*BENCH, "trace", "--device", "cpu", *trace, *json("trace")),),
+    }
+    return [Part(name, REHEARSAL_LIMIT_S, of_part) for name, of_part in commands.items()]
+
+
+def spread(workers: int) -> tuple[str, ...]:
+    """Test files over processes, where pytest-xdist is there; those of one file stay together."""
+    found = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
+    return ("-n", str(workers), "--dist", "loadfile") if found else ()
+
+
+def peers() -> tuple[str, ...]:
+    return ("--peer", "transformers", *(("--peer", "vllm") if os.environ.get("PEERS_PATH") else ()))
+
+
+def main(parts: list[Part], out: Path, *, rehearsal: bool) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(width=150)
+    outcomes: list[Outcome] = []
+    claims: list[Claim] = []
+    site = Path(os.environ.get("BUNDLE") or ROOT / ".gpu-bundle") / "site"
+    usable = site.is_dir() and sys.version_info[:2] == BUNDLED_PYTHON
+    paths = [site if usable else None, ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH")]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
+    }
+    for part in parts:
+        console.print(f"{part.name} …", end=" ", highlight=False)
+        for name in files_of(part.name):
+            (out / name).unlink(missing_ok=True)
+        outcomes.append(run_part(part, out, env))
+        console.print(outcomes[-1].verdict, highlight=False)
+        claims += claims_of(part.name, out)
+        summary = {
+            "parts": [asdict(outcome) for outcome in outcomes],
+            "claims": [asdict(claim) for claim in claims],
+            "environment": environment(),
+        }
+        write_json(out / "summary.json", summary)  # after each part, as the machine may be taken away
+    console.print(outcome_table(outcomes))
+    console.print(claim_table(claims))
+    holds = all(outcome.passed for outcome in outcomes) and (rehearsal or all(claim.holds for claim in claims))
+    return 0 if holds else 1
+
+
+def run_part(part: Part, out: Path, env: dict[str, str]) -> Outcome:
+    began = time.monotonic()
+    failures: list[str] = []
+    with open(out / f"{part.name}.log", "wb") as log, mps(env) if part.mps else nullcontext(env) as env_of_part:
+        for command in part.commands:
+            left = part.limit_s - (time.monotonic() - began)
+            code = run(command, log, env_of_part, left) if left > 0 else None
+            if code is None:
+                failures.append(f"over its limit of {part.limit_s} s")
+                break
+            if code:
+                failures.append(f"code {code}")
+    seconds = time.monotonic() - began
+    if not failures:
+        return Outcome(part.name, f"passed in {seconds:.0f} s", seconds, True)
+    last = next((line for line in reversed(text_of(out / f"{part.name}.log")) if line.strip()), "")
+    return Outcome(part.name, f"FAILED, {', '.join(failures)}; its log ends: {last.strip()[:200]}", seconds, False)
+
+
+def run(command: tuple[str, ...], log, env: dict[str, str], limit_s: float) -> int | None:
+    """The exit code, or None if it was ended at its limit, with all processes that it has started."""
+    log.write(f"$ python {' '.join(command)}\n".encode())
+    log.flush()
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=env, start_new_session=True
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # engines notice that they are alone
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return None
+
+
+@contextmanager
+def mps(env: dict[str, str]) -> Iterator[dict[str, str]]:
+    """A Multi-Process Service of our own, which changes no setting of the GPU."""
+    daemon = shutil.which("nvidia-cuda-mps-control")
+    if daemon is None:
+        sys.exit("nvidia-cuda-mps-control, which is part of NVIDIA's driver, is not on the PATH")
+    with tempfile.TemporaryDirectory(prefix="inflight-mps-") as directory:
+        served = env | {"CUDA_MPS_PIPE_DIRECTORY": directory, "CUDA_MPS_LOG_DIRECTORY": directory}
+        subprocess.run([daemon, "-d"], env=served, check=True)
+        try:
+            yield served
+        finally:
+            subprocess.run([daemon], input=b"quit\n", env=served, check=False)
+
+
+def text_of(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines()
+
+
+def outcome_table(outcomes: list[Outcome]) -> Table:
+    table = Table(title="parts", title_justify="left")
+    table.add_column("part")
+    table.add_column("verdict", overflow="fold")
+    for outcome in outcomes:
+        table.add_row(outcome.part, outcome.verdict)
+    table.caption = f"{sum(outcome.seconds for outcome in outcomes):.0f} s in all"
+    return table
+
+
+def claim_table(claims: list[Claim]) -> Table:
+    table = Table(title="claims", title_justify="left")
+    for name in ("part", "claim", "measured", "holds"):
+        table.add_column(name, overflow="fold")
+    for claim in claims:
+        table.add_row(claim.part, claim.text, claim.measured, "yes" if claim.holds else "NO")
+    return table
+
+
+def chosen(parts: list[Part], names: str) -> list[Part]:
+    if not names:
+        return [part for part in parts if part.by_default]
+    known = {part.name: part for part in parts}
+    asked = [name.strip() for name in names.split(",")]
+    if unknown := [name for name in asked if name not in known]:
+        sys.exit(f"unknown part {unknown[0]!r}; choose from {', '.join(known)}")
+    return [known[name] for name in asked]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true")
+    rehearse = parser.parse_args().rehearse
+    default = "benchmarks/results/rehearsal" if rehearse else "benchmarks/results/gpu"
+    directory = Path(os.environ.get("OUT") or ROOT / default).resolve()
+    all_parts = rehearsal_parts(directory) if rehearse else gpu_parts(directory)
+    sys.exit(main(chosen(all_parts, os.environ.get("PART", "")), directory, rehearsal=rehearse))

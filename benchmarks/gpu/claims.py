@@ -1,0 +1,153 @@
+"""What inflight claims of a GPU, held against the JSON that the parts of `make gpu-check` wrote."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+GROWTH = {"device_bytes": 64 << 20, "trainer_allocated_bytes": 0, "trainer_mappings": 16}
+"""What may grow over the publishes of a run by more than a few."""
+A_FEW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    part: str
+    text: str
+    measured: str
+    holds: bool
+
+
+def files_of(part: str) -> list[str]:
+    """What is read of a part, and is not to be of an earlier run."""
+    return [name for of_part, name, _ in CHECKS if of_part == part]
+
+
+def claims_of(part: str, directory: Path) -> list[Claim]:
+    """Of a part that has run. A file that it did not write makes no claims: the part's own verdict tells of that."""
+    claims = []
+    for of_part, name, check in CHECKS:
+        path = directory / name
+        if of_part == part and path.is_file():
+            text = path.read_text(errors="replace")
+            result = json.loads(text) if path.suffix == ".json" else text
+            claims += [Claim(part, claim, measured, bool(holds)) for claim, measured, holds in check(result)]
+    return claims
+
+
+Told = Iterator[tuple[str, str, bool]]
+"""(claim, what was measured, whether it holds)"""
+
+
+def tests(log: str) -> Told:
+    """Of swaps, as the tests print them."""
+    for slots, tokens, swaps, attention, graphs in re.findall(
+        r"slots=(\d): (\d+) tokens, \d+ swaps, (\d+) in flight, attention (\w+), (\d+) CUDA graphs", log
+    ):
+        text = f"slots={slots}: 2,000 swaps in flight, every token's version is the one that drew it, graphs on"
+        measured = f"{swaps} swaps, {tokens} tokens, {graphs} graphs ({attention})"
+        yield text, measured, int(swaps) >= 2000 and int(graphs) > 0
+
+
+def parity(result: dict[str, Any]) -> Told:
+    for way, of in result["ways"].items():
+        ours, theirs = of["engine_error"]["mean"], of["transformers_error"]["mean"]
+        measured = f"{ours:.4f} to {theirs:.4f}; p99 {of['engine_error']['p99']:.4f}, mean ratio {of['ratio']:.5f}"
+        yield f"{way}: mean |Δ log p| at most 1.25 × that of Transformers in bf16", measured, ours <= 1.25 * theirs
+    first = next(iter(result["ways"].values()))["engine"]
+    yield runs_fast(first)
+
+
+def runs_fast(described: str) -> tuple[str, str, bool]:
+    fast = "attention flashinfer" in described and "CUDA graphs" in described
+    return "FlashInfer and CUDA graphs are used", described, fast
+
+
+def kernels(result: dict[str, Any]) -> Told:
+    for kernel in result["kernels"]:
+        share = kernel.get("share_of_ceiling")
+        if share is not None:
+            text = f"{kernel['name']} {kernel['shape']}: at least 0.6 of the measured ceiling"
+            yield text, f"{share:.2f}, {kernel['ms']:.3f} ms", share >= 0.6
+
+
+def swap(result: dict[str, Any]) -> Told:
+    for point in result["points"]:
+        name = point["shape"] if isinstance(point["shape"], str) else f"{point['parameters'] / 1e6:,.0f} M"
+        stall, forward = point["stall_ms"]["p99"], point["forward_ms"]["p50"]
+        yield f"{name}: stall p99 below one forward pass", f"{stall:.3f} ms, pass {forward:.2f} ms", stall < forward
+        share = point["copy_gb_s"] / point["memcpy_gb_s"]
+        measured = f"{share:.2f}: {point['copy_gb_s']:,.0f} GB/s"
+        yield f"{name}: a publish copies at 0.8 × a plain copy or more", measured, share >= 0.8
+        paused, ratio = point["paused_stall_ms"]["p50"], point["gap_ratio"]
+        measured = f"{paused:.2f} ms to {point['stall_ms']['p50']:.3f} ms; gap ratio {ratio:.2f}"
+        yield f"{name}: pausing, loading and resuming stalls longer", measured, paused > point["stall_ms"]["p50"]
+        if point["num_swaps"] >= 1000:
+            grown = {key: value for key, value in point["grown"].items() if value > GROWTH.get(key, A_FEW)}
+            yield f"{name}: 1,000 publishes leave nothing behind", str(grown or point["grown"]), not grown
+        how = point["engine"]
+        fast = how["attention"] == "flashinfer" and how["num_graphs"] > 0
+        yield f"{name}: FlashInfer and CUDA graphs are used", str(how), fast
+
+
+def throughput(result: dict[str, Any]) -> Told:
+    mbu = result["mbu"]
+    measured = "not measured" if mbu is None else f"{mbu:.2f}, {result['tokens_per_s']:,.0f} tokens/s"
+    yield f"{result['model']}, {result['sequences'][-1]} sequences: MBU at least 0.6", measured, (mbu or 0) >= 0.6
+    yield runs_fast(result["sides"]["inflight"]["mode"])
+
+
+def peers(result: dict[str, Any]) -> Told:
+    for name, peer in result["points"][-1]["peers"].items():
+        measured = f"{peer['ratio']:.2f}: {result['tokens_per_s']:,.0f} to {peer['tokens_per_s']:,.0f} tokens/s"
+        yield f"{result['model']}: as fast as {name} or faster", measured, peer["ratio"] >= 1
+
+
+def loss(result: dict[str, Any]) -> Told:
+    share = result["matmul_share"]
+    measured = "not measured" if share is None else f"{share:.2f}, {result['tflops']:,.0f} TFLOP/s"
+    yield "log-probabilities and gradients at 0.6 × the rate of a plain product or more", measured, (share or 0) >= 0.6
+    yield "memory at most a quarter of the naive way's", f"{result['memory_ratio']:.3f}", result["memory_ratio"] <= 0.25
+    for name, ms in result["peer_ms"].items():
+        measured = "failed" if ms is None else f"{ms / result['ours_ms']:.2f} times as fast"
+        yield f"faster than {name}", measured, ms is not None and ms > result["ours_ms"]
+
+
+def learning(result: dict[str, Any]) -> Told:
+    ratio = result["ratio"]
+    measured = "target not reached" if ratio is None else f"{ratio:.2f} times as soon"
+    yield "in flight reaches the target sooner than in turn", measured, (ratio or 0) > 1
+    busy = {mode: result[mode]["gpu_busy"] for mode in result["modes"]}
+    known = {mode: share for mode, share in busy.items() if share is not None}
+    measured = ", ".join(f"{mode} {share:.0%}" for mode, share in known.items()) or "not measured"
+    yield "the GPU is busier in flight than in turn", measured, known.get("inflight", 0) > known.get("sync", 1)
+
+
+def staleness(result: dict[str, Any]) -> Told:
+    lag = result["weight_lag_ms"]
+    yield "weights lag by milliseconds", f"p50 {lag['p50']:.1f} ms, p99 {lag['p99']:.1f} ms", lag["p50"] < 1000
+
+
+def trace(result: dict[str, Any]) -> Told:
+    for name, text in (
+        ("overlap_copy_decode_s", "a publish is copied while the engine decodes"),
+        ("overlap_train_decode_s", "the trainer computes while the engine decodes"),
+    ):
+        yield text, f"{result[name]:.3f} s of {result['seconds']:.2f} s", result[name] > 0
+
+
+CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
+    ("tests", "tests.log", tests),
+    ("parity", "parity.json", parity),
+    ("kernels", "kernels.json", kernels),
+    ("swap", "swap-growth.json", swap),
+    ("throughput", "throughput-1.7b.json", throughput),
+    ("throughput", "throughput-0.6b.json", throughput),
+    ("peers", "peers.json", peers),
+    ("loss", "loss.json", loss),
+    ("learning", "learning.json", learning),
+    ("staleness", "staleness.json", staleness),
+    ("trace", "trace.json", trace),
+]

@@ -1,0 +1,196 @@
+"""`inflight bench trace`: a short time of decoding, publishing and training at once, as a trace and in figures."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+from torch import nn
+
+from inflight.bench.learning_run import side_by_side
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.demo.run import load_trainer
+from inflight.observability.trace import check_path
+from inflight.observability.trace_file import GPU_WORK, Event, read
+from inflight.session import launch
+from inflight.training.grpo import GRPOConfig, grpo
+from inflight.training.schedules import Example
+
+GROUP_SIZE = 4
+_PASSES = ("prefill", "decode")
+_TRAINING = ("forward", "backward", "optimizer step")
+_COPY = "publish copy"
+_OWN_STREAM = 0.9
+"""A stream is the publisher's if this share of its work falls into publish copies, which wait for theirs to be done."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceBench:
+    model: str
+    device: str
+    dtype: str
+    sequences: int
+    tokens: int
+    prompt_tokens: int
+    seconds: float
+    warmup_steps: int
+    micro_batch_tokens: int
+    out: str
+    details: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """When what was under way: f64[n, 2], begins and ends in seconds; one's own may overlap."""
+
+    source: str
+    """kernels: kernels and copies on GPUs; spans: by name, on CPUs."""
+    decode: np.ndarray
+    """Passes of the engine: prefill, decode and draws."""
+    train: np.ndarray
+    copy: np.ndarray
+
+
+def measure_trace(settings: TraceBench, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """Run GRPO on random prompts and arbitrary rewards, publish after each step, and trace `seconds` of it after
+    `warmup_steps`. Weights of engine and trainer are of `dtype`; on a CPU each gets half of the cores. The result says
+    for how many of the traced seconds was going on what `work_in` finds, and what of it at the same time.
+    """
+    out, trace = check_path(settings.out), None
+    torch.manual_seed(settings.seed)
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    threads, cores = side_by_side(device), torch.get_num_threads()
+    torch.set_num_threads(threads.trainer)
+    groups = max(1, settings.sequences // GROUP_SIZE)
+    config = GRPOConfig(
+        steps=1 << 30,
+        groups_per_step=groups,
+        sampling=SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True),
+        micro_batch_tokens=settings.micro_batch_tokens,
+    )
+    with launch(
+        settings.model,
+        device=device.type,
+        dtype=settings.dtype,
+        max_sequences=groups * GROUP_SIZE,
+        max_context=settings.prompt_tokens + settings.tokens,
+        seed=settings.seed,
+        threads=threads.engine,
+    ) as engine:
+        model, _ = load_trainer(settings.model, device)
+        nn.Module.to(model, getattr(torch, engine.info.layout.tensors[0].dtype))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        examples = _random_prompts(engine.info.vocab_size, settings.prompt_tokens)
+        with engine.publisher(model) as publisher:
+            for report in grpo(engine, publisher, model, optimizer, examples, _parity_of_tokens, config):
+                progress(f"step {report.step}" + ", tracing" * (trace is not None))
+                if trace is None and report.step >= settings.warmup_steps:
+                    trace = engine.trace(out, seconds=settings.seconds, details=settings.details)
+                elif trace is not None and trace.done:
+                    trace.close()
+                    break
+    torch.set_num_threads(cores)
+    return {"bench": "trace", **asdict(settings), **summarize(read(out)), "file_mb": out.stat().st_size / 1e6}
+
+
+def summarize(trace: dict[str, Any]) -> dict[str, Any]:
+    """What a trace of a running loop shows: seconds by kind of work, and seconds of two kinds at once."""
+    work, seconds, events = work_in(trace["traceEvents"]), trace["otherData"]["seconds"], trace["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "inflight"]
+    return {
+        "seconds": seconds,
+        "source": work.source,
+        "busy_share": busy(work.decode, work.train, work.copy) / seconds,
+        "decode_s": busy(work.decode),
+        "train_s": busy(work.train),
+        "copy_s": busy(work.copy),
+        "overlap_train_decode_s": overlap(work.train, work.decode),
+        "overlap_copy_decode_s": overlap(work.copy, work.decode),
+        "num_passes": sum(name in _PASSES for name in names),
+        "num_copies": sum(name.startswith(_COPY) for name in names),
+        "num_swaps": sum(name.startswith("swap") for name in names),
+        "num_events": len(events),
+    }
+
+
+def work_in(events: Iterable[Event]) -> Work:
+    """Of a merged trace. With GPUs, what ran on them: all of the engine's, and the trainer's, of which the publisher's
+    streams are told from the others. Without, the spans by name."""
+    events = list(events)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    spans = [event for event in events if event.get("cat") == "inflight"]
+    copies = _intervals(event for event in spans if event["name"].startswith(_COPY))
+    gpu = [event for event in events if event.get("cat") in GPU_WORK]
+    if not gpu:
+        return Work(
+            "spans",
+            decode=_intervals(event for event in spans if event["name"] in _PASSES),
+            train=_intervals(event for event in spans if event["name"] in _TRAINING),
+            copy=copies,
+        )
+    trainer: dict[tuple[int, int], list[Event]] = {}
+    for event in gpu:
+        if names[event["pid"]].startswith("trainer"):
+            trainer.setdefault((event["pid"], event["tid"]), []).append(event)
+    streams = [_intervals(stream) for stream in trainer.values()]
+    own = [overlap(stream, copies) >= _OWN_STREAM * busy(stream) for stream in streams]
+    return Work(
+        "kernels",
+        decode=_intervals(event for event in gpu if not names[event["pid"]].startswith("trainer")),
+        train=_joined(stream for stream, copies_only in zip(streams, own, strict=True) if not copies_only),
+        copy=_joined(stream for stream, copies_only in zip(streams, own, strict=True) if copies_only),
+    )
+
+
+def busy(*intervals: np.ndarray) -> float:
+    """How long at least one of the intervals f64[n, 2] was under way."""
+    joined = _joined(intervals)
+    begins, ends = joined[np.argsort(joined[:, 0], kind="stable")].T
+    covered = np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])) if len(ends) else ends
+    return float(np.maximum(ends - np.maximum(begins, covered), 0).sum())
+
+
+def overlap(a: np.ndarray, b: np.ndarray) -> float:
+    """How long some interval of `a` and some of `b` were under way at the same time."""
+    return max(0.0, busy(a) + busy(b) - busy(a, b))
+
+
+def trace_table(result: dict[str, Any]) -> Table:
+    table = Table("under way", "seconds", "share", title=f"{result['seconds']:.2f} s of {result['model']}")
+    rows = {
+        "decode": "decode_s",
+        "training": "train_s",
+        "publish copies": "copy_s",
+        "training and decode at once": "overlap_train_decode_s",
+        "copy and decode at once": "overlap_copy_decode_s",
+    }
+    for name, key in rows.items():
+        table.add_row(name, f"{result[key]:.3f}", f"{result[key] / result['seconds']:.1%}")
+    table.add_row("any of it", f"{result['busy_share'] * result['seconds']:.3f}", f"{result['busy_share']:.1%}")
+    table.caption = f"{result['out']}, {result['file_mb']:.2f} MB: open it in ui.perfetto.dev or chrome://tracing"
+    return table
+
+
+def _intervals(events: Iterable[Event]) -> np.ndarray:
+    rows = [(event["ts"], event["ts"] + event["dur"]) for event in events]
+    return np.array(rows, np.float64).reshape(-1, 2) / 1e6
+
+
+def _joined(intervals: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.empty((0, 2)), *intervals])
+
+
+def _random_prompts(vocab_size: int, length: int) -> Iterator[Example]:
+    while True:
+        yield Example(torch.randint(vocab_size, (length,)).tolist(), {})
+
+
+def _parity_of_tokens(rollout: Rollout) -> float:
+    """A reward that differs within a group and costs nothing."""
+    return float(rollout.token_ids.sum() % 2)

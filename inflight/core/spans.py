@@ -1,0 +1,98 @@
+"""Named spans of time, for traces: noted while one is taken, and next to free otherwise."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import msgspec
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
+
+Item = TypeVar("Item")
+
+
+class Thread(msgspec.Struct):
+    name: str
+    ident: int
+    """Of the pthread."""
+
+
+class Span(msgspec.Struct):
+    name: str
+    thread: int
+    """The operating system's number of it."""
+    began_ns: int
+    ended_ns: int = 0
+    """0 while it lasts."""
+    details: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self.ended_ns = now_ns()
+
+
+_spans: list[Span] | None = None
+"""Of the trace that is being taken of this process, if one is."""
+_threads: dict[int, Thread] = {}
+_NOTHING = nullcontext()
+
+
+def span(name: str, **details: Any) -> AbstractContextManager[None]:
+    """`with span("decode", version=3):` shows the block in a trace, under this name and with these details."""
+    spans = _spans
+    if spans is None:
+        return _NOTHING
+    opened = Span(name, _this_thread(), now_ns(), 0, details)
+    spans.append(opened)
+    return opened
+
+
+def note(name: str, began_ns: int, **details: Any) -> None:
+    """A span that began at this time and ends now."""
+    spans = _spans
+    if spans is not None:
+        spans.append(Span(name, _this_thread(), began_ns, now_ns(), details))
+
+
+def spanned(name: str, items: Iterable[Item]) -> Iterator[Item]:
+    """The items, with a span for the time that each takes to come."""
+    source = iter(items)
+    while True:
+        with span(name):
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+        yield item
+
+
+def start_noting() -> None:
+    """Raises InflightError if spans of this process are noted already."""
+    global _spans
+    if _spans is not None:
+        raise InflightError("a trace of this process is being taken already; end that one first")
+    _threads.clear()
+    _spans = []
+
+
+def stop_noting() -> tuple[list[Span], dict[int, Thread]]:
+    """The spans since the start, of which those that still last end now, and the threads that had some or live, by the
+    system's numbers. Raises InflightError if nobody started."""
+    global _spans
+    if _spans is None:
+        raise InflightError("no trace of this process is being taken; start one first")
+    spans, _spans, now = _spans, None, now_ns()
+    for thread in threading.enumerate():
+        _threads[thread.native_id or 0] = Thread(thread.name, thread.ident or 0)
+    return [msgspec.structs.replace(span, ended_ns=span.ended_ns or now) for span in list(spans)], dict(_threads)
+
+
+def _this_thread() -> int:
+    number = threading.get_native_id()
+    if number not in _threads:  # it may have ended when the trace does
+        _threads[number] = Thread(threading.current_thread().name, threading.get_ident())
+    return number

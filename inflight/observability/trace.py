@@ -1,0 +1,217 @@
+"""A trace of an engine and its trainer at work: what both processes did, on one clock, in one file.
+
+Each process records its own part (`Recorder`): our spans, and on a GPU kernels and copies, as torch's profiler sees
+them.
+`Trace` starts and stops both and has the parts put together.
+"""
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import time_ns
+from typing import Any, Protocol
+
+import msgspec
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
+from inflight.core.spans import start_noting, stop_noting
+from inflight.observability.trace_file import Part
+
+logger = logging.getLogger("inflight.trace")
+
+
+class Recorder:
+    """Records this process. At most one does at a time."""
+
+    def __init__(self, process: str, directory: Path):
+        """process: what the trace calls it. directory: where its part is written."""
+        self._process, self._directory = process, directory
+        self._profiler: Any = None
+        self._began_ns = 0
+        self._details = False
+
+    def start(self, *, details: bool) -> None:
+        """Raises InflightError if a trace or a profile of this process is being taken already."""
+        start_noting()
+        try:
+            self._profiler, self._details = _profiler(details), details
+            if self._profiler is not None:
+                self._profiler.__enter__()
+        except Exception as error:  # whatever torch raises, the engine goes on
+            self._profiler = None
+            stop_noting()
+            if isinstance(error, InflightError):
+                raise
+            raise InflightError(f"torch's profiler did not start: {error}") from error
+        self._began_ns = now_ns()
+
+    def stop(self) -> Path:
+        """Write the part and return its path. Raises InflightError if nothing was started.
+
+        torch holds the interpreter while it collects what its profiler saw, some microseconds per kernel.
+        """
+        ended_ns = now_ns()
+        spans, threads = stop_noting()
+        profiler, self._profiler = self._profiler, None
+        part, kineto = self._directory / "trace-part.json", None
+        try:
+            if profiler is not None:
+                profiler.__exit__(None, None, None)
+                kineto = str(self._directory / "kineto.json")
+                profiler.export_chrome_trace(kineto)
+            recorded = Part(
+                process=self._process,
+                pid=os.getpid(),
+                began_ns=self._began_ns,
+                ended_ns=ended_ns,
+                epoch_minus_monotonic_ns=_epoch_minus_monotonic_ns(),
+                spans=spans,
+                threads=threads,
+                kineto=kineto,
+                details=self._details,
+            )
+            part.write_bytes(msgspec.json.encode(recorded))
+        except Exception as error:  # likewise
+            raise InflightError(f"what was recorded of {self._process} could not be written: {error}") from error
+        return part
+
+
+class TracedEngine(Protocol):
+    """What a trace asks of the connection to an engine, which it closes at its end."""
+
+    def start_trace(self, *, details: bool) -> None: ...
+    def stop_trace(self) -> Path: ...
+    def close(self) -> None: ...
+
+
+class Trace:
+    """A trace that is being taken of this process and of an engine's; `LaunchedEngine.trace()` makes one."""
+
+    def __init__(self, connect: Callable[[], TracedEngine], path: str | Path, *, seconds: float | None, details: bool):
+        self.path = check_path(path)
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"seconds must be above 0, got {seconds}")
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._done = False
+        self._error: Exception | None = None
+        self._directory = tempfile.TemporaryDirectory(prefix="inflight-trace-")
+        self._recorder = Recorder("trainer", Path(self._directory.name))
+        self._engine = connect()
+        try:
+            self._engine.start_trace(details=details)
+            try:
+                self._recorder.start(details=details)
+            except BaseException:
+                self._engine.stop_trace()
+                raise
+        except BaseException:
+            self._release()
+            raise
+        if seconds is not None:
+            threading.Thread(target=self._end_after, args=(seconds,), name="inflight-trace", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the file is written, or could not be, which `close()` raises."""
+        return self._done
+
+    def close(self) -> None:
+        """End the trace if it has not ended yet, and return when the file is written. Raises what kept it from being
+        written: InflightError, EngineDiedError or OSError. Safe to call twice."""
+        self._ending.set()
+        self._end()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end_after(self, seconds: float) -> None:
+        self._ending.wait(seconds)
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._done:
+                return
+            try:
+                self._write()
+            except Exception as error:  # raised by close(), which nobody may call
+                logger.warning("the trace %s was not written: %s", self.path, error)
+                self._error = error
+            finally:
+                self._release()
+                self._done = True
+
+    def _write(self) -> None:
+        try:
+            theirs = self._engine.stop_trace()
+        finally:
+            ours = self._recorder.stop()
+        try:
+            command = [sys.executable, "-m", "inflight.observability.trace_file", self.path, theirs, ours]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            raise InflightError(f"the trace {str(self.path)!r} was not written: {error.stderr[-2000:]}") from error
+        finally:
+            for path in theirs.parent.glob("kineto.json"):
+                path.unlink()
+            theirs.unlink()
+
+    def _release(self) -> None:
+        self._engine.close()
+        with contextlib.suppress(OSError):
+            self._directory.cleanup()
+
+
+def check_path(path: str | Path) -> Path:
+    """Where a trace can be written. Raises ValueError for another name or a directory that does not exist."""
+    path = Path(path).absolute()
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"the name of a trace ends in .json or .json.gz, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no directory {str(path.parent)!r} for the trace")
+    return path
+
+
+def _epoch_minus_monotonic_ns() -> int:
+    """From a reading of one clock between two of the other, that with the least time between them."""
+    readings = [(now_ns(), time_ns(), now_ns()) for _ in range(10)]
+    before, epoch, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return epoch - (before + after) // 2
+
+
+def _profiler(details: bool) -> Any:
+    """torch's profiler of this process, or None where it would have nothing to add: without a GPU and details."""
+    import torch
+    from torch.autograd import profiler
+
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if not on_gpu and not details:
+        return None
+    if profiler._is_profiler_enabled:
+        raise InflightError("torch's profiler is running in this process already; end it first")
+    return profiler.profile(
+        use_cpu=details, use_device="cuda" if on_gpu else None, use_kineto=True, experimental_config=_config()
+    )
+
+
+def _config() -> Any:
+    from torch._C._profiler import _ExperimentalConfig
+
+    try:  # events as Python objects are not asked for, only the file
+        return _ExperimentalConfig(profile_all_threads=True, trace_only=True)
+    except TypeError:  # torch before 2.13
+        return _ExperimentalConfig(profile_all_threads=True)

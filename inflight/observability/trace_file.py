@@ -1,0 +1,212 @@
+"""What two processes recorded, put into one trace in Chrome's JSON format, for ui.perfetto.dev and chrome://tracing.
+
+`python -m inflight.observability.trace_file OUT PART…` does that in a process of its own, so that a trainer goes on.
+
+Our spans are in CLOCK_MONOTONIC. The events of Kineto, torch's profiler, are in microseconds since its file's
+`baseTimeNanoseconds`, which counts from the epoch; each process notes how far the two clocks are apart. What lies
+outside the time in which all processes recorded is left out.
+"""
+
+import gc
+import gzip
+import sys
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.core.spans import Span, Thread
+
+Event = dict[str, Any]
+
+GPU_WORK = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_ON_GPU = GPU_WORK | {"gpu_user_annotation", "cuda_sync"}
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_FIRST_GPU_PID = 1 << 22
+"""Linux gives no process a higher number."""
+_MAX_GPUS = 1 << 10
+_ALL = 1 << 32  # values of 32 bits
+
+
+class Part(msgspec.Struct):
+    """What one process recorded. Times in CLOCK_MONOTONIC."""
+
+    process: str
+    pid: int
+    began_ns: int
+    ended_ns: int
+    epoch_minus_monotonic_ns: int
+    spans: list[Span]
+    threads: dict[int, Thread]
+    """By the operating system's number."""
+    kineto: str | None
+    """File that torch's profiler wrote."""
+    details: bool
+    """Whether all that Kineto knows is kept, or kernels and copies alone."""
+
+
+class _Kineto(msgspec.Struct):
+    """Of Kineto's files, what is read here."""
+
+    traceEvents: list[Event]
+    baseTimeNanoseconds: int = 0
+
+
+def merge(parts: Sequence[Part]) -> dict[str, Any]:
+    """One trace, beginning at 0 when the last process began to record, and ending when the first one stopped."""
+    began_ns, ended_ns = max(part.began_ns for part in parts), min(part.ended_ns for part in parts)
+    end_us = (ended_ns - began_ns) / 1e3
+    events: list[Event] = []
+    for index, part in enumerate(parts):
+        own = [*_span_events(part, began_ns), *_kineto_events(part, index, began_ns)]
+        kept = [event for event in own if _clip(event, end_us)]
+        events += [*_names(part, kept, index, len(parts)), *kept]
+    return {
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": began_ns + parts[-1].epoch_minus_monotonic_ns,
+        "otherData": {"seconds": end_us / 1e6, "began_monotonic_ns": began_ns},
+        "traceEvents": events,
+    }
+
+
+def write(path: Path, trace: dict[str, Any]) -> None:
+    """gzipped where the name ends in .gz."""
+    data = msgspec.json.encode(trace)
+    path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+
+
+def read(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return msgspec.json.decode(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def _span_events(part: Part, began_ns: int) -> Iterator[Event]:
+    for span in part.spans:
+        yield {
+            "ph": "X",
+            "cat": "inflight",
+            "name": span.name,
+            "pid": part.pid,
+            "tid": span.thread,
+            "ts": (span.began_ns - began_ns) / 1e3,
+            "dur": (span.ended_ns - span.began_ns) / 1e3,
+            "args": span.details,
+        }
+
+
+def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
+    if part.kineto is None:
+        return
+    file = msgspec.json.decode(Path(part.kineto).read_bytes(), type=_Kineto)
+    shift_us = (file.baseTimeNanoseconds - part.epoch_minus_monotonic_ns - began_ns) / 1e3
+    # CUPTI names threads by the lower 32 bits of the pthread's number.
+    threads = {thread.ident % _ALL: number for number, thread in part.threads.items()}
+    gpu_pid = _FIRST_GPU_PID + index * _MAX_GPUS
+    kept: list[Event] = []
+    for event in file.traceEvents:
+        category, phase = event.get("cat", ""), event["ph"]
+        on_gpu = category in _ON_GPU or (category == "ac2g" and phase == "f")
+        if not category or category in ("Trace", "overhead") or not isinstance(event["tid"], int):
+            continue
+        event["ts"] += shift_us
+        event["pid"] = gpu_pid + event["pid"] if on_gpu else part.pid
+        if not on_gpu:
+            event["tid"] = threads.get(event["tid"] % _ALL, event["tid"])
+        if "id" in event:  # of arrows from a launch to its kernel
+            event["id"] = event["id"] * 16 + index
+        kept.append(event)
+    yield from _on_streams(part.spans, kept, began_ns)
+    if part.details:
+        yield from kept
+    else:
+        for event in kept:
+            if event["cat"] in GPU_WORK:
+                yield {name: event[name] for name in ("ph", "cat", "name", "pid", "tid", "ts", "dur")}
+
+
+def _on_streams(spans: Iterable[Span], events: Iterable[Event], began_ns: int) -> Iterator[Event]:
+    """Spans as they show on the GPU's streams: from the first to the last of what was launched within each. What is
+    launched by threads without spans of their own (autograd's) counts for the thread that has the most."""
+    work: dict[int, dict[tuple[int, int], tuple[float, float]]] = defaultdict(dict)
+    """By correlation: its begin and end on each stream."""
+    launches: list[Event] = []
+    for event in events:
+        if event["cat"] in GPU_WORK:
+            streams, stream = work[event.get("args", {}).get("correlation", 0)], (event["pid"], event["tid"])
+            begin, end = streams.get(stream, (event["ts"], 0.0))
+            streams[stream] = (min(begin, event["ts"]), max(end, event["ts"] + event["dur"]))
+        elif event["cat"] in _LAUNCHES:
+            launches.append(event)
+    spans = list(spans)
+    counts = Counter(span.thread for span in spans)
+    by_thread: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for event in launches:
+        correlation = event.get("args", {}).get("correlation", 0)
+        if correlation in work:
+            thread = event["tid"] if event["tid"] in counts else counts.most_common(1)[0][0] if counts else 0
+            by_thread[thread].append((event["ts"], correlation))
+    for launched in by_thread.values():
+        launched.sort()
+    for span in spans:
+        launched = by_thread[span.thread]
+        first = bisect_left(launched, ((span.began_ns - began_ns) / 1e3, -1))
+        last = bisect_right(launched, ((span.ended_ns - began_ns) / 1e3, 1 << 62))
+        extent: dict[tuple[int, int], tuple[float, float]] = {}
+        for _, correlation in launched[first:last]:
+            for stream, (begin, end) in work[correlation].items():
+                known = extent.get(stream, (begin, end))
+                extent[stream] = (min(known[0], begin), max(known[1], end))
+        for (pid, tid), (begin, end) in extent.items():
+            yield {
+                "ph": "X",
+                "cat": "gpu_user_annotation",
+                "name": span.name,
+                "pid": pid,
+                "tid": tid,
+                "ts": begin,
+                "dur": end - begin,
+                "args": span.details,
+            }
+
+
+def _clip(event: Event, end_us: float) -> bool:
+    """Cut an event to the time between 0 and the end; whether something is left. Rounded to 10 ns."""
+    begin, end = event["ts"], event["ts"] + event.get("dur", 0.0)
+    if end < 0 or begin > end_us:
+        return False
+    event["ts"] = round(max(begin, 0.0), 2)
+    if "dur" in event:
+        event["dur"] = round(min(end, end_us) - max(begin, 0.0), 2)
+    return True
+
+
+def _names(part: Part, events: list[Event], index: int, num_parts: int) -> Iterator[Event]:
+    """What processes and threads are called, and their order: GPUs first, so that their streams stand side by side."""
+    lanes = sorted({(event["pid"], event["tid"]) for event in events})
+    for pid in dict.fromkeys([part.pid, *(pid for pid, _ in lanes)]):
+        gpu = pid - _FIRST_GPU_PID - index * _MAX_GPUS if pid != part.pid else None
+        name = part.process if gpu is None else f"{part.process}, GPU {gpu}"
+        yield _named("process_name", pid, 0, name=name)
+        yield _named("process_sort_index", pid, 0, sort_index=index + num_parts * (gpu is None))
+    for order, (pid, tid) in enumerate(lanes):
+        thread = part.threads.get(tid)
+        name = f"stream {tid}" if pid != part.pid else thread.name if thread else f"thread {tid}"
+        yield _named("thread_name", pid, tid, name=name)
+        yield _named("thread_sort_index", pid, tid, sort_index=order)
+
+
+def _named(what: str, pid: int, tid: int, **args: str | int) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def main() -> None:
+    gc.disable()  # it would walk some hundred thousand events again and again, and this process ends soon
+    out, *paths = map(Path, sys.argv[1:])
+    write(out, merge([msgspec.json.decode(path.read_bytes(), type=Part) for path in paths]))
+
+
+if __name__ == "__main__":
+    main()
