@@ -34,8 +34,9 @@ def test_a_source_that_does_not_fit_is_named():
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_copy_moves_16_bytes_at_a_time_and_rounds_to_nearest(capability):
-    signature = {"table": "*i64", "owners": "*i32", "BLOCK": "constexpr"}
-    source = ASTSource(fn=_copy_triton.copy_kernel, signature=signature, constexprs={"BLOCK": _copy_triton.BLOCK})
+    sizes = {"BLOCK": _copy_triton.BLOCK, "TAIL": _copy_triton.TAIL}
+    signature = {"table": "*i64", "owners": "*i32"} | dict.fromkeys(sizes, "constexpr")
+    source = ASTSource(fn=_copy_triton.copy_kernel, signature=signature, constexprs=sizes)
     ptx = compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx

@@ -26,9 +26,9 @@ def summary(directory: Path) -> dict:
 def test_a_part_that_hangs_is_ended_and_one_that_fails_is_told_and_the_rest_runs(check, tmp_path, capsys):
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '987']); print('begun', flush=True); time.sleep(60)"
     parts = [
-        check.Part("hangs", 2, (("-c", hangs),)),
-        check.Part("fails", 20, (("-c", "raise ValueError('no such luck')"), ("-c", "print('still run')"))),
-        check.Part("works", 20, (("-c", "import inflight, inflight_kernels"),)),
+        check.Part("hangs", 2, [f'-c "{hangs}"']),
+        check.Part("fails", 20, ["""-c "raise ValueError('no such luck')" """, """-c "print('still run')" """]),
+        check.Part("works", 20, ["-c 'import inflight, inflight_kernels'"]),
     ]
     assert check.main(parts, tmp_path, rehearsal=True) == 1
     verdicts = {part["part"]: part["verdict"] for part in summary(tmp_path)["parts"]}
@@ -42,12 +42,12 @@ def test_a_part_that_hangs_is_ended_and_one_that_fails_is_told_and_the_rest_runs
 
 def test_claims_come_from_this_run_alone_and_those_that_fail_fail_the_check(check, tmp_path):
     (tmp_path / "loss.json").write_text("what an earlier run left")
-    parts = [check.Part("loss", 20, (("-c", "print('writes nothing')"),))]
+    parts = [check.Part("loss", 20, ["-c pass"])]
     assert check.main(parts, tmp_path, rehearsal=False) == 0
     assert summary(tmp_path)["claims"] == []
     result = {"matmul_share": 0.61, "tflops": 480.0, "memory_ratio": 0.1, "peer_ms": {"liger": 9.0}, "ours_ms": 10.0}
-    write = f"import json; open({str(tmp_path / 'loss.json')!r}, 'w').write(json.dumps({result}))"
-    parts = [check.Part("loss", 20, (("-c", write),))]
+    (tmp_path / "new").write_text(json.dumps(result))
+    parts = [check.Part("loss", 20, ["""-c 'import shutil; shutil.copy("{out}/new", "{out}/loss.json")' """])]
     assert check.main(parts, tmp_path, rehearsal=False) == 1
     claims = summary(tmp_path)["claims"]
     assert [(claim["measured"], claim["holds"]) for claim in claims] == [
@@ -65,15 +65,19 @@ def test_swaps_are_counted_from_the_log_of_the_tests(check, tmp_path):
 
 
 def test_parts_are_chosen_by_name(check):
-    parts = check.gpu_parts(Path("/tmp"))
+    parts = check.gpu_parts()
     assert {"peers", "mps"} == {part.name for part in parts} - {part.name for part in check.chosen(parts, "")}
     assert [part.name for part in check.chosen(parts, "loss, swap")] == ["loss", "swap"]
     with pytest.raises(SystemExit, match="unknown part 'los'; choose from environment, tests"):
         check.chosen(parts, "los")
 
 
-def test_all_parts_together_stay_below_eight_minutes(check):
-    assert sum(part.limit_s for part in check.gpu_parts(Path("/tmp")) if part.by_default) <= 480
+def test_parts_for_which_no_time_is_left_are_told(check, tmp_path):
+    parts = [check.Part("slow", 60, ["-c 'import time; time.sleep(60)'"]), check.Part("late", 60, ["-c pass"])]
+    assert check.main(parts, tmp_path, rehearsal=True, total_s=1) == 1
+    slow, late = (part["verdict"] for part in summary(tmp_path)["parts"])
+    assert slow.startswith("FAILED, over its limit of 1 s")
+    assert late == "NOT RUN, no time was left for it: PART=late runs it alone"
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ KERNELS = {
     "rope_and_cache with norms": (_rotary_triton.rope_and_cache_kernel, HEADS | {"CAST_FIRST": True}),
     "draw, blocks": (_sampling_triton.block_kernel, BLOCKS),
     "draw": (_sampling_triton.draw_kernel, BLOCKS | {"BLOCK_B": 256}),
-    "copy_all": (_copy_triton.copy_kernel, {"BLOCK": _copy_triton.BLOCK}),
+    "copy_all": (_copy_triton.copy_kernel, {"BLOCK": _copy_triton.BLOCK, "TAIL": _copy_triton.TAIL}),
     "quantize_rows": (_copy_triton.quantize_rows_kernel, {"K": 4096, "BLOCK": _copy_triton.BLOCK_K}),
     "add_lora, x · Aᵀ": (
         _lora_triton.shrink_kernel,

@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_named(wrong, message):
 
 @pytest.mark.parametrize("kept", [0, 5])
 def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
-    monkeypatch.setattr(bench, "_peak_mib", lambda settings, dtype, device, name: {"ours": 1.0, "naive": 8.0}[name])
+    monkeypatch.setattr(bench, "_peak_mib", lambda settings, dtype, problem, name: {"ours": 1.0, "naive": 8.0}[name])
     monkeypatch.setattr(bench, "REFERENCE_ROWS", 12)
     settings = bench.LossBench(device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, kept=kept, pairs=2, seed=0)
     result = bench.measure_loss(settings)
@@ -348,7 +348,8 @@ def compiled(kernel, constants, dtype, capability, **options):
     sixteen = [
         index
         for index, name in enumerate(kernel.arg_names)
-        if signature[name][0] == "*" or (name.startswith("stride") and name not in constants)
+        if signature[name][0] == "*"
+        or (name.startswith(("stride", "num_columns")) and name not in [*kernel.do_not_specialize, *constants])
     ]
     source = ASTSource(
         fn=kernel,
@@ -365,7 +366,7 @@ PRODUCT = {80: "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 90: "wgmma.mma_asyn
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kernel", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_products_of_bf16_run_on_tensor_cores(kernel, capability):
-    tile = _linear_logprob_triton.tiles(torch.bfloat16, wide=True)
+    tile = _linear_logprob_triton.tiles(torch.bfloat16, divmod(capability, 10), wide=True)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     without = {"moments": None, "entropies": None, "grad_entropies": None}
     constants = PLAIN | SHAPE | tile | {name: None for name in without if name in kernel.arg_names}
@@ -377,7 +378,7 @@ def test_products_of_bf16_run_on_tensor_cores(kernel, capability):
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_products_of_fp32_are_not_rounded_to_tf32(capability):
-    tile = _linear_logprob_triton.tiles(torch.float32, wide=True)
+    tile = _linear_logprob_triton.tiles(torch.float32, divmod(capability, 10), wide=True)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     ptx = compiled(FORWARD, SHAPE | {"SOFTCAP": 30.0} | tile, "fp32", capability, **options).asm["ptx"]
     assert "fma.rn.f32" in ptx
@@ -385,7 +386,7 @@ def test_products_of_fp32_are_not_rounded_to_tf32(capability):
 
 
 def test_the_whole_backward_compiles():
-    tile = _linear_logprob_triton.tiles(torch.bfloat16, wide=False)
+    tile = _linear_logprob_triton.tiles(torch.bfloat16, (9, 0), wide=False)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     assert compiled(BACKWARD, SHAPE | {"SOFTCAP": 30.0} | tile, "bf16", 90, **options).asm["cubin"]
 

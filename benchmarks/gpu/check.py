@@ -14,6 +14,7 @@ claimed, what was measured and whether it holds, which also lies in summary.json
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from inflight.observability.environment import environment, write_json  # noqa: E402
 
-BENCH = ("-m", "inflight.cli", "bench")
+BENCH = "-m inflight.cli bench"
+TOTAL_S = 475
+"""Of all parts together, where none was named. A part has its own limit besides; what no time is left for is told."""
 REHEARSAL_LIMIT_S = 300
 BUNDLED_PYTHON = (3, 12)
 """Of which the bundle's packages are."""
@@ -42,11 +45,11 @@ BUNDLED_PYTHON = (3, 12)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Commands of Python, one after another, with a time limit for all of them."""
+    """Commands of Python, one after another, with a time limit for all of them; {out} is where results go."""
 
     name: str
     limit_s: int
-    commands: tuple[tuple[str, ...], ...]
+    commands: list[str]
     by_default: bool = True
     mps: bool = False
     """Whether it runs with NVIDIA's Multi-Process Service, so that kernels of two processes run side by side."""
@@ -60,108 +63,71 @@ class Outcome:
     passed: bool
 
 
-def gpu_parts(out: Path) -> list[Part]:
+def gpu_parts() -> list[Part]:
     """The order is that of what matters most, should the machine be taken away early."""
-
-    def json(name: str) -> tuple[str, str]:
-        return "--json", str(out / f"{name}.json")
-
-    lengths = ("--prompt-tokens", "100-1024", "--tokens", "100-1024", "--sequences", "256")
-    throughput = (*BENCH, "throughput", "--device", "cuda", "--dtype", "bfloat16", *lengths, "--pairs", "1")
-    swap = (*BENCH, "swap", "--device", "cuda", "--dtype", "bfloat16", "--model", "qwen3-1.7b", "--sequences", "64")
-    masters = ("--masters", "float32", "--tokens", "512", "--prompt-tokens", "16", "--publishes", "100")
-    learning = ("--model", "base", "--dtype", "bfloat16", "--seeds", "0", "--modes", "inflight,sync", "--steps", "60")
-    rates = ("--warmup-learning-rate", "5e-4", "--learning-rate", "5e-5")
-    loss = ("--dtype", "bfloat16", "--tokens", "8192", "--hidden", "4096", "--vocab", "131072", "--pairs", "3")
-    staleness = (
-        "--model",
-        "qwen3-0.6b",
-        "--dtype",
-        "bfloat16",
-        "--sequences",
-        "64",
-        "--tokens",
-        "128",
-        "--steps",
-        "15",
+    throughput = (
+        f"{BENCH} throughput --device cuda --dtype bfloat16 --sequences 256 --prompt-tokens 100-1024 --tokens 100-1024 "
+        "--pairs 1 --model"
     )
-    trace = ("--model", "qwen3-0.6b", "--dtype", "bfloat16", "--seconds", "2", "--out", str(out / "trace.json.gz"))
-    workers = min(4, os.cpu_count() or 1)
+    learning = (
+        f"{BENCH} learning --device cuda --dtype bfloat16 --model base --seeds 0 --modes inflight,sync --steps 60 "
+        "--warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
+    )
+    swap = (
+        f"{BENCH} swap --device cuda --dtype bfloat16 --masters float32 --model qwen3-1.7b --sequences 64 --tokens 512 "
+        "--prompt-tokens 16 --publishes 100 --json {out}/mps-swap.json"
+    )
+    loss = "loss --device cuda --dtype bfloat16 --tokens 8192 --hidden 4096 --vocab 131072 --pairs 3"
+    loop = "--device cuda --dtype bfloat16 --model qwen3-0.6b"
+    peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
+    tests = f"-m pytest -q -m gpu -rP -p no:cacheprovider {spread(min(6, os.cpu_count() or 1))} tests"
     return [
-        Part("environment", 12, (("-m", "inflight.cli", "doctor"),)),
-        Part(
-            "tests",
-            90,
-            (("-m", "pytest", "-q", "-m", "gpu", "-rP", "-p", "no:cacheprovider", *spread(workers), "tests"),),
-        ),
-        Part("parity", 35, (("benchmarks/gpu/parity.py", "--device", "cuda", *json("parity")),)),
-        Part("kernels", 50, (("benchmarks/gpu/kernels.py", "--device", "cuda", *json("kernels")),)),
-        Part("swap", 105, (("benchmarks/swap_growth.py", "cuda", str(out)),)),
+        Part("environment", 20, ["-m inflight.cli doctor"]),
+        Part("tests", 130, [tests]),
+        Part("parity", 60, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
+        Part("kernels", 60, ["benchmarks/gpu/kernels.py --device cuda --json {out}/kernels.json"]),
+        Part("swap", 130, ["benchmarks/swap_growth.py cuda {out}"]),
         Part(
             "throughput",
-            70,
-            (
-                (*throughput, "--model", "qwen3-1.7b", *json("throughput-1.7b")),
-                (*throughput, "--model", "qwen3-0.6b", *json("throughput-0.6b")),
-            ),
+            110,
+            [f"{throughput} {model} --json {{out}}/throughput-{model}.json" for model in ("qwen3-1.7b", "qwen3-0.6b")],
         ),
-        Part("loss", 30, ((*BENCH, "loss", "--device", "cuda", *loss, *json("loss")),)),
-        Part("learning", 45, ((*BENCH, "learning", "--device", "cuda", *learning, *rates, *json("learning")),)),
-        Part("staleness", 20, ((*BENCH, "staleness", "--device", "cuda", *staleness, *json("staleness")),)),
-        Part("trace", 20, ((*BENCH, "trace", "--device", "cuda", *trace, *json("trace")),)),
-        Part("peers", 560, ((*throughput, "--model", "qwen3-1.7b", *peers(), *json("peers")),), by_default=False),
-        Part(
-            "mps",
-            90,
-            (
-                (*swap, *masters, *json("mps-swap")),
-                (*BENCH, "learning", "--device", "cuda", *learning, *rates, *json("mps-learning")),
-            ),
-            by_default=False,
-            mps=True,
-        ),
+        Part("loss", 60, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
+        Part("learning", 60, [f"{learning} {{out}}/learning.json"]),
+        Part("staleness", 40, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
+        Part("trace", 40, [f"{BENCH} trace {loop} --seconds 2 --out {{out}}/trace.json.gz --json {{out}}/trace.json"]),
+        Part("peers", 560, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
+        Part("mps", 120, [swap, f"{learning} {{out}}/mps-learning.json"], by_default=False, mps=True),
     ]
 
 
-def rehearsal_parts(out: Path) -> list[Part]:
+def rehearsal_parts() -> list[Part]:
     """The commands of the GPU's, with models and numbers that a CPU gets through."""
-
-    def json(name: str) -> tuple[str, str]:
-        return "--json", str(out / f"{name}.json")
-
-    lengths = ("--prompt-tokens", "4-8", "--tokens", "4-8", "--sequences", "4")
-    throughput = (*BENCH, "throughput", "--device", "cpu", "--dtype", "bfloat16", *lengths, "--pairs", "1")
-    learning = ("--dtype", "bfloat16", "--seeds", "0", "--modes", "inflight,sync", "--steps", "3", "--sequences", "16")
-    loss = ("--tokens", "64", "--hidden", "32", "--vocab", "512", "--pairs", "1")
-    staleness = ("--sequences", "4", "--tokens", "8", "--steps", "2")
-    trace = ("--seconds", "0.5", "--out", str(out / "trace.json.gz"))
+    throughput = "throughput --device cpu --dtype bfloat16 --sequences 4 --prompt-tokens 4-8 --tokens 4-8 --pairs 1"
+    learning = "learning --device cpu --dtype bfloat16 --seeds 0 --modes inflight,sync --steps 3 --sequences 16"
     test = "tests/test_swaps.py::test_truth_teller_over_every_transport[slots-cpu]"
     commands = {
-        "environment": (("-m", "inflight.cli", "doctor"),),
-        "tests": (("-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", *spread(2), test),),
-        "parity": (("benchmarks/gpu/parity.py", "--device", "cpu", "--model", "tiny", *json("parity")),),
-        "kernels": (("benchmarks/gpu/kernels.py", "--rehearse", *json("kernels")),),
-        "swap": (("benchmarks/swap_growth.py", "rehearsal", str(out)),),
-        "throughput": ((*throughput, *json("throughput-1.7b")),),
-        "loss": ((*BENCH, "loss", "--device", "cpu", *loss, *json("loss")),),
-        "learning": ((*BENCH, "learning", "--device", "cpu", *learning, "--warmup-steps", "5", *json("learning")),),
-        "staleness": ((*BENCH, "staleness", "--device", "cpu", *staleness, *json("staleness")),),
-        "trace": ((*BENCH, "trace", "--device", "cpu", *trace, *json("trace")),),
+        "environment": "-m inflight.cli doctor",
+        "tests": f"-m pytest -q -rP -p no:cacheprovider {spread(2)} {test}",
+        "parity": "benchmarks/gpu/parity.py --device cpu --model tiny --json {out}/parity.json",
+        "kernels": "benchmarks/gpu/kernels.py --rehearse --json {out}/kernels.json",
+        "swap": "benchmarks/swap_growth.py rehearsal {out}",
+        "throughput": f"{BENCH} {throughput} --json {{out}}/throughput-qwen3-1.7b.json",
+        "loss": f"{BENCH} loss --device cpu --tokens 64 --hidden 32 --vocab 512 --pairs 1 --json {{out}}/loss.json",
+        "learning": f"{BENCH} {learning} --warmup-steps 5 --json {{out}}/learning.json",
+        "staleness": f"{BENCH} staleness --device cpu --sequences 4 --tokens 8 --steps 2 --json {{out}}/staleness.json",
+        "trace": f"{BENCH} trace --device cpu --seconds 0.5 --out {{out}}/trace.json.gz --json {{out}}/trace.json",
     }
-    return [Part(name, REHEARSAL_LIMIT_S, of_part) for name, of_part in commands.items()]
+    return [Part(name, REHEARSAL_LIMIT_S, [command]) for name, command in commands.items()]
 
 
-def spread(workers: int) -> tuple[str, ...]:
-    """Test files over processes, where pytest-xdist is there; those of one file stay together."""
+def spread(workers: int) -> str:
+    """Tests over processes, where pytest-xdist is there."""
     found = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
-    return ("-n", str(workers), "--dist", "loadfile") if found else ()
+    return f"-n {workers} --dist worksteal" if found else ""
 
 
-def peers() -> tuple[str, ...]:
-    return ("--peer", "transformers", *(("--peer", "vllm") if os.environ.get("PEERS_PATH") else ()))
-
-
-def main(parts: list[Part], out: Path, *, rehearsal: bool) -> int:
+def main(parts: list[Part], out: Path, *, rehearsal: bool, total_s: float = float("inf")) -> int:
     out.mkdir(parents=True, exist_ok=True)
     console = Console(width=150)
     outcomes: list[Outcome] = []
@@ -174,11 +140,13 @@ def main(parts: list[Part], out: Path, *, rehearsal: bool) -> int:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
     }
+    began = time.monotonic()
     for part in parts:
         console.print(f"{part.name} …", end=" ", highlight=False)
         for name in files_of(part.name):
             (out / name).unlink(missing_ok=True)
-        outcomes.append(run_part(part, out, env))
+        left_s = total_s - (time.monotonic() - began)
+        outcomes.append(run_part(part, out, env, min(part.limit_s, left_s)))
         console.print(outcomes[-1].verdict, highlight=False)
         claims += claims_of(part.name, out)
         summary = {
@@ -193,15 +161,18 @@ def main(parts: list[Part], out: Path, *, rehearsal: bool) -> int:
     return 0 if holds else 1
 
 
-def run_part(part: Part, out: Path, env: dict[str, str]) -> Outcome:
+def run_part(part: Part, out: Path, env: dict[str, str], limit_s: float) -> Outcome:
+    if limit_s <= 0:
+        return Outcome(part.name, f"NOT RUN, no time was left for it: PART={part.name} runs it alone", 0.0, False)
     began = time.monotonic()
     failures: list[str] = []
     with open(out / f"{part.name}.log", "wb") as log, mps(env) if part.mps else nullcontext(env) as env_of_part:
         for command in part.commands:
-            left = part.limit_s - (time.monotonic() - began)
-            code = run(command, log, env_of_part, left) if left > 0 else None
+            left = limit_s - (time.monotonic() - began)
+            arguments = [argument.format(out=out) for argument in shlex.split(command)]
+            code = run(arguments, log, env_of_part, left) if left > 0 else None
             if code is None:
-                failures.append(f"over its limit of {part.limit_s} s")
+                failures.append(f"over its limit of {limit_s:.0f} s")
                 break
             if code:
                 failures.append(f"code {code}")
@@ -212,12 +183,12 @@ def run_part(part: Part, out: Path, env: dict[str, str]) -> Outcome:
     return Outcome(part.name, f"FAILED, {', '.join(failures)}; its log ends: {last.strip()[:200]}", seconds, False)
 
 
-def run(command: tuple[str, ...], log, env: dict[str, str], limit_s: float) -> int | None:
+def run(arguments: list[str], log, env: dict[str, str], limit_s: float) -> int | None:
     """The exit code, or None if it was ended at its limit, with all processes that it has started."""
-    log.write(f"$ python {' '.join(command)}\n".encode())
+    log.write(f"$ python {shlex.join(arguments)}\n".encode())
     log.flush()
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=env, start_new_session=True
+        [sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=env, start_new_session=True
     )
     try:
         return process.wait(limit_s)
@@ -285,5 +256,7 @@ if __name__ == "__main__":
     rehearse = parser.parse_args().rehearse
     default = "benchmarks/results/rehearsal" if rehearse else "benchmarks/results/gpu"
     directory = Path(os.environ.get("OUT") or ROOT / default).resolve()
-    all_parts = rehearsal_parts(directory) if rehearse else gpu_parts(directory)
-    sys.exit(main(chosen(all_parts, os.environ.get("PART", "")), directory, rehearsal=rehearse))
+    all_parts = rehearsal_parts() if rehearse else gpu_parts()
+    named = os.environ.get("PART", "")
+    total = float("inf") if named or rehearse else TOTAL_S
+    sys.exit(main(chosen(all_parts, named), directory, rehearsal=rehearse, total_s=total))

@@ -61,9 +61,10 @@ def measure_loss(settings: LossBench, progress: Callable[[str], None] = lambda _
     two gradients; on a CPU the peak of the resident memory of a fresh process (memory_by: "resident"), which has what
     libraries allocate in it too, on a GPU that of PyTorch's allocator ("allocator"). On a GPU and without kept sets
     matmul_tflops is the rate of the product of hidden and weight alone in the same dtype, tflops that of ours, counting
-    6 · tokens · hidden · vocab operations, and matmul_share their ratio; peer_ms has Liger's kernel (at temperature 1,
-    since it takes one for all rows) and a compiled version in pieces of 1,024 rows, or None with the reason in
-    peer_errors.
+    6 · tokens · hidden · vocab operations, and matmul_share their ratio (ours multiplies once more in backward, which
+    counts for nothing); peer_ms has Liger's kernels at temperature 1, since they take one for all rows, that for
+    log-probabilities ("liger"), which on Hopper needs CuTe DSL, and that for the mean cross entropy, which multiplies
+    only once, and a compiled version in pieces of 1,024 rows, or None with the reason in peer_errors.
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
     if settings.kept > settings.vocab:
@@ -75,14 +76,14 @@ def measure_loss(settings: LossBench, progress: Callable[[str], None] = lambda _
     problem = _make_problem(settings, device, getattr(torch, dtype))
 
     progress("memory")
-    peaks = {name: _peak_mib(settings, dtype, device, name) for name in VARIANTS}
+    peaks = {name: _peak_mib(settings, dtype, problem, name) for name in VARIANTS}
     progress("errors against float64")
     error, grad_error = _errors(problem)
     matmul_tflops = None
     peers: dict[str, Callable[[_Problem], torch.Tensor]] = {}
     if device.type == "cuda" and not settings.kept:
         matmul_tflops = _matmul_tflops(problem)
-        peers = {"liger": _liger, "compiled": _compiled}
+        peers = {"liger": _liger, "liger cross entropy": _liger_cross_entropy, "compiled": _compiled}
     times_ms: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for variant in VARIANTS.values():
         _timed_ms(variant, problem)  # not counted
@@ -149,23 +150,25 @@ def loss_table(result: dict[str, Any]) -> Table:
 
 
 def _make_problem(settings: LossBench, device: torch.device, dtype: torch.dtype) -> _Problem:
-    """Logits of about unit variance, and a temperature for each row."""
-    generator = torch.Generator().manual_seed(settings.seed)
+    """Logits of about unit variance, and a temperature for each row. Drawn where they are needed: on a CPU half a
+    billion weights take longer than all that is measured."""
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    on: dict[str, Any] = {"generator": generator, "device": device}
     rows, width, vocabulary = settings.tokens, settings.hidden, settings.vocab
-    hidden_NH = torch.randn(rows, width, generator=generator)
-    weight_VH = torch.randn(vocabulary, width, generator=generator).div_(width**0.5)
-    tokens_N = torch.randint(0, vocabulary, (rows,), generator=generator)
-    temperatures_N = torch.empty(rows).uniform_(0.5, 1.5, generator=generator)
+    hidden_NH = torch.randn(rows, width, **on)
+    weight_VH = torch.randn(vocabulary, width, **on).div_(width**0.5)
+    tokens_N = torch.randint(0, vocabulary, (rows,), **on)
+    temperatures_N = torch.empty(rows, device=device).uniform_(0.5, 1.5, generator=generator)
     kept = None
     if settings.kept:
-        steps = 1 + torch.randperm(vocabulary - 1, generator=generator)[: settings.kept - 1]
+        steps = 1 + torch.randperm(vocabulary - 1, **on)[: settings.kept - 1]
         ids = (tokens_N[:, None] + torch.cat((steps.new_zeros(1), steps))) % vocabulary
-        kept = torch.arange(rows + 1) * settings.kept, ids.flatten().to(device)
+        kept = torch.arange(rows + 1) * settings.kept, ids.flatten()
     return _Problem(
-        hidden_NH.to(device, dtype).requires_grad_(),
-        weight_VH.to(device, dtype).requires_grad_(),
-        tokens_N.to(device),
-        temperatures_N.to(device),
+        hidden_NH.to(dtype).requires_grad_(),
+        weight_VH.to(dtype).requires_grad_(),
+        tokens_N,
+        temperatures_N,
         kept,
     )
 
@@ -192,6 +195,16 @@ def _liger(problem: _Problem) -> torch.Tensor:
     )
 
     return -LigerFusedLinearScaledCrossEntropyFunction.apply(*problem.leaves(), problem.tokens_N, 1.0)
+
+
+def _liger_cross_entropy(problem: _Problem) -> torch.Tensor:
+    """Its loss is the mean, whose gradient it computes in forward."""
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+        LigerFusedLinearCrossEntropyFunction,
+    )
+
+    outputs: Any = LigerFusedLinearCrossEntropyFunction.apply(*problem.leaves(), problem.tokens_N)
+    return -outputs[0]
 
 
 def _piece(
@@ -274,11 +287,11 @@ def _errors(problem: _Problem) -> tuple[float, float]:
     return error, max(grad_error, float((grads[1] - weight_VH.grad).abs().max()))
 
 
-def _peak_mib(settings: LossBench, dtype: str, device: torch.device, name: str) -> float:
+def _peak_mib(settings: LossBench, dtype: str, problem: _Problem, name: str) -> float:
+    device = problem.hidden_NH.device
     if device.type == "cpu":
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(_resident_peak_mib, settings, dtype, name, torch.get_num_threads()).result()
-    problem = _make_problem(settings, device, getattr(torch, dtype))
     _step(VARIANTS[name], problem)  # compiled kernels and the workspaces of libraries stay
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

@@ -75,6 +75,8 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
             outputs = []
             while len(outputs) < len(requests):
                 output = manager.get_result(timeout=1)
+                if output is not None and output.error:
+                    raise RuntimeError(f"a request of Transformers' continuous batching failed: {output.error}")
                 if output is not None and output.is_finished():
                     outputs.append(output)
                 elif output is None and not manager.is_running():

@@ -184,8 +184,8 @@ def _measure_ours(
     trainer_side: Callable[[], None],
     progress: Callable[[str], None],
 ) -> tuple[_Samples, int, int, dict[str, Any]]:
-    """(samples, bytes that a publish reads, bytes that it writes, and how the engine runs, how many rounds of prompts it
-    took, what has grown meanwhile)."""
+    """(samples, bytes that a publish reads, bytes that it writes, and how the engine runs, how many rounds of prompts
+    it took, what has grown meanwhile)."""
     samples = _Samples()
     with ExitStack() as stack:
         progress(f"{OURS} is loading the model")

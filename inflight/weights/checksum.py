@@ -1,7 +1,5 @@
 """A checksum that CPUs and GPUs compute alike, at the speed of memory."""
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +16,8 @@ def checksum(buffer: torch.Tensor) -> int:
     Any change of one word, and nearly any of several, changes it; it is no protection against forgery.
     """
     buffer = F.pad(buffer, (0, -len(buffer) % 8)) if len(buffer) % 8 else buffer
-    words, weights = buffer.view(torch.int64), _weights(buffer.device)
+    words = buffer.view(torch.int64)
+    weights = (torch.arange(1, _WORDS + 1, device=buffer.device) * _signed(_ODD)) | 1
     whole, rest = words.split((len(words) // _WORDS * _WORDS, len(words) % _WORDS))
     blocks = whole.view(-1, _WORDS).split(_BLOCKS[buffer.device.type])
     sums = [(block * weights).sum(1) for block in blocks]
@@ -27,11 +26,6 @@ def checksum(buffer: torch.Tensor) -> int:
     for block_sum in torch.cat(sums).tolist() if sums else ():
         total = (total * _ODD + block_sum) % 2**64
     return total
-
-
-@lru_cache(maxsize=8)
-def _weights(device: torch.device) -> torch.Tensor:
-    return (torch.arange(1, _WORDS + 1, device=device) * _signed(_ODD)) | 1
 
 
 def _signed(number: int) -> int:

@@ -94,9 +94,10 @@ def grad_logits(
     return grad_NC if tanh_NC is None else grad_NC.mul_(tanh_NC.square_().neg_().add_(1))
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · b in the precision of a, which is fp32 or more."""
-    return linear(a, b.to(a.dtype).T)
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a · b in the precision of a, which is fp32 or more: in the memory of total, or without one in new."""
+    product = linear(a, b.to(a.dtype).T)
+    return product if total is None else total.add_(product)
 
 
 def kept_forward(

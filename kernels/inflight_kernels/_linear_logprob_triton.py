@@ -12,15 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._kept_logprob_triton import LOWEST, capped, kept_forward, segment_sum
+from inflight_kernels._kept_logprob_triton import LOWEST, capped, fast_exp, kept_forward, segment_sum
 
-__all__ = ["COLUMNS", "ROWS", "dense_forward", "grad_logits", "kept_forward", "product", "segment_sum"]
+__all__ = ["COLUMNS", "ROWS", "add_product", "dense_forward", "grad_logits", "kept_forward", "segment_sum"]
 
 ROWS = 8192
 COLUMNS = 8192
 """ROWS · COLUMNS gradients of logits exist at a time."""
-GROUP: Any = 8
-"""Row tiles that share a tile of the weight while it is in L2."""
+GROUP: Any = 16
+"""Row tiles that share a tile of the weight while it is in L2. About 130 programs run at a time, so that 16 row tiles
+of 128 and 8 column tiles of 256 are about as many rows of either."""
 
 
 @triton.jit
@@ -93,16 +94,16 @@ def forward_kernel(
         hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H, GROUP
     )
     mask = rows < num_rows
-    z = z / tl.load(temperatures + rows, mask=mask, other=1.0)[:, None]
+    z *= (1.0 / tl.load(temperatures + rows, mask=mask, other=1.0))[:, None]
     z = tl.where((columns < num_columns)[None, :], z, float("-inf"))
-    token = tl.load(tokens + rows, mask=mask, other=-1)
-    hit = columns[None, :] == token[:, None]
     begin = tl.min(columns, 0)
+    token = tl.load(tokens + rows, mask=mask, other=-1)
     in_tile = (token >= begin) & (token < tl.minimum(begin + BLOCK_V, num_columns))
+    hit = columns[None, :] == tl.where(in_tile, token, -1).to(tl.int32)[:, None]
     tl.store(chosen + rows, tl.sum(tl.where(hit, z, 0.0), 1), mask=in_tile)
     peak = tl.maximum(tl.max(z, 1), LOWEST)
     z -= peak[:, None]
-    weights = tl.exp(z)
+    weights = fast_exp(z)
     out = tl.cast(begin // BLOCK_V, tl.int64) * num_rows + rows
     tl.store(peaks + out, peak, mask=mask)
     tl.store(totals + out, tl.sum(weights, 1), mask=mask)
@@ -110,7 +111,7 @@ def forward_kernel(
         tl.store(moments + out, tl.sum(tl.where(weights == 0.0, 0.0, weights * z), 1), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_columns", "begin"])
+@triton.jit(do_not_specialize=["num_rows", "begin"])
 def grad_logits_kernel(
     hidden,
     weight,
@@ -138,14 +139,14 @@ def grad_logits_kernel(
         hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H, GROUP
     )
     mask = rows < num_rows
-    logprobs = z / tl.load(temperatures + rows, mask=mask, other=1.0)[:, None]
+    logprobs = z * (1.0 / tl.load(temperatures + rows, mask=mask, other=1.0))[:, None]
     logprobs -= tl.load(lses + rows, mask=mask, other=0.0)[:, None]
     grad_logprob = tl.load(grad_logprobs + rows, mask=mask, other=0.0)
     coefficient = tl.zeros_like(z) + grad_logprob[:, None]
     if grad_entropies is not None:
         entropy = tl.load(entropies + rows, mask=mask, other=0.0)
         coefficient += tl.load(grad_entropies + rows, mask=mask, other=0.0)[:, None] * (logprobs + entropy[:, None])
-    probs = tl.exp(logprobs)
+    probs = fast_exp(logprobs)
     hit = columns[None, :] + begin == tl.load(tokens + rows, mask=mask, other=-1)[:, None]
     grad = tl.where(hit, grad_logprob[:, None], 0.0) - tl.where(probs == 0.0, 0.0, probs * coefficient)
     if SOFTCAP is not None:
@@ -154,13 +155,19 @@ def grad_logits_kernel(
     tl.store(out, grad.to(grad_logits.dtype.element_ty), mask=mask[:, None] & (columns < num_columns)[None, :])
 
 
-def tiles(dtype: torch.dtype, wide: bool) -> dict[str, Any]:
-    """Sizes of tiles, warps and stages for the products. A softcap leaves no registers for wide ones."""
+def tiles(dtype: torch.dtype, capability: tuple[int, int], wide: bool) -> dict[str, Any]:
+    """Sizes of tiles, warps and stages for the products on a GPU of this compute capability. A softcap leaves no
+    registers for wide ones in backward."""
     if dtype == torch.float32:
         # 64 rows and more would be computed in TF32 on sm_100 by Triton 3.6.
         return {"BLOCK_N": 32, "BLOCK_V": 128, "BLOCK_H": 32, "GROUP": GROUP, "num_warps": 4, "num_stages": 3}
-    block_v = 256 if wide else 128
-    return {"BLOCK_N": 128, "BLOCK_V": block_v, "BLOCK_H": 64, "GROUP": GROUP, "num_warps": 8, "num_stages": 3}
+    # Four stages of a wide tile are 192 KiB. From sm_90 on there are 227, and one program on a multiprocessor anyway.
+    block_v, stages = (256, 4 if capability >= (9, 0) else 3) if wide else (128, 3)
+    return {"BLOCK_N": 128, "BLOCK_V": block_v, "BLOCK_H": 64, "GROUP": GROUP, "num_warps": 8, "num_stages": stages}
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def dense_forward(
@@ -174,7 +181,7 @@ def dense_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
     rows, vocabulary = len(hidden_NH), len(weight_VH)
-    constants = tiles(hidden_NH.dtype, wide=softcap is None)
+    constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=True)
     num_tiles = triton.cdiv(vocabulary, constants["BLOCK_V"])
     chosen_N = torch.full_like(temperatures_N, torch.nan)
     peaks, totals = temperatures_N.new_empty(2, num_tiles, rows)
@@ -228,7 +235,7 @@ def grad_logits(
     `grad_entropies` are already over τ."""
     rows, columns = len(hidden_NH), len(weight_CH)
     grad_NC = weight_CH.new_empty(rows, columns)
-    constants = tiles(hidden_NH.dtype, wide=softcap is None)
+    constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=softcap is None)
     grid = triton.cdiv(rows, constants["BLOCK_N"]) * triton.cdiv(columns, constants["BLOCK_V"])
     launch: Any = grad_logits_kernel[(grid,)]
     launch(
@@ -254,8 +261,12 @@ def grad_logits(
     return grad_NC
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a · b in fp32."""
-    if not a.is_cuda:  # in the interpreter: on a CPU `mm` has no out_dtype
-        return a.float() @ b.float()
-    return torch.mm(a, b, out_dtype=torch.float32)
+def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """total + a · b, summed in fp32: in the memory of total, which is fp32, or without one in new memory."""
+    if not a.is_cuda:  # in the interpreter: on a CPU `mm` and `addmm` have no out_dtype
+        product = a.float() @ b.float()
+        return product if total is None else total.add_(product)
+    widened: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+    if total is None:
+        return torch.mm(a, b, **widened)
+    return torch.addmm(total, a, b, **widened, out=total)

@@ -110,7 +110,13 @@ def expand_kernel(
                 mask=(columns < end)[None, :] & (ranks < R)[:, None],
                 other=0.0,
             )
-            total = tl.dot(shrunk_TR, b_RN.to(tl.float32), total, input_precision="ieee")
+            # Three products of TF32 make one of fp32, nearly.
+            total = tl.dot(
+                shrunk_TR,
+                b_RN.to(tl.float32),
+                total,
+                input_precision="ieee" if b.dtype.element_ty == tl.float32 else "tf32x3",
+            )
         mask = hit[:, None] & (columns < end)[None, :]
         total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
         tl.store(out, total.to(y.dtype.element_ty), mask=mask)
@@ -151,7 +157,8 @@ def add_lora(
         BLOCK_K=BLOCK_K,
         BLOCK_P=block_p,
     )
-    launch = expand_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(max(widths), BLOCK_N), len(widths))]
+    block_n = BLOCK_N if x.dtype == torch.float32 else 2 * BLOCK_N  # products of fp32 take more registers
+    launch = expand_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(max(widths), block_n), len(widths))]
     launch(
         y,
         b,
@@ -166,5 +173,5 @@ def add_lora(
         PIECES=pieces,
         BLOCK_T=block_t,
         BLOCK_R=min(max(triton.next_power_of_2(rank), 16), 32),
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
     )

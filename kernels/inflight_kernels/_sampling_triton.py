@@ -19,6 +19,12 @@ def mix64(x):
 
 
 @triton.jit
+def inverse_of(temperature):
+    """1 / temperature, and 1 for 0. Finite, so that its product with 0 is 0."""
+    return tl.where(temperature == 0, 1.0, tl.minimum(1.0 / temperature, 1.0e38))
+
+
+@triton.jit
 def first_index(hits, weights, index):
     """The first index that hits; if rounding left none, the last of positive weight; in a row of NaN, 0."""
     none = 2**31 - 1
@@ -35,17 +41,16 @@ def block_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    temperature = tl.load(temperatures + row)
-    temperature = tl.where(temperature == 0, 1.0, temperature)
+    inverse = inverse_of(tl.load(temperatures + row))
     x = tl.load(logits + row * stride_m + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     peak = tl.max(x, 0)
-    z = (x - tl.where(peak == float("-inf"), 0.0, peak)) / temperature
-    w = tl.exp(z)
+    z = (x - tl.where(peak == float("-inf"), 0.0, peak)) * (inverse * 1.4426950408889634)  # z / ln 2, so w = 2^z
+    w = tl.exp2(z)
     at = row * BLOCKS + block
     tl.store(peaks + at, peak)
     tl.store(totals + at, tl.sum(w, 0))
     if moments is not None:
-        tl.store(moments + at, tl.sum(tl.where(w > 0, w * z, 0.0), 0))
+        tl.store(moments + at, tl.sum(tl.where(w > 0, w * z, 0.0), 0) * 0.6931471805599453)
 
 
 @triton.jit
@@ -69,13 +74,13 @@ def draw_kernel(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     greedy = temperature == 0
-    temperature = tl.where(greedy, 1.0, temperature)
+    inverse = inverse_of(temperature)
 
     blocks = tl.arange(0, BLOCK_B)
     at = row * BLOCKS + blocks
     peak_B = tl.load(peaks + at, mask=blocks < BLOCKS, other=float("-inf"))
     peak = tl.max(peak_B, 0)
-    z_B = (peak_B - peak) / temperature
+    z_B = (peak_B - peak) * inverse
     scale_B = tl.exp(z_B)
     weight_B = scale_B * tl.load(totals + at, mask=blocks < BLOCKS, other=0.0)
     cdf_B = tl.cumsum(weight_B, 0)
@@ -90,7 +95,7 @@ def draw_kernel(
 
     columns = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride_m + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
-    z = (x - peak) / temperature
+    z = (x - peak) * inverse
     w = tl.exp(z)
     token = first_index(tl.where(greedy, x == peak, (tl.cumsum(w, 0) > rest) & (w > 0)), w, columns)
     tl.store(tokens + row, token.to(tl.int64))
@@ -107,7 +112,9 @@ def draw(
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     blocks = triton.cdiv(vocabulary, BLOCK)
-    statistics = torch.empty(3 if entropy else 2, rows, blocks, dtype=torch.float32, device=logits.device)
+    # Each begins at a multiple of 16 bytes, whatever the number of rows: Triton compiles anew for pointers that do not.
+    size = triton.cdiv(rows * blocks, 4) * 4
+    statistics = torch.empty(3 if entropy else 2, size, dtype=torch.float32, device=logits.device)
     peaks, totals, moments = statistics if entropy else (*statistics, None)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -124,6 +131,7 @@ def draw(
             V=vocabulary,
             BLOCKS=blocks,
             BLOCK=BLOCK,
+            num_warps=1,  # sums and maxima of one warp need no barrier, and each thread has several loads in flight
         )
         launch = draw_kernel[(rows,)]
         launch(

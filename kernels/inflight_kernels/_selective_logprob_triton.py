@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._kept_logprob_triton import LOWEST
+from inflight_kernels._kept_logprob_triton import LOWEST, fast_exp
 
 BLOCK_V: Any = 4096
 
@@ -22,7 +22,7 @@ def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V: tl
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(base + columns, mask=columns < V, other=float("-inf")).to(tl.float32) * inverse_temperature
         new_peak = tl.maximum(peak, tl.max(z, 0))
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(z - new_peak), 0)
+        total = total * tl.exp(peak - new_peak) + tl.sum(fast_exp(z - new_peak), 0)
         peak = new_peak
     lse = peak + tl.log(total)
     chosen = tl.load(base + tl.load(tokens + row)).to(tl.float32) * inverse_temperature
@@ -40,7 +40,7 @@ def backward_kernel(
     mask = columns < V
     z = tl.load(logits + row * stride_n + columns, mask=mask, other=float("-inf")).to(tl.float32)
     # In a row of nothing but −∞ the difference of two −∞ would make p NaN.
-    p = tl.where(z == float("-inf"), 0.0, tl.exp(z * inverse_temperature - tl.load(lses + row)))
+    p = tl.where(z == float("-inf"), 0.0, fast_exp(z * inverse_temperature - tl.load(lses + row)))
     hit = (columns == tl.load(tokens + row)).to(tl.float32)
     grad = (hit - p) * tl.load(grads + row) * inverse_temperature
     tl.store(grad_logits + row * V + columns, grad.to(grad_logits.dtype.element_ty), mask=mask)

@@ -141,8 +141,8 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _backend(device: torch.device) -> ModuleType:
-    """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `kept_forward`, `grad_logits`, `product` and
-    `segment_sum`."""
+    """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `kept_forward`, `grad_logits`, `add_product`
+    and `segment_sum`."""
     if device.type == "cuda":
         from inflight_kernels import _linear_logprob_triton
 
@@ -218,26 +218,27 @@ class LinearLogprobs(torch.autograd.Function):
         for begin in range(0, len(weight_VH), backend.COLUMNS):
             columns = slice(begin, begin + backend.COLUMNS)
             weight_CH, bias_C = weight_VH[columns], None if bias_V is None else bias_V[columns]
-            grad_CH = weight_CH.new_zeros(weight_CH.shape, dtype=dtype) if wants_weight else None
-            grad_C = weight_CH.new_zeros(len(weight_CH), dtype=dtype) if wants_bias else None
+            grad_CH = grad_C = None
             if by_token is not None:
-                by_token.add(backend, columns, grad_CH, grad_C)
+                grad_CH = by_token.grad_weight(backend, columns) if wants_weight else None
+                grad_C = by_token.grad_bias(backend, columns) if wants_bias else None
             for first in range(0, len(dense_NH), backend.ROWS):
                 rows = slice(first, first + backend.ROWS)
                 grad_NC = backend.grad_logits(
                     dense_NH[rows], weight_CH, bias_C, softcap, begin, *_take(dense_values, rows)
                 )
                 if grad_dense_NH is not None:
-                    grad_dense_NH[rows] += backend.product(grad_NC, weight_CH)
-                if grad_CH is not None:
-                    grad_CH += backend.product(grad_NC.T, dense_NH[rows])
-                if grad_C is not None:
-                    grad_C += grad_NC.sum(0, dtype=dtype)
+                    backend.add_product(grad_dense_NH[rows], grad_NC, weight_CH)
+                if wants_weight:
+                    grad_CH = backend.add_product(grad_CH, grad_NC.T, dense_NH[rows])
+                if wants_bias:
+                    sum_C = grad_NC.sum(0, dtype=dtype)
+                    grad_C = sum_C if grad_C is None else grad_C + sum_C
                 del grad_NC  # before the next one is allocated, so that it takes the same memory
-            if grad_weight_VH is not None and grad_CH is not None:
-                grad_weight_VH[columns] = grad_CH
-            if grad_bias_V is not None and grad_C is not None:
-                grad_bias_V[columns] = grad_C
+            if grad_weight_VH is not None:
+                grad_weight_VH[columns] = 0 if grad_CH is None else grad_CH
+            if grad_bias_V is not None:
+                grad_bias_V[columns] = 0 if grad_C is None else grad_C
         if grad_hidden_NH is not None and grad_dense_NH is not None:
             grad_hidden_NH[dense] = grad_dense_NH.to(hidden_NH.dtype)
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
@@ -291,12 +292,13 @@ class _ByToken:
         bounds = torch.arange(vocabulary + 1, device=ids_E.device)
         return cls(grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds), hidden_KH)
 
-    def add(
-        self, backend: ModuleType, columns: slice, grad_CH: torch.Tensor | None, grad_C: torch.Tensor | None
-    ) -> None:
-        offsets = self.offsets[columns.start : columns.stop + 1]
-        if grad_CH is not None:
-            grad_CH += backend.segment_sum(self.grad_E, self.hidden_KH, self.row_E, offsets)
-        if grad_C is not None:
-            ones_K1 = self.hidden_KH.new_ones(len(self.hidden_KH), 1)
-            grad_C += backend.segment_sum(self.grad_E, ones_K1, self.row_E, offsets)[:, 0]
+    def grad_weight(self, backend: ModuleType, columns: slice) -> torch.Tensor:
+        """[C, H] of these columns of the vocabulary."""
+        return self._sum(backend, columns, self.hidden_KH)
+
+    def grad_bias(self, backend: ModuleType, columns: slice) -> torch.Tensor:
+        """[C]."""
+        return self._sum(backend, columns, self.hidden_KH.new_ones(len(self.hidden_KH), 1))[:, 0]
+
+    def _sum(self, backend: ModuleType, columns: slice, table: torch.Tensor) -> torch.Tensor:
+        return backend.segment_sum(self.grad_E, table, self.row_E, self.offsets[columns.start : columns.stop + 1])

@@ -1,0 +1,677 @@
+"""Every kernel of the library on a GPU at the shapes of real models: is it right there, and how near is it to the
+bandwidth of the same card's own copy?
+
+    python benchmarks/gpu/kernels.py [--device cuda] [--json PATH] [--rehearse]
+
+All of them but the products of `linear_logprobs`, which `inflight bench loss` measures, are bound by memory. Bytes are
+counted by hand, each input read once and each output written once. A time is the median over calls between two CUDA
+events, each call behind a read of 1 GiB, so that the cache holds nothing of the inputs and the call is queued before
+its turn comes; what a call leaves in the cache to be written later is not in its time, which flatters small shapes.
+Where launches take longer than the bytes (a step of decoding, the policy loss) there is a time but no share. Errors are
+‖out − reference‖ / ‖reference‖ against fp64, or fp32 where it says so, on random data at the same shape.
+
+Peers, in the same run: "eager" is the reference in PyTorch, "compiled" the same through torch.compile, "liger" and
+"flashinfer" the kernels of those libraries, where they are there (FlashInfer's only if they need no compiler: compiling
+takes minutes). A kernel that fails or is wrong leaves the others alone and makes the exit code 1. `--rehearse` runs
+everything in a small size on the CPU by the wall clock; its numbers mean nothing.
+"""
+
+import argparse
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from inflight_kernels import (
+    add_lora,
+    add_rms_norm,
+    copy_all,
+    draw,
+    gated_activation,
+    policy_loss_terms,
+    policy_loss_terms_reference,
+    quantize_rows,
+    rms_norm,
+    rope_and_cache,
+    selective_logprobs,
+    selective_logprobs_reference,
+    uniforms,
+)
+from inflight_kernels.activation import gated_activation_reference
+from inflight_kernels.copy import quantize_rows_reference
+from inflight_kernels.lora import add_lora_reference
+from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
+from inflight_kernels.rotary import rope_and_cache_reference
+from inflight_kernels.sampling import draw_reference
+from rich.console import Console
+from rich.table import Table
+
+from inflight.observability.environment import environment, write_json
+
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+EPS = 1e-6
+REPEATS = 25
+COMPILE_UNTIL_S = 33.0
+"""Seconds after the start from which on no other peer is compiled, so that all ends within about 45."""
+CHUNK = 256
+"""Rows of logits that exist in fp64 at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    tokens: int = 16_384
+    decode: int = 256
+    hidden: int = 4096
+    intermediate: int = 12_288
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 151_936
+    logprob_rows: int = 4096
+    drawn_tokens: int = 1 << 18
+    copied: tuple[int, ...] = (151_936 * 4096, *[4096 * 4096] * 16, *[4096] * 16)
+    rank: int = 16
+    adapters: int = 8
+    copy_bytes: int = 4 << 30
+    matmul: int = 8192
+    flush_bytes: int = 1 << 30
+
+
+SMALL = Sizes(
+    tokens=24,
+    decode=4,
+    hidden=64,
+    intermediate=96,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=1500,
+    logprob_rows=6,
+    drawn_tokens=100,
+    copied=(3000, 64),
+    rank=4,
+    adapters=2,
+    copy_bytes=1 << 16,
+    matmul=32,
+    flush_bytes=1 << 10,
+)
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    name: str
+    shape: str
+    dtype: str
+    num_bytes: int
+    """Read and written by one call, by hand."""
+    is_long: bool = True
+    """Whether moving the bytes takes longer than launches and one way to memory and back; if not, the share of the
+    ceiling says nothing."""
+    ours: Call
+    error: Callable[[], float]
+    tolerance: float
+    peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
+    """What makes the call of a peer ready, by name; it raises where it cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    device: torch.device
+    sizes: Sizes
+    began_s: float
+
+    def random(self, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self.device, dtype=FP32) * scale).to(dtype)
+
+    def integers(self, below: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, below, shape, device=self.device)
+
+    def ms(self, call: Call) -> float:
+        """Median over calls, after two that are not counted."""
+        for _ in range(2):
+            call()
+        if self.device.type == "cpu":
+            return 1e3 * median(_wall_s(call) for _ in range(3))
+        spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+        other = _flush_buffer(self)
+        for began, ended in spans:
+            other.sum()  # reads, so that nothing is left in the cache that has yet to be written
+            began.record()
+            call()
+            ended.record()
+        torch.cuda.synchronize()
+        return median(began.elapsed_time(ended) for began, ended in spans)
+
+
+def _wall_s(call: Call) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+@cache
+def _flush_buffer(machine: Machine) -> torch.Tensor:
+    return torch.zeros(machine.sizes.flush_bytes // 4, dtype=FP32, device=machine.device)
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖result − expected‖ / ‖expected‖ in fp64; infinite if something is not finite."""
+    difference = float(torch.linalg.vector_norm(result.double() - expected.double()))
+    norm = float(torch.linalg.vector_norm(expected.double()))
+    error = difference / norm if norm else difference
+    return error if math.isfinite(error) else math.inf
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def norm_case(machine: Machine) -> Case:
+    tokens, hidden = machine.sizes.tokens, machine.sizes.hidden
+    x, weight = machine.random(tokens, hidden), machine.random(hidden)
+    return Case(
+        name="rms_norm",
+        shape=f"{tokens}×{hidden}",
+        dtype="bfloat16",
+        num_bytes=2 * x.nbytes,
+        ours=lambda: rms_norm(x, weight, EPS),
+        error=lambda: relative_error(rms_norm(x, weight, EPS), _exact_norm(x, weight)),
+        tolerance=1e-2,
+        peers={
+            "eager": lambda: lambda: rms_norm_reference(x, weight, EPS),
+            "liger": lambda: partial(
+                _liger("rms_norm", "LigerRMSNormFunction").apply, x, weight, EPS, 0.0, "llama", False
+            ),
+            "flashinfer": lambda: partial(_flashinfer("norm", "gen_norm_module").rmsnorm, x, weight, EPS),
+        },
+    )
+
+
+def add_norm_case(machine: Machine, tokens: int) -> Case:
+    hidden = machine.sizes.hidden
+    (x, residual), weight = machine.random(2, tokens, hidden).unbind(), machine.random(hidden)
+
+    def error() -> float:
+        y, s = add_rms_norm(x, residual, weight, EPS)
+        return max(relative_error(s, x.double() + residual.double()), relative_error(y, _exact_norm(s, weight)))
+
+    def flashinfer() -> Call:  # in place: x becomes y, and the residual the sum
+        copies = x.clone(), residual.clone()
+        return partial(_flashinfer("norm", "gen_norm_module").fused_add_rmsnorm, *copies, weight, EPS)
+
+    peers: dict[str, Callable[[], Call]] = {
+        "eager": lambda: lambda: add_rms_norm_reference(x, residual, weight, EPS),
+        "liger": lambda: partial(
+            _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction").apply, x, residual, weight, EPS
+        ),
+        "flashinfer": flashinfer,
+    }
+    if tokens == machine.sizes.tokens:
+        peers["compiled"] = lambda: partial(_compiled(machine, add_rms_norm_reference), x, residual, weight, EPS)
+    return Case(
+        name="add_rms_norm",
+        shape=f"{tokens}×{hidden}",
+        dtype="bfloat16",
+        num_bytes=4 * x.nbytes,
+        is_long=tokens == machine.sizes.tokens,
+        ours=lambda: add_rms_norm(x, residual, weight, EPS),
+        error=error,
+        tolerance=1e-2,
+        peers=peers,
+    )
+
+
+def _exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def activation_case(machine: Machine) -> Case:
+    tokens, width = machine.sizes.tokens // 2, machine.sizes.intermediate
+    gate_up = machine.random(tokens, 2 * width)
+
+    def error() -> float:
+        gate, up = gate_up.double().chunk(2, 1)
+        return relative_error(gated_activation(gate_up, "silu"), torch.nn.functional.silu(gate) * up)
+
+    return Case(
+        name="gated_activation",
+        shape=f"{tokens}×2·{width}",
+        dtype="bfloat16",
+        num_bytes=3 * gate_up.nbytes // 2,
+        ours=lambda: gated_activation(gate_up, "silu"),
+        error=error,
+        tolerance=1e-2,
+        peers={
+            "eager": lambda: lambda: gated_activation_reference(gate_up, "silu"),
+            "liger": lambda: partial(_liger("swiglu", "LigerFusedGateUpSiLUMulFunction").apply, gate_up),
+            "flashinfer": lambda: partial(
+                _flashinfer("activation", "gen_act_and_mul_module", "silu").silu_and_mul, gate_up
+            ),
+            "compiled": lambda: partial(_compiled(machine, gated_activation_reference), gate_up, "silu"),
+        },
+    )
+
+
+def rope_case(machine: Machine, tokens: int) -> Case:
+    sizes = machine.sizes
+    heads, dim, block_size = sizes.q_heads + 2 * sizes.kv_heads, sizes.head_dim, 16
+    blocks = sizes.tokens // block_size + 8
+    qkv = machine.random(tokens, heads * dim)
+    angles = torch.rand(4096, dim // 2, device=machine.device).repeat(1, 2) * 50
+    cos, sin = angles.cos(), angles.sin()
+    positions = machine.integers(4096, tokens)
+    slots = torch.randperm(blocks * block_size, device=machine.device)[:tokens]
+    k_cache, v_cache = machine.random(2, blocks, block_size, sizes.kv_heads, dim).unbind()
+    q_norm, k_norm = machine.random(2, dim).unbind()
+    options: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "eps": EPS}
+    where = cos, sin, positions, slots
+    ours = partial(rope_and_cache, qkv, *where, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, **options)
+
+    def error() -> float:
+        wide = k_cache.float(), v_cache.float()
+        narrow = k_cache.clone(), v_cache.clone()
+        norms = {"q_norm": q_norm.float(), "k_norm": k_norm.float()}
+        expected = rope_and_cache_reference(qkv.float(), *where, *wide, **norms, **options)
+        q = rope_and_cache(qkv, *where, *narrow, q_norm=q_norm, k_norm=k_norm, **options)
+        pairs = zip((q, *narrow), (expected, *wide), strict=True)
+        return max(relative_error(result, other) for result, other in pairs)
+
+    def plain() -> torch.Tensor:
+        """The reference for slots that are not negative, which torch.compile can take in one piece."""
+        rotation = [table[positions].to(qkv.dtype).float()[:, None] for table in (cos, sin)]
+        q, k, v = qkv.unflatten(1, (heads, -1)).split((sizes.q_heads, sizes.kv_heads, sizes.kv_heads), 1)
+        rotated = []
+        for x, weight in ((q, q_norm), (k, k_norm)):
+            normed = rms_norm_reference(x, weight, EPS).float()
+            first, second = normed.chunk(2, -1)
+            rotated.append((normed * rotation[0] + torch.cat((-second, first), -1) * rotation[1]).to(qkv.dtype))
+        k_cache.flatten(0, 1)[slots] = rotated[1]
+        v_cache.flatten(0, 1)[slots] = v
+        return rotated[0]
+
+    peers: dict[str, Callable[[], Call]] = {"eager": lambda: plain}
+    if tokens == sizes.tokens:
+        peers["compiled"] = lambda: _compiled(machine, plain)
+    return Case(
+        name="rope_and_cache",
+        shape=f"{tokens}×({sizes.q_heads}+2·{sizes.kv_heads})·{dim}, norms; reference in fp32",
+        dtype="bfloat16",
+        num_bytes=2 * qkv.nbytes,
+        is_long=tokens == sizes.tokens,
+        ours=ours,
+        error=error,
+        tolerance=1e-2,
+        peers=peers,
+    )
+
+
+def draw_case(machine: Machine, dtype: torch.dtype) -> Case:
+    rows, vocab = machine.sizes.decode, machine.sizes.vocab
+    logits = machine.random(rows, vocab, dtype=dtype, scale=3.0)
+    temperatures = torch.rand(rows, device=machine.device) + 0.5
+    seeds, positions = machine.integers(1 << 40, rows), machine.integers(4096, rows)
+    arguments = logits, temperatures, seeds, positions
+
+    def error() -> float:
+        """Of log-probability and entropy; infinite if a token does not lie where its uniform number says."""
+        tokens, logprobs, entropies = draw(*arguments, entropy=True)
+        exact_MV = torch.log_softmax(logits.double() / temperatures.double()[:, None], -1)
+        probs_MV = exact_MV.exp()
+        chosen_M1 = tokens[:, None]
+        above_M = probs_MV.cumsum(-1).gather(1, chosen_M1)[:, 0] - uniforms(seeds, positions)
+        below_M = above_M - probs_MV.gather(1, chosen_M1)[:, 0]
+        if not bool(((above_M > -1e-5) & (below_M < 1e-5)).all()) or entropies is None:
+            return math.inf
+        return max(
+            relative_error(logprobs, exact_MV.gather(1, chosen_M1)[:, 0]),
+            relative_error(entropies, torch.special.entr(probs_MV).sum(-1)),
+        )
+
+    def flashinfer() -> Call:  # at temperature 1, without a log-probability
+        return partial(_flashinfer("sampling", "gen_sampling_module").sampling_from_logits, logits.float())
+
+    return Case(
+        name="draw, with entropy",
+        shape=f"{rows}×{vocab}",
+        dtype=str(dtype).removeprefix("torch."),
+        num_bytes=logits.nbytes,
+        ours=lambda: draw(*arguments, entropy=True),
+        error=error,
+        tolerance=1e-4,
+        peers={
+            "eager": lambda: lambda: draw_reference(*arguments, entropy=True),
+            "softmax, multinomial": lambda: (
+                lambda: torch.multinomial(torch.softmax(logits.float() / temperatures[:, None], -1), 1)
+            ),
+            "flashinfer": flashinfer,
+        },
+    )
+
+
+def logprob_case(machine: Machine) -> Case:
+    rows, vocab = machine.sizes.logprob_rows, machine.sizes.vocab
+    logits = machine.random(rows, vocab, scale=3.0).requires_grad_()
+    tokens, temperatures = machine.integers(vocab, rows), torch.rand(rows, device=machine.device) + 0.5
+    weights = machine.random(rows, dtype=FP32)
+
+    def step(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = function(logits, tokens, temperatures)
+        return logprobs.detach(), torch.autograd.grad(logprobs, logits, weights)[0]
+
+    def error() -> float:
+        logprobs, grad = step(selective_logprobs)
+        squares = torch.zeros(4, dtype=torch.float64, device=machine.device)
+        for first in range(0, rows, CHUNK):
+            piece = slice(first, first + CHUNK)
+            scaled = logits.detach()[piece].double() / temperatures[piece].double()[:, None]
+            exact = torch.log_softmax(scaled, -1)
+            chosen = tokens[piece, None]
+            expected = exact.gather(1, chosen)[:, 0]
+            scale = (weights[piece] / temperatures[piece]).double()[:, None]
+            expected_grad = -exact.exp_() * scale
+            expected_grad.scatter_add_(1, chosen, scale)
+            for i, (result, other) in enumerate(((logprobs[piece], expected), (grad[piece], expected_grad))):
+                squares[2 * i] += (result.double() - other).square().sum()
+                squares[2 * i + 1] += other.square().sum()
+        value = float((squares[::2] / squares[1::2]).sqrt().max())
+        return value if math.isfinite(value) else math.inf
+
+    return Case(
+        name="selective_logprobs, forward and backward",
+        shape=f"{rows}×{vocab}",
+        dtype="bfloat16",
+        num_bytes=3 * logits.nbytes,
+        ours=lambda: step(selective_logprobs),
+        error=error,
+        tolerance=1e-2,
+        peers={
+            "eager": lambda: lambda: step(selective_logprobs_reference),
+            "compiled": lambda: partial(step, _compiled(machine, selective_logprobs_reference)),
+        },
+    )
+
+
+def lora_case(machine: Machine, tokens: int) -> Case:
+    sizes = machine.sizes
+    widths = [heads * sizes.head_dim for heads in (sizes.q_heads, sizes.kv_heads, sizes.kv_heads)]
+    a = machine.random(sizes.adapters, 3 * sizes.rank, sizes.hidden, scale=sizes.hidden**-0.5)
+    b = machine.random(sizes.adapters, sum(widths), sizes.rank, scale=0.01)
+    x, y = machine.random(tokens, sizes.hidden), machine.random(tokens, sum(widths))
+    slots = (machine.integers(sizes.adapters + 1, tokens) - 1).int()
+    if tokens == sizes.tokens:
+        slots = slots.sort().values  # of prompts, whose tokens lie together
+
+    def error() -> float:
+        """Of what is added: to zeros, so that the rounding of y does not hide it."""
+        result, expected = torch.zeros_like(y), torch.zeros_like(y, dtype=FP32)
+        add_lora(result, x, a, b, widths, slots)
+        add_lora_reference(expected, x.float(), a.float(), b.float(), widths, slots)
+        return relative_error(result, expected)
+
+    return Case(
+        name="add_lora",
+        shape=f"{tokens}×{sizes.hidden} to {sum(widths)}, rank {sizes.rank}, {sizes.adapters} adapters; "
+        "reference in fp32",
+        dtype="bfloat16",
+        num_bytes=x.nbytes + 2 * y.nbytes + a.nbytes + b.nbytes,
+        is_long=tokens == sizes.tokens,
+        ours=lambda: add_lora(y, x, a, b, widths, slots),
+        error=error,
+        tolerance=1e-2,
+        peers={"eager": lambda: lambda: add_lora_reference(y, x, a, b, widths, slots)},
+    )
+
+
+def copy_case(machine: Machine, dtype: torch.dtype) -> Case:
+    sources = [machine.random(numel, dtype=dtype) for numel in machine.sizes.copied]
+    destinations = [torch.full_like(source, math.nan, dtype=BF16) for source in sources]
+
+    def error() -> float:
+        copy_all(destinations, sources)
+        pairs = zip(destinations, sources, strict=True)
+        return 0.0 if all(torch.equal(to, source.to(BF16)) for to, source in pairs) else math.inf
+
+    return Case(
+        name="copy_all",
+        shape=f"{len(sources)} tensors of {sum(machine.sizes.copied):,} values",
+        dtype=f"{str(dtype).removeprefix('torch.')} to bfloat16",
+        num_bytes=sum(tensor.nbytes for tensor in (*sources, *destinations)),
+        ours=lambda: copy_all(destinations, sources),
+        error=error,
+        tolerance=0.0,
+        peers={"eager": lambda: lambda: torch._foreach_copy_(destinations, sources)},
+    )
+
+
+def quantize_case(machine: Machine) -> Case:
+    rows, width = machine.sizes.tokens, machine.sizes.hidden
+    source = machine.random(rows, width)
+
+    def empty() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(rows, width, dtype=FP8, device=machine.device), torch.empty(rows, device=machine.device)
+
+    out, scales = empty()
+
+    def error() -> float:
+        quantize_rows(out, scales, source)
+        expected, expected_scales = empty()
+        quantize_rows_reference(expected, expected_scales, source)
+        return relative_error(out.float() * scales[:, None], expected.float() * expected_scales[:, None])
+
+    return Case(
+        name="quantize_rows",
+        shape=f"{rows}×{width}; reference in fp32",
+        dtype="bfloat16 to float8_e4m3fn",
+        num_bytes=source.nbytes + out.nbytes + scales.nbytes,
+        ours=lambda: quantize_rows(out, scales, source),
+        error=error,
+        tolerance=1e-4,
+        peers={"eager": lambda: lambda: quantize_rows_reference(out, scales, source)},
+    )
+
+
+def policy_loss_case(machine: Machine) -> Case:
+    tokens = machine.sizes.drawn_tokens
+    logprobs = -machine.random(tokens, dtype=FP32).abs()
+    behavior, proximal = (logprobs + machine.random(tokens, dtype=FP32, scale=0.2) for _ in range(2))
+    advantages = machine.random(tokens, dtype=FP32)
+    weights = torch.rand(tokens, device=machine.device) / tokens
+    tensors = logprobs, behavior, proximal, advantages, weights
+    classes = machine.integers(3, tokens)
+    options: dict[str, Any] = {"correction": "truncate", "high": 2.0, "surrogate": "ppo_clip"}
+    options |= {"clip_low": 0.2, "clip_high": 0.28, "dual": 3.0}
+
+    def error() -> float:
+        result = policy_loss_terms(*tensors, classes, **options)
+        wide: list[Any] = [*(tensor.double() for tensor in tensors), classes]
+        expected = policy_loss_terms_reference(*wide, **options)
+        return max(relative_error(mine, other) for mine, other in zip(result, expected, strict=True))
+
+    return Case(
+        name="policy_loss_terms",
+        shape=f"{tokens:,} tokens",
+        dtype="float32",
+        num_bytes=sum(tensor.nbytes for tensor in (*tensors, classes)) + logprobs.nbytes,
+        is_long=False,
+        ours=lambda: policy_loss_terms(*tensors, classes, **options),
+        error=error,
+        tolerance=5e-3,  # a token within rounding of a bound is clipped in one precision and not in the other
+        peers={"eager": lambda: lambda: policy_loss_terms_reference(*tensors, classes, **options)},
+    )
+
+
+CASES: dict[str, Callable[[Machine], Case]] = {
+    "rms_norm": norm_case,
+    "add_rms_norm": lambda machine: add_norm_case(machine, machine.sizes.tokens),
+    "add_rms_norm, decode": lambda machine: add_norm_case(machine, machine.sizes.decode),
+    "gated_activation": activation_case,
+    "rope_and_cache": lambda machine: rope_case(machine, machine.sizes.tokens),
+    "rope_and_cache, decode": lambda machine: rope_case(machine, machine.sizes.decode),
+    "draw": lambda machine: draw_case(machine, BF16),
+    "draw, fp32": lambda machine: draw_case(machine, FP32),
+    "selective_logprobs": logprob_case,
+    "add_lora": lambda machine: lora_case(machine, machine.sizes.tokens),
+    "add_lora, decode": lambda machine: lora_case(machine, machine.sizes.decode),
+    "copy_all, cast": lambda machine: copy_case(machine, FP32),
+    "copy_all": lambda machine: copy_case(machine, BF16),
+    "quantize_rows": quantize_case,
+    "policy_loss_terms": policy_loss_case,
+}
+
+
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+
+def _compiled(machine: Machine, function: Callable[..., Any]) -> Callable[..., Any]:
+    if machine.device.type == "cpu":
+        return function  # a rehearsal: it would need a C++ compiler
+    if time.perf_counter() - machine.began_s > COMPILE_UNTIL_S:
+        raise TimeoutError(f"not compiled: {COMPILE_UNTIL_S:.0f} s were over")
+    return torch.compile(function, dynamic=False)
+
+
+def _liger(module: str, name: str) -> Any:
+    return getattr(import_module(f"liger_kernel.ops.{module}"), name)
+
+
+def _flashinfer(module: str, generator: str, *arguments: str) -> Any:
+    """A module of FlashInfer whose kernels are compiled already."""
+    specification = getattr(import_module(f"flashinfer.jit.{module}"), generator)(*arguments)
+    if not specification.is_aot:
+        raise RuntimeError("its kernels would be compiled first, which takes minutes")
+    return import_module(f"flashinfer.{module}")
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+def ceilings(machine: Machine) -> dict[str, float]:
+    """GB/s of a copy, bytes read and bytes written, and TFLOP/s of a product of bf16, both on random data."""
+    sizes = machine.sizes
+    source = machine.random(sizes.copy_bytes // 4, dtype=FP32)
+    copy_ms = machine.ms(partial(torch.empty_like(source).copy_, source))
+    a, b = machine.random(2, sizes.matmul, sizes.matmul).unbind()
+    out = torch.empty_like(a)
+    matmul_ms = machine.ms(lambda: torch.mm(a, b, out=out))
+    return {
+        "copy_gb_s": 2 * source.nbytes / copy_ms / 1e6,
+        "copy_bytes": source.nbytes,
+        "matmul_tflops": 2 * sizes.matmul**3 / matmul_ms / 1e9,
+        "matmul_size": sizes.matmul,
+    }
+
+
+def measure(machine: Machine) -> dict[str, Any]:
+    """Ours first, all of it, then peers, those that must be compiled last."""
+    limits = ceilings(machine)
+    results: dict[str, dict[str, Any]] = {}
+    cases = dict(_ready(machine, results))
+    for name, case in cases.items():
+        results[name] = {"name": case.name, "shape": case.shape, "dtype": case.dtype}
+        try:
+            error, ms = case.error(), machine.ms(case.ours)
+        except Exception:
+            results[name]["failure"] = traceback.format_exc()
+            continue
+        gb_s = case.num_bytes / ms / 1e6
+        results[name] |= {
+            "ms": ms,
+            "gb_s": gb_s,
+            "share_of_ceiling": gb_s / limits["copy_gb_s"] if case.is_long else None,
+            "bytes": case.num_bytes,
+        }
+        results[name] |= {"error": error if math.isfinite(error) else None, "tolerance": case.tolerance}
+        if not error <= case.tolerance:
+            results[name]["failure"] = f"error {error:.2e}, expected at most {case.tolerance:.0e}"
+    for is_compiled in (False, True):
+        for name, case in cases.items():
+            peers, reasons = (results[name].setdefault(key, {}) for key in ("peers", "peer_errors"))
+            for peer, ready in case.peers.items():
+                if (peer == "compiled") is is_compiled:
+                    peers[peer] = None
+                    try:
+                        peers[peer] = machine.ms(ready())
+                    except Exception as reason:  # a peer that is missing or does not take this is no failure of ours
+                        reasons[peer] = f"{type(reason).__name__}: {reason}"[:300]
+    return {"bench": "kernels", "ceilings": limits, "kernels": [results[name] for name in CASES]}
+
+
+def _ready(machine: Machine, results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Case]]:
+    """The cases whose kernels run at all, compiled side by side."""
+    built: dict[str, Case] = {}
+    for name, make in CASES.items():
+        try:
+            built[name] = make(machine)
+        except Exception:
+            results[name] = {"name": name, "failure": traceback.format_exc()}
+    with ThreadPoolExecutor(8 if machine.device.type == "cuda" else 1) as pool:
+        running = {name: pool.submit(case.ours) for name, case in built.items()}
+    for name, future in running.items():
+        try:
+            future.result()
+        except Exception:
+            case = built[name]
+            results[name] = {"name": case.name, "shape": case.shape, "dtype": case.dtype}
+            results[name]["failure"] = traceback.format_exc()
+        else:
+            yield name, built[name]
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    limits = result["ceilings"]
+    table = Table(
+        title=f"kernels; a copy moves {limits['copy_gb_s']:,.0f} GB/s, a product of bf16 has "
+        f"{limits['matmul_tflops']:,.0f} TFLOP/s",
+        title_justify="left",
+    )
+    for column in ("kernel", "shape", "dtype"):
+        table.add_column(column)
+    for column in ("µs", "GB/s", "share", "error", "peers, µs"):
+        table.add_column(column, justify="right")
+    for row in result["kernels"]:
+        peers = ", ".join(f"{name} {1e3 * ms:,.0f}" for name, ms in row.get("peers", {}).items() if ms is not None)
+        numbers = ["", "", "", row.get("failure", "").strip().splitlines()[-1] if "failure" in row else ""]
+        if "ms" in row:
+            share = row["share_of_ceiling"]
+            error = "failed" if "failure" in row else f"{row['error']:.1e}"
+            numbers = [f"{1e3 * row['ms']:,.1f}", f"{row['gb_s']:,.0f}", "" if share is None else f"{share:.0%}", error]
+        table.add_row(row["name"], row.get("shape", ""), row.get("dtype", ""), *numbers, peers)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="everything in a small size, on the CPU")
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.rehearse else options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("no GPU here; --rehearse runs a small size on the CPU", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    machine = Machine(device, SMALL if options.rehearse else Sizes(), time.perf_counter())
+    result = measure(machine) | {"seconds": None, "environment": environment()}
+    result["seconds"] = time.perf_counter() - machine.began_s
+    if options.json:
+        write_json(options.json, result)
+    Console(width=None if sys.stdout.isatty() else 200).print(table_of(result))
+    failed = [row for row in result["kernels"] if "failure" in row]
+    for row in failed:
+        print(f"{row['name']} {row.get('shape', '')}: {row['failure']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

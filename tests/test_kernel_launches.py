@@ -1,0 +1,164 @@
+"""Every Triton kernel, compiled as the library launches it at the shapes of real models: it fits on the GPU, keeps what
+it works on in registers, moves 16 bytes at a time and multiplies where products are fast."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gpu_launches import SHARED_BYTES, launches_of, resources, sass
+from inflight_kernels import (
+    _activation_triton,
+    _copy_triton,
+    _linear_logprob_triton,
+    _lora_triton,
+    _normalization_triton,
+    _policy_loss_triton,
+    _rotary_triton,
+    _sampling_triton,
+    _selective_logprob_triton,
+)
+
+BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
+SPILLED_BYTES = 256
+"""Of a thread, at most. What is spilled is part of an epilogue; a loop over the hidden size would feel it."""
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def norm(hidden: int, dtype: torch.dtype) -> None:
+    x, weight = meta(256, hidden, dtype=dtype), meta(hidden, dtype=dtype)
+    _normalization_triton.rms_norm(x, weight, 1e-6, 0.0, True)
+    _normalization_triton.add_rms_norm(x, x, weight, 1e-6, 0.0, True)
+
+
+def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
+    _activation_triton.gated_activation(meta(256, 2 * intermediate, dtype=dtype), name)
+
+
+def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
+    weights = meta(2, 128, dtype=dtype).unbind() if norms else (None, None)
+    _rotary_triton.rope_and_cache(
+        meta(256, (q_heads + 2 * kv_heads) * 128, dtype=dtype),
+        *meta(2, 40_960, 128, dtype=FP32).unbind(),
+        *meta(2, 256, dtype=I64).unbind(),
+        *meta(2, 5000, 16, kv_heads, 128, dtype=dtype).unbind(),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_norm=weights[0],
+        k_norm=weights[1],
+        eps=1e-6,
+        offset=0.0,
+        cast_first=True,
+    )
+
+
+def draw(vocabulary: int, entropy: bool, dtype: torch.dtype) -> None:
+    numbers = meta(2, 256, dtype=I64).unbind()
+    _sampling_triton.draw(meta(256, vocabulary, dtype=dtype), meta(256, dtype=FP32), *numbers, entropy)
+
+
+def selective_logprobs(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = meta(8192, vocabulary, dtype=dtype).requires_grad_()
+    function = _selective_logprob_triton.SelectiveLogprobs
+    function.apply(logits, meta(8192, dtype=I64), meta(8192, dtype=FP32)).sum().backward()
+
+
+def copies(dtype: torch.dtype) -> None:
+    _copy_triton.copy_all([meta(2048, 1024, dtype=BF16)], [meta(2048, 1024, dtype=dtype)])
+    quantized, scales = meta(4096, 4096, dtype=torch.float8_e4m3fn), meta(4096, dtype=FP32)
+    _copy_triton.quantize_rows(quantized, scales, meta(4096, 4096, dtype=dtype))
+
+
+def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
+    widths = (2048, 1024, 1024)
+    a, b = meta(8, 3 * rank, 2048, dtype=dtype), meta(8, sum(widths), rank, dtype=dtype)
+    y, x = meta(tokens, sum(widths), dtype=dtype), meta(tokens, 2048, dtype=dtype)
+    _lora_triton.add_lora(y, x, a, b, widths, meta(tokens, dtype=torch.int32))
+
+
+def policy_loss(correction: Any, surrogate: Any, dtype: torch.dtype) -> None:
+    del dtype
+    _policy_loss_triton.policy_loss_terms(
+        *meta(5, 65_536, dtype=FP32).unbind(),
+        meta(65_536, dtype=I64),
+        correction=correction,
+        low=0.5,
+        high=2.0,
+        surrogate=surrogate,
+        clip_low=0.2,
+        clip_high=0.3,
+        dual=3.0,
+    )
+
+
+def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None, dtype: torch.dtype) -> None:
+    rows, hidden, columns = 8192, 4096, _linear_logprob_triton.COLUMNS
+    hidden_NH, weight_VH = meta(rows, hidden, dtype=dtype), meta(vocabulary, hidden, dtype=dtype)
+    tokens, (temperatures, *others) = meta(rows, dtype=I64), meta(5, rows, dtype=FP32).unbind()
+    if not entropy:
+        others[2:] = None, None
+    _linear_logprob_triton.dense_forward(hidden_NH, weight_VH, None, tokens, temperatures, softcap, entropy)
+    begin = (vocabulary - 1) // columns * columns
+    _linear_logprob_triton.grad_logits(
+        hidden_NH, weight_VH[begin:], None, softcap, begin, tokens, temperatures, *others
+    )
+
+
+def kept_sets(dtype: torch.dtype) -> None:
+    rows, entries = 8192, 8192 * 50
+    hidden_KH, weight_VH = meta(rows, 4096, dtype=dtype), meta(131_072, 4096, dtype=dtype)
+    (tokens, offsets), ids = (meta(rows, dtype=I64), meta(rows + 1, dtype=I64)), meta(entries, dtype=I64)
+    temperatures, factors = meta(rows, dtype=FP32), meta(entries, dtype=FP32)
+    _linear_logprob_triton.kept_forward(hidden_KH, weight_VH, None, tokens, temperatures, None, True, ids, offsets, ids)
+    _linear_logprob_triton.segment_sum(factors, weight_VH, ids, offsets)
+
+
+CASES: dict[str, Callable[..., None]] = {
+    **{f"norm {hidden}": partial(norm, hidden) for hidden in (1024, 4096)},
+    "silu": partial(activation, "silu", 6144),
+    "gelu": partial(activation, "gelu_tanh", 12_288),
+    "rope, 16 heads, norms": partial(rope, 16, 8, True),
+    "rope, 32 heads": partial(rope, 32, 8, False),
+    "draw": partial(draw, 151_936, True),
+    "draw, no entropy": partial(draw, 131_072, False),
+    "selective_logprobs": partial(selective_logprobs, 151_936),
+    "copies": copies,
+    "lora, 256 tokens": partial(lora, 256, 16),
+    "lora, 8192 tokens": partial(lora, 8192, 64),
+    "policy_loss": partial(policy_loss, "truncate", "ppo_clip"),
+    "linear_logprobs": partial(logprobs_and_gradient, 131_072, False, None),
+    "linear_logprobs, entropy": partial(logprobs_and_gradient, 151_936, True, None),
+    "linear_logprobs, softcap": partial(logprobs_and_gradient, 262_144, True, 30.0),
+    "linear_logprobs, kept": kept_sets,
+}
+WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel", "quantize_rows_kernel")
+"""Kernels that are nothing but loads and stores."""
+PRODUCT = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x256x16.F32.BF16"}
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 80), (BF16, 90), (FP32, 90)], ids=["80", "90", "90 fp32"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
+    monkeypatch.setattr(_linear_logprob_triton, "capability_of", lambda _: divmod(capability, 10))
+    launches = launches_of(CASES[case], dtype)
+    assert launches
+    for launch in launches:
+        assert launch.grid[0] < 2**31
+        assert all(programs < 2**16 for programs in launch.grid[1:])
+        compiled = launch.compiled(capability)
+        used = resources(compiled, tmp_path)
+        assert used.shared_bytes <= SHARED_BYTES[capability], launch.name
+        assert used.spilled_bytes <= SPILLED_BYTES, launch.name
+        code = sass(compiled, tmp_path)
+        if launch.name in WIDE:
+            assert re.search(r"\bLDG\.E\.(\w+\.)*128\b", code), launch.name
+            assert re.search(r"\bSTG\.E\.(\w+\.)*128\b", code) or launch.name == "block_kernel", launch.name
+        if dtype == BF16 and case.startswith("linear_logprobs") and case != "linear_logprobs, kept":
+            assert PRODUCT[capability] in code or "softcap" in case, launch.name
+            if launch.name == "grad_logits_kernel":
+                assert not re.search(r"\bSTG\.E\.U16\b", code)
