@@ -4,9 +4,10 @@ Independent parts, each with a time limit; for each a log, and JSON where it mea
 claimed, what was measured and whether it holds, which also lies in summary.json.
 
     make gpu-check PART=swap,loss    runs some of the parts; `peers` and `mps` are run only when they are named
-    OUT=DIRECTORY                    where logs and JSON go (default benchmarks/results/gpu)
+    OUT=DIRECTORY                    where logs and JSON go (default benchmarks/results/NAME-OF-THE-GPU)
     GPU_PYTHON=…                     the interpreter (default .venv/bin/python if it is there, else python3)
     BUNDLE=DIRECTORY                 what `make gpu-bundle` made (default .gpu-bundle, if it is there)
+    INFLIGHT_COMMIT=…                what results name, where the repository is a copy without .git
     PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the part `peers`
 
     python benchmarks/gpu/check.py --rehearse     the same way with tiny models on a CPU, to try the scripts
@@ -217,6 +218,15 @@ def mps(env: dict[str, str]) -> Iterator[dict[str, str]]:
             subprocess.run([daemon], input=b"quit\n", env=served, check=False)
 
 
+def name_of_gpu() -> str:
+    """As in "h200", for a folder."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU here; --rehearse goes the same way on a CPU")
+    return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
+
+
 def text_of(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()
 
@@ -254,8 +264,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true")
     rehearse = parser.parse_args().rehearse
-    default = "benchmarks/results/rehearsal" if rehearse else "benchmarks/results/gpu"
-    directory = Path(os.environ.get("OUT") or ROOT / default).resolve()
+    place = "rehearsal" if rehearse else name_of_gpu()
+    directory = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / place).resolve()
     all_parts = rehearsal_parts() if rehearse else gpu_parts()
     named = os.environ.get("PART", "")
     total = float("inf") if named or rehearse else TOTAL_S

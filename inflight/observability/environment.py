@@ -30,7 +30,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def _commit() -> str | None:
-    """Of this package's own checkout, with "-dirty" if something other than what benchmarks write was changed."""
+    """Of this package's own checkout, with "-dirty" if something other than what benchmarks write was changed. Where
+    there is only a copy, what INFLIGHT_COMMIT says."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -42,8 +43,8 @@ def _commit() -> str | None:
         written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
         dirty = git("diff", "--quiet", "HEAD", "--", ":(top)", *written).returncode == 1
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return commit + "-dirty" * dirty or None
+        commit, dirty = "", False
+    return commit + "-dirty" * dirty if commit else os.environ.get("INFLIGHT_COMMIT")
 
 
 def _cores() -> int:
