@@ -223,7 +223,7 @@ def name_of_gpu() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("torch sees no GPU here; --rehearse goes the same way on a CPU")
+        sys.exit("torch sees no GPU here; to try the scripts on a CPU: python benchmarks/gpu/check.py --rehearse")
     return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
 
 
