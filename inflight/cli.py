@@ -281,6 +281,7 @@ def learning(
     learning_rate: Annotated[float | None, typer.Option(min=0, help="Its peak.")] = None,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Supervised steps, for built-in shapes.")] = 250,
     warmup_learning_rate: Annotated[float, typer.Option(min=0, help="Its peak in those steps.")] = 2e-3,
+    demonstrations: Annotated[int, typer.Option(min=1, help="Worked examples that those steps see.")] = 300,
     target: Annotated[
         float | None, typer.Option(min=0, help="A reward; by default 0.9 of the least final reward of the modes.")
     ] = None,
@@ -313,6 +314,7 @@ def learning(
             correction=correction,
             warmup_steps=warmup_steps,
             warmup_learning_rate=warmup_learning_rate,
+            demonstrations=demonstrations,
             target=target,
             **defaults | {name: value for name, value in given.items() if value is not None},
         )

@@ -72,7 +72,7 @@ def gpu_parts() -> list[Part]:
     )
     learning = (
         f"{BENCH} learning --device cuda --dtype bfloat16 --model base --seeds 0 --modes inflight,sync --steps 60 "
-        "--warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
+        "--demonstrations 2000 --warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
     )
     swap = (
         f"{BENCH} swap --device cuda --dtype bfloat16 --masters float32 --model qwen3-1.7b --sequences 64 --tokens 512 "

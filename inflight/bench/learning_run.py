@@ -53,6 +53,8 @@ class LearningBench:
     warmup_steps: int = 250
     """Supervised steps; only for built-in shapes."""
     warmup_learning_rate: float = 2e-3
+    demonstrations: int = 300
+    """Worked examples that those steps see, over and over; a large model learns a few by heart and nothing else."""
     target: float | None = None
     """A reward; None: TARGET_SHARE of the least final reward of the modes, for each seed."""
 
@@ -138,7 +140,11 @@ def warm_start(settings: LearningBench, seed: int, progress: Progress) -> Iterat
             model,
             tokenizer,
             task.train,
-            WarmupConfig(steps=settings.warmup_steps, learning_rate=settings.warmup_learning_rate),
+            WarmupConfig(
+                steps=settings.warmup_steps,
+                demonstrations=settings.demonstrations,
+                learning_rate=settings.warmup_learning_rate,
+            ),
             seed=seed,
             on_step=lambda step, loss: progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}"),
         )
