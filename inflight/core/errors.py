@@ -73,6 +73,10 @@ class EngineDiedError(InflightError):
     """The engine process ended while it was still needed."""
 
 
+class EngineHungError(InflightError, TimeoutError):
+    """The engine process lives and did not answer within a bound; the message gives the bound and how to set it."""
+
+
 _BY_NAME: dict[str, type[InflightError]] = {
     cls.__name__: cls
     for cls in (
@@ -92,6 +96,7 @@ _BY_NAME: dict[str, type[InflightError]] = {
         FrameError,
         StreamGapError,
         EngineDiedError,
+        EngineHungError,
     )
 }
 
