@@ -15,7 +15,9 @@ from transformers import PretrainedConfig
 
 VOCABULARY = 96
 WINDOW = 6
-"""Tokens: sliding windows, attention chunks, steps of a query's scale."""
+"""Tokens: sliding windows, steps of a query's scale."""
+CHUNK = 24
+"""Tokens of an attention chunk; no sequence is longer (`length_limit`)."""
 ORIGINAL_CONTEXT = 16
 """Tokens up to which positions are not scaled."""
 CONTEXT = 64
@@ -43,8 +45,8 @@ _CHOSEN_EXPERTS = re.compile(
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_per_tok(en)?|moe_num_active_.*)$"
 )
 _WINDOW = re.compile(
-    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|.*attention_chunk_size|"
-    r"local_attention|.*floor_scale|log_scaling_n_floor)$"
+    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|"
+    r"local_attention|log_scaling_n_floor)$"
 )
 _POSITIONS = re.compile(
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|context_length|"
@@ -106,6 +108,8 @@ def _length_rules(name: str, value: int | float) -> int | float:
         return min(value, CONTEXT)
     if _WINDOW.match(name):
         return min(value, WINDOW)
+    if name.endswith("attention_chunk_size"):
+        return min(value, CHUNK)
     if _VOCABULARY.match(name):
         return min(value, VOCABULARY)
     if name.endswith(("_token_id", "_token_index")):
