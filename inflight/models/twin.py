@@ -106,7 +106,7 @@ def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tens
 def _lengths(config: PretrainedConfig) -> list[int]:
     """LENGTHS, or so much shorter that the model can take them one by one and in a row."""
     shares = [1.0]
-    if isinstance(positions := getattr(config, "max_position_embeddings", None), int):
+    if isinstance(positions := getattr(config, "max_position_embeddings", None), int) and positions > 0:
         shares.append(positions / LENGTHS[0])
     if (length := length_limit(config)) is not None:
         shares.append(length[0] / LENGTHS[0])
@@ -128,11 +128,12 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin:
                 plain = _build(kind, make_small(config), "eager")
                 _randomize(plain)
                 sequences, logits = try_sequences(plain)
+                is_causal = _is_causal(plain, sequences[0], logits[0])
             except Exception as error:  # whatever a foreign model raises
                 reasons.append(f"{type(error).__name__}: {first_line(error)}")
                 continue
             if all(bool(one.isfinite().all()) for one in logits):
-                return Twin(plain, sequences, logits, _is_causal(plain, sequences[0], logits[0]))
+                return Twin(plain, sequences, logits, is_causal)
             reasons.append("its logits are not finite")
     logger.debug("no twin of %s: %s", kind.__name__, "; ".join(reasons))
     raise NoTwinError(f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})")
@@ -140,8 +141,9 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin:
 
 @torch.no_grad()
 def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> bool:
-    shorter = model(input_ids=ids[None, : len(ids) * 2 // 3], use_cache=False).logits[0]
-    return not len(shorter) or relative_error(shorter, logits[: len(shorter)]) < TOLERANCE
+    length = -(-len(ids) * 2 // 3)
+    shorter = model(input_ids=ids[None, :length], use_cache=False).logits[0]
+    return relative_error(shorter, logits[:length]) < TOLERANCE
 
 
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
