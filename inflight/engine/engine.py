@@ -22,6 +22,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note
 from inflight.engine.adapters import AdapterBank
+from inflight.engine.aliases import aliases_of
 from inflight.engine.attention.backend import GraphBackend, choose_backend
 from inflight.engine.columns import extra_columns, routing_columns
 from inflight.engine.kv_cache import KVCache
@@ -92,6 +93,8 @@ class Engine:
         layout = layout_of(model)
         slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
+        self.aliases = aliases_of(model)
+        """Other names under which trainers and checkpoints hold the weights."""
         self.receiver = Receiver(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
         max_prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type]
