@@ -49,6 +49,15 @@ class GroupStart(msgspec.Struct, frozen=True):
     """(request id, k): the prompt is that request's prompt and the first k tokens that it drew."""
 
 
+class TakenOver(msgspec.Struct, frozen=True, array_like=True):
+    """The keys and values of a request's first prompt tokens were not computed for it: the prefix cache had them, or
+    the request that it is a fork of. `version` is the oldest that computed some of them."""
+
+    request_id: int
+    num_tokens: int
+    version: int
+
+
 class Finish(msgspec.Struct, frozen=True, array_like=True):
     """A request ended. `reason` is one of FINISH_REASONS."""
 
@@ -89,6 +98,8 @@ class FrameHeader(msgspec.Struct, frozen=True):
     groups: list[GroupStart] = []
     starts: list[int] = []
     """Ids of requests whose prompt was prefilled in this pass."""
+    taken_over: list[TakenOver] = []
+    """Of requests that joined in this pass, for the first time or again."""
     finishes: list[Finish] = []
     switch: Switch | None = None
     next_group_id: int = 0
@@ -143,6 +154,11 @@ class TokenFrame:
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
+        for part in header.taken_over:
+            if part.num_tokens < 0 or part.version < 0:
+                raise FrameError(
+                    f"request {part.request_id} took {part.num_tokens} tokens over from version {part.version}"
+                )
         required = [columns.pop(name) for name in _REQUIRED]
         return cls(header, *required, extras=columns)
 

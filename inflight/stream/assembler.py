@@ -24,6 +24,8 @@ class _Partial:
     kept: list[np.ndarray] = field(default_factory=list)
     routing: dict[int, np.ndarray] = field(default_factory=dict)
     """By position; the first time that a token was computed counts."""
+    prefix_tokens: int = 0
+    prefix_version: int | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +79,11 @@ class Assembler:
             self._groups[group.group_id] = _Group(group)
             for sample in range(group.params.n):
                 self._partials[group.first_request_id + sample] = _Partial(group)
+        for part in header.taken_over:
+            if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
+                partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
+                known = partial.prefix_version
+                partial.prefix_version = part.version if known is None else min(part.version, known)
         self._append(frame)
         complete = []
         for finish in header.finishes:
@@ -148,6 +155,8 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
         sampled_at_ns=np.array(partial.times_ns, np.int64),
         finish_reason=reason,
         forked_from=group.forked_from,
+        prefix_tokens=partial.prefix_tokens,
+        prefix_version=partial.prefix_version,
     )
     num_tokens = len(partial.token_ids)
     if num_tokens and len(partial.entropies) == num_tokens:
