@@ -13,7 +13,7 @@ import msgspec
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.messages import Welcome
 from inflight.core.options import EngineOptions, Startup
-from inflight.engine.client import EngineClient
+from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
 
@@ -23,7 +23,7 @@ class EngineLauncher:
     Its sockets, lock and log lie in a temporary directory. Raises what kept the engine from starting.
     """
 
-    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0):
+    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0, answer_timeout_s: float = ANSWER_TIMEOUT_S):
         self.directory = _socket_directory()
         self._log = self.directory / "engine.log"
         startup = msgspec.json.encode(Startup(options, str(self.directory), os.getpid())).decode()
@@ -35,7 +35,9 @@ class EngineLauncher:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
             )
-        self.client = EngineClient(f"ipc://{self.directory}/control", check_engine=self.check)
+        self.client = EngineClient(
+            f"ipc://{self.directory}/control", check_engine=self.check, answer_timeout_s=answer_timeout_s
+        )
         try:
             self.welcome: Welcome = self.client.hello(timeout_s=timeout_s)
         except BaseException:
