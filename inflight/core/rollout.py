@@ -41,6 +41,9 @@ class Rollout:
     """i64[T + 1]: token t was drawn from kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]]."""
     kept_token_ids: np.ndarray | None = None
     """i32[…]"""
+    kept_of: np.ndarray | None = None
+    """i32[T]: 0, or where most of a large vocabulary was kept its size; the ids are then those that were cut from it.
+    None: 0 everywhere."""
     routing: np.ndarray | None = None
     """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
     forked_from: tuple[int, int] | None = None

@@ -22,6 +22,7 @@ class _Partial:
     top_token_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
+    kept_of: list[int] = field(default_factory=list)
     routing: dict[int, np.ndarray] = field(default_factory=dict)
     """By position; the first time that a token was computed counts."""
     prefix_tokens: int = 0
@@ -129,6 +130,7 @@ class Assembler:
         if params.return_kept and params.filtered and "kept_offsets" in extras:
             start, end = extras["kept_offsets"][row : row + 2]
             partial.kept.append(extras["kept_token_ids"][start:end])
+            partial.kept_of.append(int(extras["kept_of"][row]) if "kept_of" in extras else 0)
 
     def _append_routing(self, extras: Mapping[str, np.ndarray]) -> None:
         ids, positions = extras["routing_request_ids"].tolist(), extras["routing_positions"].tolist()
@@ -166,6 +168,7 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
     if num_tokens and len(partial.kept) == num_tokens:
         rollout.kept_offsets = np.cumsum([0, *map(len, partial.kept)], dtype=np.int64)
         rollout.kept_token_ids = np.concatenate(partial.kept)
+        rollout.kept_of = np.array(partial.kept_of, np.int32) if any(partial.kept_of) else None
     routing = siblings.prompt_routing | partial.routing
     places = range(len(group.prompt_token_ids) + num_tokens - 1)
     if num_tokens and routing and all(place in routing for place in places):
