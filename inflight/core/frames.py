@@ -118,8 +118,9 @@ class TokenFrame:
     entropies f32[n], NaN where not asked for; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
     tokens first, −1 and −inf beyond what a request asked for; kept_offsets i64[n + 1] and kept_token_ids i32[…], the
     tokens that the filters kept for row i being those from offset i to i + 1, none where nothing was filtered or asked
-    for; kept_of i32[n], 0, or the size of a vocabulary where the ids are those that were cut from it; routing u8 or u16[m, layers, k], the experts of the m tokens that this pass computed, with
-    routing_request_ids u64[m] and routing_positions i32[m], their places in their sequences.
+    for; kept_of i32[n], 0, or the size of a vocabulary where these ids are those that were cut from it; routing u8 or
+    u16[m, layers, k], the experts of the m tokens that this pass computed, with routing_request_ids u64[m] and
+    routing_positions i32[m], their places in their sequences.
     """
 
     header: FrameHeader

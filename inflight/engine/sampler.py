@@ -277,8 +277,8 @@ def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _all(scores_FV: torch.Tensor) -> torch.Tensor:
-    """Token ids i64[F, V], best first. On a CPU, NumPy sorts the ranks, whose low bits tell the ids, 20 times as fast as
-    PyTorch sorts them with their places."""
+    """Token ids i64[F, V], best first. On a CPU, NumPy sorts the ranks, whose low bits tell the ids, 20 times as fast
+    as PyTorch sorts them with their places."""
     ranks_FV = _ranks(scores_FV)
     if ranks_FV.device.type != "cpu":
         return ranks_FV.sort(descending=True).indices

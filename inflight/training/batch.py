@@ -10,6 +10,7 @@ import torch
 
 from inflight.core.rollout import Rollout
 from inflight.training.aggregation import StepTotals
+from inflight.training.kept import expand
 from inflight.training.partition import partition
 from inflight.training.replay import routing_column
 
@@ -47,6 +48,8 @@ class PackedBatch:
     the whole vocabulary where that is empty; None if all were."""
     kept_token_ids: torch.Tensor | None = None
     """i64[…]"""
+    kept_of: torch.Tensor | None = None
+    """i32[n], on the CPU: 0, or the size of a vocabulary where the ids are those that were cut from it; None: 0."""
     routing: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
     included: torch.Tensor | None = None
@@ -82,14 +85,16 @@ class PackedBatch:
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(offsets i64[n + 1], token ids i64[…]) of the drawn tokens."""
+        """(offsets i64[n + 1], token ids i64[…]) of what was kept for the drawn tokens."""
         if self.kept_offsets is None or self.kept_token_ids is None:
             return None
-        return self.kept_offsets, self.kept_token_ids
+        if self.kept_of is None:
+            return self.kept_offsets, self.kept_token_ids
+        return expand(self.kept_offsets, self.kept_token_ids, self.kept_of)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with all its columns on `device`, but for `kept_offsets`, which kernels read on the CPU."""
-        columns = {name: column for name, column in self._tensors().items() if name != "kept_offsets"}
+        """The batch with all its columns on `device`, but for those of kept sets that are read on the CPU."""
+        columns = {name: column for name, column in self._tensors().items() if name not in _ON_CPU}
         totals = replace(self.totals, group_tokens=self.totals.group_tokens.to(device))
         return replace(self, **{name: column.to(device) for name, column in columns.items()}, totals=totals)
 
@@ -132,6 +137,7 @@ class PackedBatch:
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             begins = torch.repeat_interleave(self.kept_offsets[own] - offsets[:-1], counts)
             chosen["kept_offsets"] = offsets
+            chosen["kept_of"] = None if self.kept_of is None else self.kept_of[own]
             chosen["kept_token_ids"] = self.kept_token_ids[(begins + torch.arange(len(begins))).to(device)]
         return replace(
             self,
@@ -147,7 +153,8 @@ class PackedBatch:
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
-_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_offsets", "kept_token_ids")
+_ON_CPU = ("kept_offsets", "kept_of")
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_token_ids", *_ON_CPU)
 
 
 def pack(
@@ -213,6 +220,7 @@ def pack(
         )
         if has_kept
         else None,
+        kept_of=_kept_of(rollouts) if has_kept else None,
         routing=routing_column(rollouts),
         included=column(bool, False, included) if included is not None else None,
         trainer_version=trainer_version,
@@ -255,13 +263,26 @@ def _kept_counts(rollout: Rollout) -> np.ndarray:
     found[owners[kept == rollout.token_ids[owners]]] = True
     if len(np.unique(owners << 32 | kept.astype(np.int64))) != len(kept):
         raise ValueError(f"{name} has a kept set with a token id twice")
-    missing = np.flatnonzero(~found & (counts > 0))
+    of = np.zeros(num_tokens, np.int32) if rollout.kept_of is None else rollout.kept_of
+    if len(of) != num_tokens or ((kept < 0) | (of[owners] > 0) & (kept >= of[owners])).any():
+        raise ValueError(f"{name} has kept sets with token ids that are not in a vocabulary of {of.max(initial=0)}")
+    by_cut = of > 0
+    missing = np.flatnonzero((found == by_cut) & (counts > 0))
     if len(missing):
         raise ValueError(
             f"{name}: token {missing[0]} (id {rollout.token_ids[missing[0]]}) is not in the set of "
-            f"{counts[missing[0]]} tokens that it was drawn from; these kept sets belong to other tokens"
+            f"{np.where(by_cut, of - counts, counts)[missing[0]]} tokens that it was drawn from; these kept sets belong to other tokens"
         )
     return counts
+
+
+def _kept_of(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    """i32[drawn tokens]: where what was cut is listed, of how many."""
+    columns = [r.kept_of if r.kept_offsets is not None else None for r in rollouts]
+    if all(column is None for column in columns):
+        return None
+    columns = [np.zeros(len(r.token_ids), np.int32) if c is None else c for r, c in zip(rollouts, columns, strict=True)]
+    return torch.from_numpy(np.concatenate(columns))
 
 
 def _warn_of_other_distributions(rollouts: Sequence[Rollout]) -> None:
