@@ -269,9 +269,10 @@ def _kept_counts(rollout: Rollout) -> np.ndarray:
     by_cut = of > 0
     missing = np.flatnonzero((found == by_cut) & (counts > 0))
     if len(missing):
+        first, sizes = missing[0], np.where(by_cut, of - counts, counts)
         raise ValueError(
-            f"{name}: token {missing[0]} (id {rollout.token_ids[missing[0]]}) is not in the set of "
-            f"{np.where(by_cut, of - counts, counts)[missing[0]]} tokens that it was drawn from; these kept sets belong to other tokens"
+            f"{name}: token {first} (id {rollout.token_ids[first]}) is not in the set of {sizes[first]} tokens that it "
+            "was drawn from; these kept sets belong to other tokens"
         )
     return counts
 
