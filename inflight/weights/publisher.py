@@ -217,7 +217,7 @@ class Publisher:
         """Finish what was published and detach. Engines serve on with the newest whole version."""
         if self._closing:
             return
-        with self._handing, self._condition:
+        with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._thread.join()
@@ -316,7 +316,8 @@ class Publisher:
             self._fail(error)
         except Exception as error:  # reported by the next publish(), wait_copied() or check()
             self._fail(InflightError(f"publishing failed: {error!r}"))
-        target.close()
+        with self._handing:
+            target.close()
         with contextlib.suppress(RuntimeError):  # the other ranks are gone
             self._source.close()
 
