@@ -16,7 +16,7 @@ from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness import StalenessMeter, TokenStaleness
 from inflight.stream.inbox import SILENCE_S, Group, Inbox
-from inflight.training.advantages import group_advantages
+from inflight.training.advantages import Advantages, group_advantages
 from inflight.training.batch import PackedBatch, pack
 from inflight.training.scoring import Reward, Score, Scorer
 from inflight.training.staleness import StalenessFilter
@@ -329,13 +329,17 @@ def num_unscored(group: Group) -> int:
 
 
 def pack_groups(
-    groups: list[list[Rollout]], *, trainer_version: int, staleness: StalenessFilter | None = None
+    groups: list[list[Rollout]],
+    *,
+    trainer_version: int,
+    staleness: StalenessFilter | None = None,
+    advantages_of: Advantages = group_advantages,
 ) -> PackedBatch | None:
     """Pack scored groups with advantages relative to their groups, for a trainer whose weights are `trainer_version`.
 
-    None if `staleness` leaves no rollout.
+    None if `staleness` leaves no rollout. Raises ValueError for a rollout without a reward.
     """
-    advantages = group_advantages([[r.reward for r in group if r.reward is not None] for group in groups])
+    advantages = advantages_of([[rollout.reward for rollout in group] for group in groups])
     rollouts = [rollout for group in groups for rollout in group]
     if staleness is None:
         return pack(rollouts, advantages, trainer_version=trainer_version)
