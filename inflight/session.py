@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from inflight.core.rollout import Rollout
     from inflight.training.rollouts import RolloutStream
     from inflight.weights.link import Address
+    from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
     from inflight.weights.transports import Transport
 
@@ -268,10 +269,17 @@ class LaunchedEngine:
         return Address(self._launcher.client.endpoint, self._launcher.check, self.staleness.published)
 
     def publisher(
-        self, model: "nn.Module", *, transport: "Transport | None" = None, check_finite: bool = False
+        self,
+        model: "nn.Module | Weights | Callable[[], Weights] | None" = None,
+        *,
+        transport: "Transport | None" = None,
+        check_finite: bool = False,
     ) -> "Publisher":
         """A publisher of this model's parameters to the engine. At most one lives at a time.
 
+        Without a model, each `publish(weights)` is handed the weights: pairs of a name and a tensor, a mapping, or the
+        path of a checkpoint (`Publisher.publish` tells more); what stands here in place of a model, or what a function
+        that stands here returns, is published where it is handed none.
         transport: `inflight.Slots()` by default, which writes straight to the engine's memory.
         check_finite: refuse versions with NaN or infinite weights; the engine keeps those that it has, and the next
         `publish()` or optimizer step raises NonFiniteWeightsError.

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from inflight.core.errors import ProtocolError
-from inflight.core.layout import WeightLayout
+from inflight.core.layout import Alias, WeightLayout
 from inflight.core.sampling import SamplingParams
 
 LIVE_VERSION = -1
@@ -137,6 +137,8 @@ class Attach(_Message, frozen=True):
     """Whether it writes to the slots itself."""
     adapters: bool = False
     """Whether it publishes adapters, and not weights."""
+    aliases: bool = False
+    """Whether it wants to know by which other names the tensors go."""
 
 
 class SlotRequest(_Message, frozen=True):
@@ -280,6 +282,8 @@ class Attached(_Message, frozen=True):
     """Slots that belong to the publisher from now on."""
     version: int
     """Newest version that the engine holds; the next publish must be above it."""
+    aliases: list[Alias] = []
+    """Where it was asked for them."""
 
 
 class SlotFree(_Message, frozen=True):

@@ -266,6 +266,7 @@ class EngineProcess:
             slots=[slot.descriptor() for slot in receiver.slots] if message.map_slots else [],
             free=[slot for slot in free if (receiver, slot) not in self._loading],
             version=engine.newest_version,
+            aliases=engine.aliases if message.aliases and receiver is engine.receiver else [],
         )
 
     def _load(self, sender: bytes, job: Fill | SlotReady) -> None:

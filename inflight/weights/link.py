@@ -74,7 +74,7 @@ class EngineLink:
             self.welcome = self._ask(Hello(), Welcome)
             self._lock_file = _lock(self.welcome.publisher_lock)
             offer = source.offer(self.welcome)
-            attach = Attach(layout=offer.layout, map_slots=map_slots, adapters=offer.adapters)
+            attach = Attach(layout=offer.layout, map_slots=map_slots, adapters=offer.adapters, aliases=offer.aliases)
             self.attached = self._ask(attach, Attached)
         except BaseException:
             self.release()

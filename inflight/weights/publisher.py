@@ -4,6 +4,8 @@ The copy goes straight into an idle slot of the engine, or, where there are seve
 cannot write to, to a stage from which each engine gets it over its own transport. Until a copy is done the parameters
 must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook), other code
 that writes to them calls `wait_copied()` first. When publishing outruns an engine, the latest version wins.
+
+Weights that are handed to `publish()` are copied before it returns, in the thread that calls it.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from inflight.core.spans import span
 from inflight.weights.checksum import checksum
 from inflight.weights.link import Address, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
+from inflight.weights.named import NamedSource, Weights, copy_named
 from inflight.weights.sharded import is_sharded
 from inflight.weights.sources import ModelSource, ShardedSource, Source
 from inflight.weights.stage import Stage
@@ -69,7 +72,7 @@ class _EngineSlots:
 
 
 class Publisher:
-    """Publishes a model's parameters to one engine or several.
+    """Publishes a model's parameters, or weights that it is handed, to one engine or several.
 
     The model's tensor names and shapes must be the engines'; its dtypes may differ (fp32 masters are cast into bf16
     slots). Of a PEFT model only the adapters travel to an engine that was launched with `lora_rank`; to another one go
@@ -81,13 +84,15 @@ class Publisher:
     def __init__(
         self,
         engines: Engine | Sequence[Engine],
-        model: nn.Module,
+        model: nn.Module | Weights | Callable[[], Weights] | None = None,
         *,
         transport: Transport | None = None,
         check_finite: bool = False,
         timeout_s: float = 60.0,
     ):
-        """transport: `Slots()` by default. A single engine's slots are written to directly; all else goes through a
+        """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
+        each `publish()` that is handed none.
+        transport: `Slots()` by default. A single engine's slots are written to directly; all else goes through a
         stage, which takes up to three times the memory of the weights on the trainer's device.
         check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
@@ -100,6 +105,8 @@ class Publisher:
         self._pending: Published | None = None
         self._copying = False
         self._closing = False
+        self._handing = threading.Lock()
+        """Held while weights that were handed over are copied."""
         self._error: InflightError | None = None
         self._refused: Exception | None = None
         self._source = _source_of(model)
@@ -114,7 +121,8 @@ class Publisher:
         try:
             first, *others = self._addresses
             link = self._attach(first, transport)
-            if isinstance(transport, Slots) and not others:
+            self._aliases = link.attached.aliases
+            if isinstance(transport, Slots) and not others and not self._lends_its_only_slot(link):
                 target = _EngineSlots(link, transport.checksum, self._refuse)
             else:
                 target = Stage(link, transport, self._source.device, self._refuse)
@@ -154,21 +162,28 @@ class Publisher:
         """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
         return self._target.sent_bytes
 
-    def publish(self) -> int:
+    def publish(self, weights: Weights | None = None) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
         An engine draws with it from one of its next forward passes on. A version that could not be copied yet when this
         one is called is dropped: the latest wins. Raises what made an earlier publish fail, or InflightError if the
         publisher is closed.
+
+        weights, of a publisher without a model: pairs of a name and a tensor (an iterator may gather one after
+        another, on all ranks), a mapping, or the path of a checkpoint in safetensors. They are copied in this thread,
+        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. All of the
+        engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
+        LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming what is wrong; then nothing was published.
         """
+        if isinstance(self._source, NamedSource):
+            return self._publish_named(self._source, weights)
+        if weights is not None:
+            raise TypeError(
+                "this publisher reads its model; to hand weights over, make one without: engine.publisher()"
+            )
         with self._condition:
-            self.check()
-            if self._closing:
-                raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
-            self.version += 1
-            record = Published(self.version, now_ns())
-            for address in self._addresses:
-                address.on_publish(record.version, record.called_ns)
+            self._check_open()
+            record = self._number(now_ns())
             if self._gpu is not None:
                 self._written = torch.cuda.current_stream(self._gpu).record_event()
             self._pending = record
@@ -214,6 +229,43 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _publish_named(self, source: NamedSource, weights: Weights | None) -> int:
+        """All of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
+        target, called_ns = self._target, now_ns()
+        with self._handing:
+            self._check_open()
+            pairs = source.pairs(weights)
+            slot = target.acquire()
+            try:
+                with span(f"publish copy, version {self.version + 1}"):
+                    copy_named(target.views[slot], self._aliases, pairs)
+                if self._check_finite and (bad := _non_finite(target.views[slot])):
+                    raise _not_published(self.version + 1, bad, len(target.views[slot]))
+            except BaseException:
+                target.release(slot)
+                raise
+            self.last_copy_s = (now_ns() - called_ns) / 1e9
+            record = self._number(called_ns)
+            target.announce(slot, record)
+            return record.version
+
+    def _number(self, called_ns: int) -> Published:
+        """The next version, of which the engines' meters learn."""
+        self.version += 1
+        for address in self._addresses:
+            address.on_publish(self.version, called_ns)
+        return Published(self.version, called_ns)
+
+    def _check_open(self) -> None:
+        self.check()
+        if self._closing:
+            raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
+
+    def _lends_its_only_slot(self, link: EngineLink) -> bool:
+        """Whether weights that are handed over, and may turn out not to fit, would be written over those that the
+        engine has, while it waits for them to be gathered."""
+        return isinstance(self._source, NamedSource) and link.welcome.num_slots == 1
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
         if self._source.is_changed_by(optimizer):
@@ -257,14 +309,15 @@ class Publisher:
                     self._copy(target.views[slot], record.version)
                 if self._check_finite and (bad := _non_finite(target.views[slot])):
                     target.release(slot)
-                    self._refuse(_not_published(record, bad, len(target.views[slot])))
+                    self._refuse(_not_published(record.version, bad, len(target.views[slot])))
                 else:
                     target.announce(slot, record)
         except InflightError as error:
             self._fail(error)
         except Exception as error:  # reported by the next publish(), wait_copied() or check()
             self._fail(InflightError(f"publishing failed: {error!r}"))
-        target.close()
+        with self._handing:
+            target.close()
         with contextlib.suppress(RuntimeError):  # the other ranks are gone
             self._source.close()
 
@@ -312,8 +365,10 @@ class Publisher:
             self._condition.notify_all()
 
 
-def _source_of(model: nn.Module) -> Source:
+def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Source:
     """What fits the model. For a sharded one all ranks make theirs at once."""
+    if not isinstance(model, nn.Module):
+        return NamedSource(model)
     if is_sharded(model):
         if is_peft(model):
             raise LayoutMismatchError(
@@ -337,9 +392,9 @@ def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
 
 
-def _not_published(record: Published, bad: list[str], num_tensors: int) -> NonFiniteWeightsError:
+def _not_published(version: int, bad: list[str], num_tensors: int) -> NonFiniteWeightsError:
     named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
     return NonFiniteWeightsError(
-        f"version {record.version} was not published: {named} of {num_tensors} tensors "
+        f"version {version} was not published: {named} of {num_tensors} tensors "
         "hold NaN or infinite values; the engine keeps the weights that it has"
     )
