@@ -23,6 +23,9 @@ from inflight.weights.shared_memory import SharedMemorySlot
 
 Slot = SharedMemorySlot | CudaSlot
 
+MAX_VERSIONS_AT_ONCE = 1 << 32
+"""How far a version may be above the one before: so that after any version another can follow."""
+
 
 def make_slot(nbytes: int, device: torch.device) -> Slot:
     """Memory that holds a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
@@ -112,10 +115,14 @@ class Receiver:
 
     def check(self, message: SlotReady) -> None:
         """Raises ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
-        newer."""
+        newer or beyond all measure."""
         self.check_lent(message.slot, message.fingerprint)
         if message.version <= self.newest_version:
             raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
+        if message.version > self.newest_version + MAX_VERSIONS_AT_ONCE:
+            raise ProtocolError(
+                f"version {message.version} is more than {MAX_VERSIONS_AT_ONCE} above version {self.newest_version}"
+            )
 
     def ready(self, message: SlotReady) -> None:
         """The publisher gives a slot back with a whole version in it. Raises ProtocolError, as `check` does, and

@@ -108,6 +108,23 @@ class Stage:
             if not self._num_engines:
                 raise list(self.lost.values())[-1]
 
+    def listen(self) -> None:
+        """Engines are heard when they are sent a version."""
+
+    def give_up(self) -> None:
+        """Whoever waits for an engine gets an error soon. From any thread."""
+        for link in self._links():
+            link.give_up()
+
+    def unlock(self) -> None:
+        """Let other publishers come. From any thread."""
+        for link in self._links():
+            link.unlock()
+
+    def _links(self) -> list[EngineLink]:
+        with self._condition:
+            return [link for feeder in self._feeders for link in feeder.links] + [link for link, _ in self._arriving]
+
     def close(self) -> None:
         """Send what is staged, and let the engines go."""
         with self._condition:

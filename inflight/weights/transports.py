@@ -31,7 +31,8 @@ class Slots:
     checksum: bool = False
     """Whether the engine compares a checksum of the slot before it draws with it."""
     timeout_s: float = 60.0
-    """For a slot, where there are several engines; one that takes longer is let go."""
+    """For a slot, where there are several engines; one that takes longer is let go. For one engine alone the
+    publisher's `slot_timeout_s` counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Broadcast:
     """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
 
     host: str = "127.0.0.1"
-    """Address of the trainer, as engines see it."""
+    """Address of the trainer, as engines see it. The trainer listens on it alone."""
     bucket_bytes: int = 64 << 20
     delta: bool = False
     """Send what changed since the last version to those that have it."""
@@ -137,8 +138,8 @@ class Feeder(ABC):
         slots: dict[EngineLink, int] = {}
 
         def acquire(link: EngineLink) -> None:
-            link.address.check()
-            slots[link] = link.acquire(self._timeout_s)
+            link.check()
+            slots[link] = link.acquire(self._timeout_s, "timeout_s of the transport")
 
         for link in links:
             self._try(link, partial(acquire, link))
