@@ -1,8 +1,8 @@
 """Python processes that run parts of inflight, and where they find it.
 
 A child imports the same inflight as its parent, from the same place, and nothing from the working directory, where a
-file may have the name of a module. This file is both: imported, it makes the command line of a child; run by path, it is
-the child's first code (and therefore imports nothing of ours).
+file may have the name of a module. This file is both: imported, it makes the command line of a child; run by path, it
+is the child's first code (and therefore imports nothing of ours).
 """
 
 import importlib.util

@@ -369,7 +369,7 @@ def check_same_version(version: str, protocol: int, package: str, *, who: str) -
     """Raises VersionMismatchError if another process does not run this version of inflight."""
     if (version, protocol) != (inflight.__version__, PROTOCOL):
         raise VersionMismatchError(
-            f"{who} runs inflight {version or '(unknown)'} with protocol {protocol} from {package[:200] or '(unknown)'}, "
+            f"{who} runs inflight {shorten(version, 60) or '?'} with protocol {protocol} from {shorten(package, 300)}, "
             f"this process {inflight.__version__} with protocol {PROTOCOL} from {PACKAGE}; both must run the same version"
         )
 

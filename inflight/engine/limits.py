@@ -48,8 +48,8 @@ def check_prompt(name: str, prompt: Prompt, limits: Limits) -> None:
     if prompt.adapter is not None:
         if prompt.adapter not in limits.adapters:
             raise InvalidRequestError(
-                f"{name} asks for adapter {shorten(prompt.adapter, 200)!r}; the engine has {', '.join(limits.adapters) or 'none'} "
-                "(launch with lora_rank, and adapters for their names)"
+                f"{name} asks for adapter {shorten(prompt.adapter, 200)!r}; the engine has "
+                f"{', '.join(limits.adapters) or 'none'} (launch with lora_rank, and adapters for their names)"
             )
         if prompt.version is not None:
             raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")

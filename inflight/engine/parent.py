@@ -1,4 +1,5 @@
-"""The launcher's process, as its engine sees it: when it is gone, the engine ends, whatever it is at, and leaves nothing.
+"""The launcher's process, as its engine sees it: when that is gone, the engine ends, whatever it is at, and leaves
+nothing.
 
 Imports nothing heavy: the watch begins before what takes seconds to import.
 """

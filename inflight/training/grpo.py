@@ -22,8 +22,9 @@ from inflight.training.forward import token_logprobs
 from inflight.training.loss import policy_loss
 from inflight.training.objective import Objective, resolve
 from inflight.training.probe import RatioCauses, VersionProbe
-from inflight.training.rollouts import Score, consume, pack_groups, score_groups
+from inflight.training.rollouts import consume, pack_groups
 from inflight.training.schedules import SCHEDULES, Admission, Example, RolloutEngine, Schedule, WeightPublisher, batches
+from inflight.training.scoring import Score, Scorer
 from inflight.training.staleness import StalenessCounts, StalenessFilter, StalenessRule
 from inflight.training.statistics import LossStats
 
@@ -103,10 +104,15 @@ class StepReport:
     causes: RatioCauses | None
     """Where the step was one of `probe_every`."""
     num_failed: int
-    """Groups of which a sample was cancelled or ended with an error, since the run began; others took their place."""
+    """Groups of which a sample was cancelled or ended with an error, or none has a reward, since the run began; others
+    took their place."""
+    num_unscored: int
+    """Rollouts that were left out because they have no reward (None, not finite, or too late), since the run began."""
     dropped: StalenessCounts
     """What the staleness rules took away since the run began."""
     finished_ns: int
+    groups: list[list[Rollout]] = field(repr=False)
+    """The step's rollouts, with text, rewards and metadata."""
 
 
 def grpo(
@@ -115,13 +121,13 @@ def grpo(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     examples: Iterable[Example],
-    score: Score,
+    score: Score | Scorer,
     config: GRPOConfig,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Iterator[StepReport]:
     """Train for `config.steps` optimizer steps, or until the examples end; yields after each. Groups still in flight at
     the end are cancelled."""
-    with Admission(engine, examples, config.sampling, limit=config.admitted_groups) as admission:
+    with Admission(engine, examples, config.sampling, limit=config.admitted_groups, score=score) as admission:
         source = batches(config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step)
         trainer_version = publisher.version
         rules = StalenessFilter(config.staleness)
@@ -129,8 +135,6 @@ def grpo(
         if probe is not None:
             probe.remember(trainer_version)
         for step, groups in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
-            with span("score"):
-                score_groups(groups, score)
             rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
             useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
             batch = pack_groups(useful, trainer_version=trainer_version, staleness=rules) if useful else None
@@ -153,8 +157,10 @@ def grpo(
                 staleness=staleness,
                 causes=causes,
                 num_failed=admission.num_failed,
+                num_unscored=admission.num_unscored,
                 dropped=replace(rules.counts),
                 finished_ns=now_ns(),
+                groups=groups,
             )
         if config.staleness:
             logger.info("staleness rules: %s", rules.counts)

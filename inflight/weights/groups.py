@@ -27,8 +27,8 @@ def make_store(host: str, timeout_s: float) -> dist.TCPStore:
             file = listener.detach()  # the store closes it
     except OSError as error:
         raise BroadcastError(
-            f"cannot listen on {host!r} ({error}); the host of inflight.Broadcast is an address of the trainer's machine, "
-            "one by which the engines reach it"
+            f"cannot listen on {host!r} ({error}); the host of inflight.Broadcast is an address of the trainer's "
+            "machine by which the engines reach it"
         ) from error
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file)

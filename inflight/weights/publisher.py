@@ -117,10 +117,10 @@ class Publisher:
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
         WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
         weights that they have. So that one with a single slot can do that, its versions go through a stage, too.
-        timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be longer
-        than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its slots,
-        while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several. After
-        one of these errors every call raises it again.
+        timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be
+        longer than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its
+        slots, while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several.
+        After one of these errors every call raises it again.
         """
         transport = transport or Slots()
         self._check_finite, self._timeout_s = check_finite, timeout_s
