@@ -257,7 +257,8 @@ class LaunchedEngine:
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
             for publisher in self._publishers:
-                publisher.check()
+                if not publisher.closed:
+                    publisher.check()
             if now_ns() > deadline:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)

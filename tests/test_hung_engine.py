@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from inflight.core.errors import EngineBusyError, EngineDiedError, EngineHungErr
 from inflight.core.messages import LIVE_VERSION
 from inflight.engine.shapes import shape_config
 from inflight.weights import waiting
-from inflight.weights.shared_memory import default_directory
 
 BOUND_S = 1.0
 LONG = inflight.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -65,6 +64,14 @@ def use_up_slots(publisher: inflight.Publisher) -> None:
         time.sleep(0.1)
 
 
+def repeat(*calls: Callable[[], object]) -> None:
+    """Until one of them raises."""
+    while True:
+        for call in calls:
+            call()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("transport", [inflight.Slots(), inflight.Broadcast(timeout_s=BOUND_S)])
 def test_a_stopped_engine_ends_every_wait_of_its_publisher(engine, transport):
     publisher = engine.publisher(tiny(), transport=transport, timeout_s=BOUND_S)
@@ -76,9 +83,7 @@ def test_a_stopped_engine_ends_every_wait_of_its_publisher(engine, transport):
                 publisher.wait_copied()
         else:  # the trainer goes on; which engine was lost is told by the next call
             with pytest.raises(EngineHungError):
-                while True:
-                    publisher.check()
-                    time.sleep(0.05)
+                repeat(publisher.check)
         with pytest.raises(EngineHungError):  # and again by every other
             publisher.publish()
         publisher.close()
@@ -98,12 +103,14 @@ def test_the_optimizers_step_ends_where_the_copy_cannot(engine):
 
 
 def test_what_the_user_raised_comes_out_of_the_with_block(engine):
-    with engine.publisher(tiny()) as publisher:
-        engine.wait_for_version(publisher.publish())
-        publisher.close()
-    with ends_within(30), pytest.raises(KeyError), engine.publisher(tiny()) as publisher, stopped(engine):
-        use_up_slots(publisher)
-        raise KeyError
+    def fail_within(publisher: inflight.Publisher) -> None:
+        with publisher:
+            use_up_slots(publisher)
+            raise KeyError
+
+    publisher = engine.publisher(tiny())
+    with stopped(engine), ends_within(30), pytest.raises(KeyError):
+        fail_within(publisher)
     with engine.publisher(tiny()) as publisher:  # the lock is free again
         engine.wait_for_version(publisher.publish())
 
@@ -157,9 +164,7 @@ def test_an_engine_that_answers_and_keeps_its_slots_is_told_apart(engine):
         publisher.publish()
         time.sleep(0.3)
         publisher.publish()
-        with pytest.raises(
-            EngineBusyError, match=r"answers, but lent no slot within 1 s; requests are.*slot_timeout_s"
-        ):
+        with pytest.raises(EngineBusyError, match=r"but lent no slot within 1 s; requests are.*slot_timeout_s"):
             publisher.wait_copied()
     engine.resume()
     engine.stream.collect([group])
@@ -189,24 +194,23 @@ def test_a_publisher_by_endpoint_learns_of_the_engines_end_and_of_its_silence(ho
         engine.wait_for_version(publisher.publish())
         os.kill(engine.pid, how)
         with ends_within(20), pytest.raises(EngineDiedError if how == signal.SIGKILL else EngineHungError):
-            while True:
-                publisher.publish()
-                publisher.wait_copied()
+            repeat(publisher.publish, publisher.wait_copied)
         publisher.close()
 
 
 def test_closing_a_stopped_engine_kills_it_and_leaves_nothing():
-    before = set(default_directory().glob("inflight-slot-*"))
     engine = launch()
     publisher = engine.publisher(tiny())
     directory, pid = engine._launcher.directory, engine.pid
+    slots = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "inflight-slot" in line}
+    assert len(slots) == 2
     os.kill(pid, signal.SIGSTOP)
     use_up_slots(publisher)
     with ends_within(40):
         engine.close()
     assert not Path(f"/proc/{pid}").exists()
     assert not directory.exists()
-    assert set(default_directory().glob("inflight-slot-*")) <= before
+    assert not any(Path(slot).exists() for slot in slots)
 
 
 def test_a_script_that_ends_beside_a_stopped_engine_ends():

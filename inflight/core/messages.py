@@ -370,7 +370,7 @@ def check_same_version(version: str, protocol: int, package: str, *, who: str) -
     if (version, protocol) != (inflight.__version__, PROTOCOL):
         raise VersionMismatchError(
             f"{who} runs inflight {shorten(version, 60) or '?'} with protocol {protocol} from {shorten(package, 300)}, "
-            f"this process {inflight.__version__} with protocol {PROTOCOL} from {PACKAGE}; both must run the same version"
+            f"this process {inflight.__version__} with protocol {PROTOCOL} from {PACKAGE}; both must be the same"
         )
 
 

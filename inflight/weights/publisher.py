@@ -185,6 +185,11 @@ class Publisher:
         """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
         return self._target.sent_bytes
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closing
+
     def publish(self) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
