@@ -7,6 +7,7 @@ is the child's first code (and therefore imports nothing of ours).
 
 import importlib.util
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -21,8 +22,15 @@ def command(module: str, *arguments: str) -> list[str]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             packages[name] = str(Path(spec.origin).absolute())
-    paths = [path for path in sys.path if path and Path(path).absolute() != Path.cwd()]
+    paths = [path for path in sys.path if path and os.path.realpath(path) != _working_directory()]
     return [sys.executable, "-P", __file__, json.dumps({"packages": packages, "paths": paths}), module, *arguments]
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.path.realpath(os.getcwd())
+    except FileNotFoundError:  # somebody has removed it
+        return None
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ FINISH_REASONS = ("stop", "length", "cancelled", "error")
 MAX_HEADER_BYTES = 1 << 30
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """What fits into the int64 of a rollout's columns."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 # Columns of a frame: name → (little-endian dtypes, number of dimensions). The first three are always there.
 _COLUMNS = {
@@ -43,7 +44,7 @@ class GroupStart(msgspec.Struct, frozen=True):
 
     group_id: Count
     first_request_id: Count
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[TokenId]
     params: SamplingParams
     metadata: dict[str, Any] = {}
     """What the submitter attached; JSON-like, carried through unread."""
