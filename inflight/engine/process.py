@@ -68,7 +68,9 @@ logger = logging.getLogger("inflight.engine")
 _IDLE_POLL_MS = 50
 _MESSAGES_PER_STEP = 16
 _SHARE_OF_STEP = 0.1
-"""Of the time of a forward pass, that answering messages may take between two of them, beyond the first."""
+"""Of the time of a forward pass, that questions may take between two of them, beyond the first."""
+_WORK = (Submit, Fork, Attach, SlotRequest, Join, Fill, SlotReady, Detach)
+"""Messages that are no mere questions."""
 _MAX_WIRE_BYTES = 2 * MAX_MESSAGE_BYTES
 """Of what is larger nothing is received: its sender is disconnected. Up to here it is told why it is refused."""
 _MAX_UNREAD = 16
@@ -124,33 +126,38 @@ class EngineProcess:
     # ---- control ------------------------------------------------------------------------------------------------
 
     def _answer(self, *, wait: bool) -> None:
-        """Answer the messages that wait; with `wait`, give the first one a while to come. A flood of them takes no more
-        than a share of the generator's time."""
+        """Answer the messages that wait; with `wait`, give the first one a while to come. A flood of questions, or of
+        messages that are refused, takes no more than a share of the generator's time."""
         if wait and self._woken in dict(self._poller.poll(_IDLE_POLL_MS)):
             os.read(self._woken, 4096)
-        until_ns = now_ns() + self._step_ns * _SHARE_OF_STEP
+        left_ns = self._step_ns * _SHARE_OF_STEP
         for _ in range(_MESSAGES_PER_STEP):
             if not self._control.poll(0):
                 break
+            began_ns = now_ns()
             sender, *parts = self._control.recv_multipart()
-            self._answer_one(sender, parts)
-            if not wait and now_ns() > until_ns:
+            if not self._answer_one(sender, parts):
+                left_ns -= now_ns() - began_ns
+            if left_ns < 0 and not wait:
                 break
 
-    def _answer_one(self, sender: bytes, parts: list[bytes]) -> None:
-        ticket, began_ns = 0, now_ns()
+    def _answer_one(self, sender: bytes, parts: list[bytes]) -> bool:
+        """Whether it brought the generator something to do."""
+        ticket, began_ns, has_work = 0, now_ns(), False
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"a control message has one part, got {len(parts)}")
             message = decode_to_engine(parts[0])
             ticket = message.ticket
             reply = self._handle(sender, message)
+            has_work = isinstance(message, _WORK)
             if isinstance(message, (SlotReady, SlotRequest)):
                 self._receiver.handling_ns += now_ns() - began_ns
         except InflightError as error:
             reply = self._refusal(ticket, error)
         if reply is not None:
             self._send(sender, reply)
+        return has_work
 
     def _refusal(self, ticket: int, error: InflightError) -> Failed:
         self._bad_messages += 1

@@ -34,6 +34,7 @@ logger = logging.getLogger("inflight.weights")
 
 _LISTEN_EVERY_S = 0.5
 """How often an idle publisher takes what its engine says."""
+_TELL_EVERY_S = 10.0
 _GIVE_UP_S = 5.0
 """For a thread that was told to give up."""
 
@@ -219,11 +220,16 @@ class Publisher:
         EngineBusyError after the bounds of this publisher.
         """
         with self._condition:
-            self._condition.wait_for(lambda: (self._pending is None and not self._copying) or self._error is not None)
+            while not self._condition.wait_for(lambda: self._is_copied() or self._error is not None, _TELL_EVERY_S):
+                if self._copying:  # else the thread waits for an engine, and says so
+                    logger.warning("waiting for version %d to be copied", self.version)
             self.check()
             copied, self._copied = self._copied, None
         if copied is not None and self._gpu is not None:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
+
+    def _is_copied(self) -> bool:
+        return self._pending is None and not self._copying
 
     def check(self) -> None:
         """Raise what made a publish fail, if one did."""

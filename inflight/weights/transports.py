@@ -19,6 +19,7 @@ from inflight.weights.groups import Group, make_store
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.receiver import Slot
 from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.waiting import telling
 
 _ATTEMPTS = 3
 """Per engine and version; the next version is another chance."""
@@ -217,7 +218,8 @@ class BroadcastFeeder(Feeder):
         def send() -> None:
             self.sent_bytes += len(payload)
             try:
-                group.broadcast(payload, self._settings.bucket_bytes)
+                with telling(f"engines take a broadcast, each bucket within {self._settings.timeout_s:g} s"):
+                    group.broadcast(payload, self._settings.bucket_bytes)
             except BroadcastError:  # whose fault it was, the engines' answers tell
                 self._drop_group()
 
@@ -246,7 +248,8 @@ class BroadcastFeeder(Feeder):
         for link, message in joins.items():
             link.send(message)
         try:
-            self._group, self._members = Group(join, device, self._store), links
+            with telling(f"engines come together for a broadcast, within {self._settings.timeout_s:g} s"):
+                self._group, self._members = Group(join, device, self._store), links
         except BroadcastError as error:
             self.refused |= dict.fromkeys(links, error)
         joined = [self._try(link, partial(link.wait_for, joins[link].ticket, self._timeout_s)) for link in links]

@@ -1,6 +1,9 @@
 """How long a publisher waits for an engine: with a line in the log every ten seconds, and never for ever."""
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineBusyError, EngineHungError
@@ -63,3 +66,21 @@ class Wait:
             silent = f", and has been silent for {self._silent_s:.0f} s" if self._silent_s > _LOG_EVERY_S / 2 else known
             what = self._what + silent
             logger.warning("waiting for %.0f s: the engine at %s %s", self._waited_s, self._endpoint, what)
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Say every ten seconds what is waited for, by calls that have a bound of their own and say nothing."""
+    over = threading.Event()
+
+    def tell() -> None:
+        waited_s = 0.0
+        while not over.wait(_LOG_EVERY_S):
+            waited_s += _LOG_EVERY_S
+            logger.warning("waiting for %.0f s: %s", waited_s, what)
+
+    threading.Thread(target=tell, name="inflight-telling", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
