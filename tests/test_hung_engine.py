@@ -187,6 +187,20 @@ def test_one_slot_and_a_version_that_is_not_finite_leaves_the_engine_its_weights
         assert set(engine.generate([[1, 2, 3]], LONG)[0][0].weight_versions) == {3}
 
 
+def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine():
+    """The publisher gives up while the engine is stopped, before it has learned that it may write."""
+    with launch(slots=1) as engine:
+        publisher = engine.publisher(tiny(), timeout_s=BOUND_S)
+        engine.wait_for_version(publisher.publish())
+        with stopped(engine):
+            publisher.publish()
+            with pytest.raises(EngineHungError):
+                publisher.wait_copied()
+            publisher.close()
+        [[rollout]] = engine.generate([[1, 2, 3]], LONG, timeout_s=20)
+        assert set(rollout.weight_versions) == {1}
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_publisher_by_endpoint_learns_of_the_engines_end_and_of_its_silence(how):
     with launch() as engine:

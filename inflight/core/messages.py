@@ -212,7 +212,10 @@ class SlotReady(_Message, frozen=True):
 
 
 class Detach(_Message, frozen=True):
-    pass
+    """The publisher goes, and gives back what it has."""
+
+    untouched: list[int] = []
+    """Slots that it was lent and did not write to."""
 
 
 # ---- engine → client --------------------------------------------------------------------------------------------

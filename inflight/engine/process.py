@@ -221,6 +221,8 @@ class EngineProcess:
                     receiver.check(message)
                     self._load(sender, message)
             case Detach():
+                if sender == self._seat.holder:
+                    receiver.withdraw(message.untouched)
                 self._seat.leave(sender)
         return None
 
@@ -345,7 +347,8 @@ class EngineProcess:
         if self._seat.holder is not None:
             for slot in receiver.lend(in_use=self._engine.slot_in_use(receiver)):
                 began_ns = now_ns()
-                self._send(self._seat.holder, SlotFree(slot=slot))
+                if not self._send(self._seat.holder, SlotFree(slot=slot)):  # it does not know that it was lent one
+                    receiver.withdraw([slot])
                 receiver.handling_ns += now_ns() - began_ns
 
     def _send(self, to: bytes, message: FromEngine) -> bool:

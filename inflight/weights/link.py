@@ -105,6 +105,8 @@ class EngineLink:
         """The newest that the engine holds."""
         self.free = list(self.attached.free)
         """Slots that may be written to."""
+        self._untouched: set[int] = set()
+        """Those of them that were lent since and not used."""
         self.filled: int | None = None
         """The version that the engine was made to fill a slot with last, and so a base for what comes next."""
 
@@ -120,7 +122,9 @@ class EngineLink:
         wait = self._wait("lent no slot", timeout_s, setting)
         while not self.free:
             self._take(self._receive(wait))
-        return self.free.pop()
+        slot = self.free.pop()
+        self._untouched.discard(slot)
+        return slot
 
     def listen(self) -> None:
         """Take what the engine has said, without waiting. Raises as `acquire` does."""
@@ -178,8 +182,15 @@ class EngineLink:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # also where a forked process holds the file open
 
     def detach(self) -> None:
-        self.send(Detach())
-        self.release()
+        """Give back what the engine has lent, and end the conversation."""
+        try:
+            while self._socket.poll(0):
+                message = decode_from_engine(self._socket.recv())
+                if isinstance(message, SlotFree):
+                    self._untouched.add(message.slot)
+            self.send(Detach(untouched=sorted(self._untouched)))
+        finally:
+            self.release()
 
     def release(self) -> None:
         """End the conversation, and let another publisher come."""
@@ -193,6 +204,7 @@ class EngineLink:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, SlotFree):
             self.free.append(message.slot)
+            self._untouched.add(message.slot)
         elif isinstance(message, Status):
             pinned = len(message.versions) > 1 and f"; requests are pinned to versions among {message.versions}"
             self._known = pinned or ("; it is paused" if message.paused else "")

@@ -104,6 +104,15 @@ class Receiver:
         """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
         self._wanted = len(self.slots) == 1
 
+    def withdraw(self, untouched: Sequence[int] = ()) -> None:
+        """The publisher that wanted to write is gone. If it has the only slot and did not write to it, that is live
+        again; else the engine would have to wait for the next publisher."""
+        self._wanted = False
+        if self.live is None and self._ready is None and self.states == [SlotState.LENT] and 0 in untouched:
+            self.states[0] = SlotState.LIVE
+            self._version_of[0] = self.version
+            self.live = 0
+
     def check_lent(self, slot: int, fingerprint: str) -> None:
         """Raises ProtocolError if the slot is not the publisher's, or the layout is another."""
         if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
