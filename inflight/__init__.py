@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from inflight.training.replay import replay_routing
     from inflight.training.staleness import StalenessFilter, StalenessRule
     from inflight.training.statistics import LossStats
+    from inflight.training.step import clip_and_step
     from inflight.weights.publisher import Publisher
     from inflight.weights.sharded import ShardSender
     from inflight.weights.transports import Broadcast, Files, Slots
@@ -53,6 +54,7 @@ _HOME = {
     "StalenessFilter": "inflight.training.staleness",
     "StalenessRule": "inflight.training.staleness",
     "LossStats": "inflight.training.statistics",
+    "clip_and_step": "inflight.training.step",
     "Publisher": "inflight.weights.publisher",
     "ShardSender": "inflight.weights.sharded",
     "Broadcast": "inflight.weights.transports",
@@ -79,6 +81,7 @@ __all__ = [
     "StalenessFilter",
     "StalenessRule",
     "VersionProbe",
+    "clip_and_step",
     "group_advantages",
     "grpo",
     "launch",

@@ -41,6 +41,10 @@ class NonFiniteWeightsError(InflightError, ValueError):
     """A version with NaN or infinite weights was not published; the message names the tensors."""
 
 
+class NonFiniteLossError(InflightError, ValueError):
+    """A policy loss is NaN or infinite; the message names the token that made it so, where it was one."""
+
+
 class ChecksumError(InflightError):
     """A slot does not hold the bytes that were published; it was not announced."""
 
