@@ -47,6 +47,19 @@ def test_a_host_that_is_not_of_this_machine_is_named():
         make_store("192.0.2.1", 5)
 
 
+def test_a_publisher_tells_of_a_host_that_is_not_of_this_machine(engine):
+    def until_it_raises() -> None:
+        while True:
+            publisher.check()
+
+    with engine.publisher(make_model("qwen3"), transport=inflight.Broadcast(host="192.0.2.1")) as publisher:
+        publisher.publish()
+        with pytest.raises(BroadcastError, match="cannot listen on"):
+            until_it_raises()
+    with engine.publisher(make_model("qwen3")) as publisher:  # the place is free again
+        engine.wait_for_version(publisher.publish())
+
+
 def test_the_ranks_of_a_broadcast_listen_where_they_reach_its_host_alone():
     """Another address of the loopback stands for that of a network."""
     store = make_store("127.0.0.3", 10)

@@ -103,8 +103,10 @@ class Stage:
             self._free.append(slot)
 
     def check(self) -> None:
-        """Raise what became of the last engine, if none is left."""
+        """Raise what made sending fail, or what became of the last engine, if none is left."""
         with self._condition:
+            if self._error is not None:
+                raise self._error
             if not self._num_engines:
                 raise list(self.lost.values())[-1]
 
@@ -158,10 +160,12 @@ class Stage:
             self._condition.wait_for(lambda: self._newest or self._closing or (self._arriving and self._sent))
             if self._newest is None and self._closing:
                 return None
-            arriving, self._arriving = self._arriving, []
+            arriving = list(self._arriving)
             newest, self._newest = self._newest, None
         for link, transport in arriving:
             self._make_feeder(link, transport)
+            with self._condition:
+                self._arriving.remove((link, transport))
         if newest is None:
             assert self._sent is not None
             return *self._sent, None
