@@ -44,12 +44,11 @@ def trim_log(directory: Path) -> None:
     """Cut a log that has become too long down to its end; standard error appends to it."""
     path = directory / NAME
     try:
-        size = path.stat().st_size
-    except OSError:  # the launcher has removed it
+        if path.stat().st_size > MAX_LOG_BYTES:
+            with open(path, "r+b") as log:
+                log.seek(-_KEPT_BYTES, os.SEEK_END)
+                end = log.read()
+                log.truncate(0)
+            os.write(2, b"(the log up to here was too long)\n" + end)
+    except OSError:  # the launcher has removed it, or the disk is full: perhaps the next time
         return
-    if size > MAX_LOG_BYTES:
-        with open(path, "r+b") as log:
-            log.seek(-_KEPT_BYTES, os.SEEK_END)
-            end = log.read()
-            log.truncate(0)
-        os.write(2, b"(the log up to here was too long)\n" + end)

@@ -16,7 +16,7 @@ from inflight.engine.directory import declare_alive
 from inflight.engine.log import log_to_stderr
 from inflight.engine.parent import ParentWatch
 
-_LAUNCHER_S = 2.0
+_LAUNCHER_S = 1.0
 
 
 def main() -> int:

@@ -30,7 +30,8 @@ class Slots:
     """The trainer writes to the engine's slots: shared memory, or device memory by CUDA IPC. On one machine."""
 
     checksum: bool = False
-    """Whether the engine compares a checksum of the slot before it draws with it."""
+    """Whether the engine compares a checksum of the slot before it draws with it. If it differs, an engine with a
+    single slot waits for the next version."""
     timeout_s: float = 60.0
     """For a slot, where there are several engines; one that takes longer is let go. For one engine alone the
     publisher's `slot_timeout_s` counts."""
@@ -41,7 +42,8 @@ class Broadcast:
     """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
 
     host: str = "127.0.0.1"
-    """Address of the trainer, as engines see it. The trainer listens on it alone."""
+    """Address of the trainer, as engines see it. The trainer listens on it alone, and gloo's ranks on the addresses by
+    which they reach it; NCCL's on the interfaces that NCCL_SOCKET_IFNAME names."""
     bucket_bytes: int = 64 << 20
     delta: bool = False
     """Send what changed since the last version to those that have it."""
