@@ -17,7 +17,7 @@ import torch
 from conftest import run
 from family_configs import MAX_CONTEXT, VOCABULARY, Family
 from family_weights import make_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from inflight.core.errors import InflightError, ModelLoadError
 from inflight.core.messages import Prompt
@@ -60,17 +60,25 @@ def check_family(family: Family) -> Result:
     """Try a family on both sides."""
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as directory:
         warnings.simplefilter("ignore")
+        config = family.config()
+        config.save_pretrained(directory)
         try:
             model = make_model(family)
-            _logits(model, [3] * 5)
-        except Exception as error:
-            reason = Outcome(NOT_BUILT, _line(error))
-            return Result(family.name, reason, reason)
+        except Exception as error:  # no model to compare with; whoever asks for it must be told so
+            names = _names_of(config)
+            return Result(family.name, _check_engine(directory, None, names), Outcome(NOT_BUILT, _line(error)))
         model.save_pretrained(directory)
-        names = _names_of(model, family)
-        causal = _is_causal(model)
-        engine = _check_engine(directory, model, names, causal)
-        return Result(family.name, engine, _check_trainer(model, names, causal))
+        names = _names_of(config) | {type(model).__name__}
+        truth = model if _runs_on_tokens(model) else None
+        return Result(family.name, _check_engine(directory, truth, names), _check_trainer(model, names, truth))
+
+
+def _runs_on_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model makes anything of tokens alone, one after another."""
+    try:
+        return _logits(model, [3] * 5).shape == (5, VOCABULARY) and _is_causal(model)
+    except Exception:
+        return False
 
 
 # ---- truth ------------------------------------------------------------------------------------------------------
@@ -166,7 +174,7 @@ def _generate(directory: str, dtype: str) -> tuple[list[Rollout], str | None]:
         return rollouts, engine.runner.unfused_reason
 
 
-def _check_engine(directory: str, model: PreTrainedModel, names: set[str], causal: bool) -> Outcome:
+def _check_engine(directory: str, model: PreTrainedModel | None, names: set[str]) -> Outcome:
     reasons: list[str | None] = []
     for dtype, check in (("float32", _wrong_in_fp32), ("bfloat16", _wrong_in_bf16)):
         try:
@@ -176,8 +184,8 @@ def _check_engine(directory: str, model: PreTrainedModel, names: set[str], causa
             if outcome.good and reasons:
                 return Outcome(WRONG, f"runs in fp32, refused in bf16: {outcome.reason}")
             return outcome
-        if not causal:
-            return Outcome(WRONG, "runs a model whose tokens see those that come after them")
+        if model is None:
+            return Outcome(WRONG, "runs, but is no model in which tokens see those before them and nothing else")
         wrong = check(directory, model, rollouts)
         if wrong is not None:
             how = "fused" if unfused is None else "unfused"
@@ -260,22 +268,25 @@ def _rollouts() -> list[Rollout]:
     return rollouts
 
 
-def _check_trainer(model: PreTrainedModel, names: set[str], causal: bool) -> Outcome:
+def _check_trainer(model: PreTrainedModel, names: set[str], truth: PreTrainedModel | None) -> Outcome:
+    """`truth`: the model, or None if there is nothing to compare with."""
     rollouts = _rollouts()
-    before = _differences(model, rollouts)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = None if truth is None else _differences(truth, rollouts)
+    state = _state(model)
     batch = pack(rollouts, [1.0] * len(rollouts))
     try:
         logprobs = token_logprobs(model, batch)
         logprobs.sum().backward()
-        outcome = _judge(model, logprobs.detach(), rollouts, causal)
+        outcome = _judge(truth, logprobs.detach(), rollouts)
     except Exception as error:
         outcome = _refusal(error, (InflightError, ValueError), names)
-    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, weights[name])]
+    changed = [name for name, value in _state(model).items() if not _same(value, state.get(name))]
     if changed:
-        return Outcome(WRONG, f"changes {changed[0]} ({outcome.kind})")
+        return Outcome(WRONG, f"changes {changed[0]} ({outcome.kind}: {outcome.reason})")
+    if truth is None or before is None:
+        return outcome
     try:
-        after = _differences(model, rollouts)
+        after = _differences(truth, rollouts)
     except Exception as error:
         return Outcome(WRONG, f"leaves the model broken: {_line(error)} ({outcome.kind}: {outcome.reason})")
     if not np.allclose(before, after, atol=FP32_BOUND):
@@ -284,9 +295,20 @@ def _check_trainer(model: PreTrainedModel, names: set[str], causal: bool) -> Out
     return outcome
 
 
-def _judge(model: PreTrainedModel, logprobs: torch.Tensor, rollouts: list[Rollout], causal: bool) -> Outcome:
-    if not causal:
-        return Outcome(WRONG, "scores with a model whose tokens see those that come after them")
+def _state(model: PreTrainedModel) -> dict[str, Any]:
+    """What scoring must leave as it was: tensors, configuration, and methods of modules."""
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    methods = {f"forward of {name}": "forward" in vars(module) for name, module in model.named_modules()}
+    return tensors | methods | {"the configuration": model.config.to_dict()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _judge(model: PreTrainedModel | None, logprobs: torch.Tensor, rollouts: list[Rollout]) -> Outcome:
+    if model is None:
+        return Outcome(WRONG, "scores, but is no model in which tokens see those before them and nothing else")
     expected = np.concatenate([_picked(_of_drawn(model, r), r) for r in rollouts])
     worst = np.abs(logprobs.numpy() - expected).max()
     if not worst <= FP32_BOUND and not worst <= _bound(model, rollouts):
@@ -308,11 +330,10 @@ _RAW = re.compile(
 """What Python and torch say by themselves, which tells a user nothing about their model."""
 
 
-def _names_of(model: PreTrainedModel, family: Family) -> set[str]:
-    configs: list[Any] = [model.config, model.config.get_text_config()]
-    return {type(model).__name__, family.model_type, *(c.model_type for c in configs)} | {
-        type(c).__name__ for c in configs
-    }
+def _names_of(config: PretrainedConfig) -> set[str]:
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    known = [part for part in parts if isinstance(part, PretrainedConfig)]
+    return {part.model_type for part in known} | {type(part).__name__ for part in known}
 
 
 def _refusal(error: Exception, kinds: tuple[type[Exception], ...], names: set[str]) -> Outcome:

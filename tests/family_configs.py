@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from family_overrides import OVERRIDES, VARIANTS
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 VOCABULARY = 199
@@ -25,7 +27,7 @@ _SIZES: dict[int, str] = {
     LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
     "num_encoder_layers num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
     "num_encoder_attention_heads num_decoder_attention_heads attention_heads swa_num_attention_heads "
-    "linear_num_value_heads linear_num_heads index_n_heads indexer_n_heads num_experts n_routed_experts "
+    "linear_num_value_heads linear_num_heads num_experts n_routed_experts "
     "num_local_experts moe_num_experts mamba_n_heads mamba_num_heads moe_layer_end_index zero_expert_num "
     "num_centroids rel_extent max_window_layers conv_L_cache",
     2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
@@ -72,8 +74,6 @@ def registered_families() -> list[str]:
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
     """A configuration of the family with some 100,000 parameters. Overrides win over what is made small; a name with a
     dot is one of a part of the configuration (`text_config.sliding_window`)."""
-    from family_overrides import OVERRIDES
-
     config_class = CONFIG_MAPPING[family]
     chosen = {**OVERRIDES.get(family, {}), **overrides}
     return config_class(**_small(config_class, chosen))
@@ -82,7 +82,7 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
 def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the configuration class."""
     own = {name: value for name, value in overrides.items() if "." not in name}
-    default = config_class()
+    default = _default(config_class, own)
     accepted = _parameters(config_class)
     small: dict[str, Any] = {}
     layers = _chosen_layers(default)
@@ -91,6 +91,7 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> d
             continue
         of_part = {k.split(".", 1)[1]: v for k, v in overrides.items() if k.startswith(f"{name}.")}
         if isinstance(value, PretrainedConfig):
+            of_part = {**OVERRIDES.get(value.model_type, {}), **of_part}
             small[name] = {"model_type": value.model_type, **_small(type(value), of_part)}
         elif name.removesuffix("_token_id") in _SPECIAL_TOKENS:
             small[name] = _within_vocabulary(value, _SPECIAL_TOKENS[name.removesuffix("_token_id")])
@@ -98,7 +99,7 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> d
             small[name] = _short_rope(value)
         elif isinstance(value, (list, tuple)) and len(value) == _num_layers(default) and len(value) > LAYERS:
             small[name] = type(value)(value[index] for index in layers)
-        elif name == "num_key_value_heads" and "qk_rope_head_dim" in accepted and value == default.num_attention_heads:
+        elif name == "num_key_value_heads" and "qk_rope_head_dim" in accepted and value == vars(default).get("num_attention_heads"):
             small[name] = SMALL["num_attention_heads"]  # latent attention: keys and values for every head
         elif name == "head_dim" and value is None:
             small[name] = SMALL[name]
@@ -110,6 +111,14 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> d
     if depth is not None and len(layers) > LAYERS:
         small[depth] = len(layers)
     return {name: value for name, value in {**small, **own}.items() if value is not ...}
+
+
+def _default(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
+    """With the defaults of its class; some classes have none that are allowed."""
+    try:
+        return config_class()
+    except StrictDataclassClassValidationError:
+        return config_class(**overrides)
 
 
 @cache
@@ -168,8 +177,6 @@ class Family:
 
 def all_families() -> list[Family]:
     """What is registered, each as its defaults make it, and variants."""
-    from family_overrides import VARIANTS
-
     plain = [Family(name, name) for name in registered_families()]
     return plain + [
         Family(f"{model_type}-{variant}", model_type, overrides)
