@@ -22,9 +22,11 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note
 from inflight.engine.adapters import AdapterBank
+from inflight.engine.agreement import check_model
 from inflight.engine.attention.backend import GraphBackend, choose_backend
 from inflight.engine.columns import extra_columns, routing_columns
 from inflight.engine.kv_cache import KVCache
+from inflight.engine.layers import probe_layers
 from inflight.engine.limits import Limits, check_prompt
 from inflight.engine.loading import (
     context_limit,
@@ -35,7 +37,7 @@ from inflight.engine.loading import (
     resolve_device,
     resolve_dtype,
 )
-from inflight.engine.model_runner import ModelRunner, probe_layers
+from inflight.engine.model_runner import ModelRunner
 from inflight.engine.routing import RoutingRecorder
 from inflight.engine.sampler import Drawn, Sampler, nothing_drawn, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
@@ -84,6 +86,7 @@ class Engine:
         dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
         model = load_model(options.model, dtype=dtype, device=self.device, seed=options.seed)
         layers = probe_layers(model)
+        unfused_reason = check_model(model, fused=options.fused)
         text_config = model.config.get_text_config()
         self.max_context = context_limit(text_config, options.max_context)
         self.max_sequences = options.max_sequences
@@ -132,7 +135,7 @@ class Engine:
             max_sequences=options.max_sequences,
             max_context=self.max_context,
             device=self.device,
-            fused=options.fused,
+            unfused_reason=unfused_reason,
             cuda_graphs=cuda_graphs,
             adapters=self.adapters,
         )
