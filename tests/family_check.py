@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from conftest import run
-from family_configs import MAX_CONTEXT, VOCABULARY, Family
+from family_configs import VOCABULARY, Family
 from family_weights import make_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from inflight.core.errors import InflightError, ModelLoadError
@@ -61,16 +62,20 @@ def check_family(family: Family) -> Result:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as directory:
         warnings.simplefilter("ignore")
         config = family.config()
-        config.save_pretrained(directory)
+        names = _names_of(config)
         try:
             model = make_model(family)
         except Exception as error:  # no model to compare with; whoever asks for it must be told so
-            names = _names_of(config)
+            config.save_pretrained(directory)
+            save_file({"nothing": torch.zeros(1)}, f"{directory}/model.safetensors", {"format": "pt"})
             return Result(family.name, _check_engine(directory, None, names), Outcome(NOT_BUILT, _line(error)))
         model.save_pretrained(directory)
-        names = _names_of(config) | {type(model).__name__}
+        names.add(type(model).__name__)
         truth = model if _runs_on_tokens(model) else None
-        return Result(family.name, _check_engine(directory, truth, names), _check_trainer(model, names, truth))
+        engine = _check_engine(directory, truth, names)
+        if engine.kind in (FUSED, UNFUSED):
+            engine = _check_fusion(family, engine)
+        return Result(family.name, engine, _check_trainer(model, names, truth))
 
 
 def _runs_on_tokens(model: PreTrainedModel) -> bool:
@@ -136,14 +141,15 @@ def _picked(logprobs: torch.Tensor, rollout: Rollout) -> np.ndarray:
 # ---- engine -----------------------------------------------------------------------------------------------------
 
 
-def _prompts() -> tuple[list[Prompt], list[int]]:
+def _prompts(max_context: int) -> tuple[list[Prompt], list[int]]:
     """Ragged prompts, and the steps at which they arrive: from one token to more than any window and threshold, the
-    longest beyond what one pass takes, some greedy, one of two samples."""
+    longest beyond what one pass takes, some greedy, one of two samples. All within the context."""
     rng = np.random.default_rng(0)
     prompts, arrivals = [], []
     for index, length in enumerate((1, 40, 7, 23, 3, 60, 16, 31, 5, 12)):
+        length = min(length, max_context // 2)
         params = SamplingParams(
-            max_tokens=32 if index < 6 else 48,
+            max_tokens=min(32 if index < 6 else 48, max_context - length),
             temperature=0.0 if index in (1, 4, 7) else 1.0,
             seed=index,
             n=2 if index == 3 else 1,
@@ -157,7 +163,7 @@ def _prompts() -> tuple[list[Prompt], list[int]]:
 @contextmanager
 def _engine(directory: str, dtype: str) -> Iterator[Engine]:
     options = EngineOptions(
-        model=directory, device="cpu", dtype=dtype, max_sequences=12, max_context=MAX_CONTEXT, max_prefill_tokens=16
+        model=directory, device="cpu", dtype=dtype, max_sequences=12, max_prefill_tokens=16, kv_cache_tokens=2048
     )
     engine = Engine(options)
     try:
@@ -169,7 +175,7 @@ def _engine(directory: str, dtype: str) -> Iterator[Engine]:
 def _generate(directory: str, dtype: str) -> tuple[list[Rollout], str | None]:
     """What the engine draws, and why it runs unfused, if it does."""
     with _engine(directory, dtype) as engine:
-        prompts, arrivals = _prompts()
+        prompts, arrivals = _prompts(engine.max_context)
         rollouts = run(engine, prompts, arrivals=arrivals)
         return rollouts, engine.runner.unfused_reason
 
@@ -194,6 +200,17 @@ def _check_engine(directory: str, model: PreTrainedModel | None, names: set[str]
     if len(set(reasons)) > 1:
         return Outcome(WRONG, f"fused in one dtype only: {reasons}")
     return Outcome(FUSED) if reasons[0] is None else Outcome(UNFUSED, reasons[0])
+
+
+def _check_fusion(family: Family, outcome: Outcome) -> Outcome:
+    """Whether a model is fused must not depend on how large its weights are, nor on the dtype."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(family, large=False).save_pretrained(directory)
+        with _engine(directory, "bfloat16") as engine:
+            unfused = engine.runner.unfused_reason
+    if (unfused is None) != (outcome.kind == FUSED):
+        return Outcome(WRONG, f"{outcome.kind} ({outcome.reason}); with small weights in bf16: {unfused or 'fused'}")
+    return outcome
 
 
 def _wrong_in_fp32(directory: str, model: PreTrainedModel, rollouts: list[Rollout]) -> str | None:
@@ -275,11 +292,12 @@ def _check_trainer(model: PreTrainedModel, names: set[str], truth: PreTrainedMod
     state = _state(model)
     batch = pack(rollouts, [1.0] * len(rollouts))
     try:
-        logprobs = token_logprobs(model, batch)
+        logprobs = token_logprobs(model.train(), batch)
         logprobs.sum().backward()
         outcome = _judge(truth, logprobs.detach(), rollouts)
     except Exception as error:
         outcome = _refusal(error, (InflightError, ValueError), names)
+    model.eval()
     changed = [name for name, value in _state(model).items() if not _same(value, state.get(name))]
     if changed:
         return Outcome(WRONG, f"changes {changed[0]} ({outcome.kind}: {outcome.reason})")

@@ -57,6 +57,8 @@ _SIZES: dict[int, str] = {
     "model_max_length max_source_positions",
 }
 SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DROPOUTS = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "dropout_p", "jitter", "jitter_noise")
 _SPECIAL_TOKENS = {name: index for index, name in enumerate(("pad", "bos", "eos", "sep", "cls", "mask"))}
 
 
@@ -72,8 +74,8 @@ def registered_families() -> list[str]:
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """A configuration of the family with some 100,000 parameters. Overrides win over what is made small; a name with a
-    dot is one of a part of the configuration (`text_config.sliding_window`)."""
+    """A configuration of the family with some 100,000 parameters. Overrides win over what is made small; those of a part
+    of the configuration are a dict."""
     config_class = CONFIG_MAPPING[family]
     chosen = {**OVERRIDES.get(family, {}), **overrides}
     return config_class(**_small(config_class, chosen))
@@ -81,36 +83,45 @@ def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
 
 def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of the configuration class."""
-    own = {name: value for name, value in overrides.items() if "." not in name}
-    default = _default(config_class, own)
-    accepted = _parameters(config_class)
-    small: dict[str, Any] = {}
+    default = _default(config_class, overrides)
     layers = _chosen_layers(default)
+    small: dict[str, Any] = {}
     for name, value in vars(default).items():
-        if name not in accepted or (name in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in accepted):
-            continue
-        of_part = {k.split(".", 1)[1]: v for k, v in overrides.items() if k.startswith(f"{name}.")}
         if isinstance(value, PretrainedConfig):
-            of_part = {**OVERRIDES.get(value.model_type, {}), **of_part}
+            of_part = {**OVERRIDES.get(value.model_type, {}), **(overrides.get(name) or {})}
             small[name] = {"model_type": value.model_type, **_small(type(value), of_part)}
-        elif name.removesuffix("_token_id") in _SPECIAL_TOKENS:
-            small[name] = _within_vocabulary(value, _SPECIAL_TOKENS[name.removesuffix("_token_id")])
-        elif name == "rope_parameters":
-            small[name] = _short_rope(value)
-        elif isinstance(value, (list, tuple)) and len(value) == _num_layers(default) and len(value) > LAYERS:
-            small[name] = type(value)(value[index] for index in layers)
-        elif name == "num_key_value_heads" and "qk_rope_head_dim" in accepted and value == vars(default).get("num_attention_heads"):
-            small[name] = SMALL["num_attention_heads"]  # latent attention: keys and values for every head
-        elif name == "head_dim" and value is None:
-            small[name] = SMALL[name]
-        elif name in SMALL and isinstance(value, int) and not isinstance(value, bool):
-            small[name] = min(value, SMALL[name])
-        elif name.endswith(("_dropout", "_pdrop", "dropout", "layerdrop", "dropout_prob", "_jitter", "jitter_noise")):
-            small[name] = 0.0 if isinstance(value, float) else value
-    depth = next((name for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if name in small), None)
-    if depth is not None and len(layers) > LAYERS:
+        elif name in overrides:
+            small[name] = overrides[name]
+        elif name in _parameters(config_class):
+            smaller = _smaller(name, value, default, layers)
+            if smaller != value or isinstance(value, list):
+                small[name] = smaller
+    depth = next((name for name in _DEPTHS if name in small), None)
+    if depth is not None and depth not in overrides and len(layers) > LAYERS:
         small[depth] = len(layers)
-    return {name: value for name, value in {**small, **own}.items() if value is not ...}
+    return {**overrides, **small}
+
+
+def _smaller(name: str, value: Any, default: PretrainedConfig, layers: list[int]) -> Any:
+    """What stands in for the value of an attribute of a configuration by default."""
+    latent = "qk_rope_head_dim" in vars(default)
+    if name in ("head_dim", "qk_head_dim") and latent:
+        return value  # follows from the dimensions with and without rotary embedding
+    if name == "num_key_value_heads" and latent and value == vars(default).get("num_attention_heads"):
+        return SMALL["num_attention_heads"]  # latent attention: keys and values for every head
+    if name == "head_dim" and value is None:
+        return SMALL[name]
+    if name.removesuffix("_token_id") in _SPECIAL_TOKENS:
+        return _within_vocabulary(value, _SPECIAL_TOKENS[name.removesuffix("_token_id")])
+    if name == "rope_parameters":
+        return _short_rope(value)
+    if isinstance(value, (list, tuple)) and len(value) == _num_layers(default) and len(value) > LAYERS:
+        return type(value)(value[index] for index in layers)
+    if name in SMALL and isinstance(value, int) and not isinstance(value, bool):
+        return min(value, SMALL[name])
+    if name.endswith(_DROPOUTS) and isinstance(value, float):
+        return 0.0
+    return value
 
 
 def _default(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:

@@ -19,7 +19,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 3.0, "kv_n_heads": 2}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "deepseek_v32": _SPARSE,
-    "deepseek_v4": _SPARSE,
+    "deepseek_v4": {**_SPARSE, "head_dim": 64},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
         **_SPARSE,
@@ -32,16 +32,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_qk_nope_head_dim": 16,
         "swa_v_head_dim": 16,
     },
-    "dots3_note": {"vision_config": {"adapter_out_dim": 64}, "audio_config": {"adapter_out_dim": 64}},
+    "dots3_note": {"vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6,
         "num_kv_shared_layers": 2, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
         "laurel_rank": 8},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0, "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 199}},
+        "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2}},
     "gemma4_text": {"global_head_dim": 32},
-    "gemma4_unified_assistant": {"text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
-        "text_config.num_kv_shared_layers": 2},
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2}},
     "gemma4_unified_text": {"global_head_dim": 32},
     "glm_moe_dsa": _SPARSE,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
@@ -57,7 +59,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 32, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "split_ngram_parts": 2},
-    "reformer": {"is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
+    "reformer": {"hash_seed": 0, "is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 5, "attention_hidden_size": 128, "attention_head_dim": 32,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"]},
@@ -90,7 +92,7 @@ _ROPES: dict[str, dict[str, Any]] = {
 }
 _SLIDING = {"sliding_window": 8}
 _NO_SLIDING: dict[str, Any] = {"sliding_window": None}
-_QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+_QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
 _FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
 _TIED = {"tie_word_embeddings": True}
 _BIDIRECTIONAL = {"use_bidirectional_attention": True}
@@ -99,6 +101,7 @@ _DECODER = {"is_decoder": True}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         **_ROPES,
+        "longrope-short": {"rope_parameters": {**_LONGROPE["rope_parameters"], "original_max_position_embeddings": 32}},
         "bias": {"attention_bias": True, "mlp_bias": True},
         "tied": _TIED,
         "mqa": {"num_key_value_heads": 1},
@@ -123,7 +126,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "phi3": {
         "sliding": _SLIDING,
         "partial": _rope("default", partial_rotary_factor=0.5),
-        "longrope": _LONGROPE,
+        "longrope": {**_LONGROPE, "original_max_position_embeddings": 128},
+        "longrope-short": _LONGROPE,
     },
     "phimoe": {"sliding": _SLIDING, "longrope": _MSCALED, "head-bias": {"lm_head_bias": True}},
     "doge": {"sliding": _SLIDING, "moe": {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2}},

@@ -9,12 +9,14 @@ GAIN = 1.5
 distributions over tokens are peaked."""
 
 
-def make_model(family: Family, seed: int = 0) -> PreTrainedModel:
-    """The family's model in fp32, in eval mode, with eager attention."""
-    torch.manual_seed(seed)
+def make_model(family: Family, *, large: bool = True) -> PreTrainedModel:
+    """The family's model in fp32, in eval mode, with eager attention. large: with weights as described above, in place
+    of those that Transformers begins with."""
+    torch.manual_seed(0)
     config = family.config()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    randomize(model)
+    if large:
+        randomize(model)
     return model
 
 
