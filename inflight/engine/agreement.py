@@ -41,6 +41,8 @@ def check_model(model: PreTrainedModel, *, fused: bool) -> str | None:
         logger.warning("%s is tried on its own weights alone: %s", name, error)
         twin = None
     if twin is not None:
+        if not twin.is_causal:
+            raise UnsupportedModelError(f"{name} is no causal decoder: what a token gives depends on those behind it")
         try:
             packed = twin.with_attention(ATTENTION_NAME)
         except Exception as error:  # a foreign class may raise anything
@@ -64,8 +66,7 @@ def _compare_itself(model: PreTrainedModel, *, fused: bool) -> str | None:
     """As `_compare`, with the model's own weights in fp32 on the CPU."""
     packed = copy.deepcopy(model).to("cpu", torch.float32)
     packed.set_attn_implementation("eager")
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
-    sequences, logits = try_sequences(packed, limit or None)
+    sequences, logits = try_sequences(packed)
     packed.set_attn_implementation(ATTENTION_NAME)
     return _compare(packed, sequences, logits, fused=fused)
 
@@ -100,10 +101,9 @@ def _compare(
     if ours.shape != theirs.shape:
         raise UnsupportedModelError(f"{name} does not give logits for the tokens that it is asked for")
     if not (error := relative_error(ours, theirs)) < TOLERANCE:
+        alone = _whole(sequences[0], cache, backend, model)
         raise UnsupportedModelError(
-            f"{name} computes something else when several sequences share a pass and keys and values are paged: its "
-            f"logits are off by {error:.0%}; some part of it mixes or places tokens in a way that its attention layers "
-            "do not show"
+            f"{name} cannot be run: {_why(alone, expected[0])}, its logits are off by {error:.0%}"
         )
     if not fused:
         return None
@@ -118,6 +118,22 @@ def _compare(
     if not relative_error(ours, theirs) < TOLERANCE:
         return "the fused decoder and the Transformers model give different logits"
     return None
+
+
+def _whole(ids: torch.Tensor, cache: KVCache, backend: AttentionBackend, model: PreTrainedModel) -> torch.Tensor:
+    """Logits [T, V] of one sequence in one pass."""
+    batch = _batch([ids], [(0, 0, len(ids))], cache)
+    backend.begin(batch, cache)
+    return run_packed(model, batch, cache, backend)
+
+
+def _why(alone: torch.Tensor, expected: torch.Tensor) -> str:
+    if relative_error(alone, expected) < TOLERANCE:
+        return (
+            "where sequences share a pass or go on from cached keys and values (it does not place tokens by "
+            "position_ids, or mixes them outside of its attention)"
+        )
+    return "with the engine's attention (its own does something that it tells by no argument that the engine knows)"
 
 
 def _logits(

@@ -34,6 +34,7 @@ from inflight.engine.loading import (
     load_model,
     load_tokenizer,
     modules_over_slots,
+    prefill_limit,
     resolve_device,
     resolve_dtype,
 )
@@ -97,7 +98,9 @@ class Engine:
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.receiver = Receiver(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
-        max_prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type]
+        max_prefill_tokens = prefill_limit(
+            text_config, options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type], options.max_sequences
+        )
         cuda_graphs = options.cuda_graphs and not options.record_routing
         self.adapters: AdapterBank | None = None
         if options.lora_rank:

@@ -31,9 +31,8 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
         raise UnsupportedModelError(
             f"{name} cannot be run over packed sequences ({type(error).__name__}: {first_line(error)})"
         ) from error
-    layers = _decoder_layers(model)
     attending = {id(call.module) for call in calls}
-    silent = [(name, layer) for name, layer in layers if not any(id(part) in attending for part in layer.modules())]
+    silent = _without_attention(model, attending)
     if silent or not calls:
         named = ", ".join(f"{layer_name} ({_mixer_name(layer)})" for layer_name, layer in silent)
         raise UnsupportedModelError(
@@ -48,13 +47,16 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     return [call.shape for call in calls]
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The longest list of equal length to the config's num_hidden_layers: the decoder's layers with their names."""
+def _without_attention(model: PreTrainedModel, attending: set[int]) -> list[tuple[str, nn.Module]]:
+    """The decoder's layers, with their names, in which no module of these ids lies. The decoder is, of the lists as
+    long as the config's num_hidden_layers, the one that misses the fewest: towers for images have layers, too."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found: list[list[tuple[str, nn.Module]]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
-    return []
+            layers = [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
+            found.append([pair for pair in layers if not any(id(part) in attending for part in pair[1].modules())])
+    return min(found, key=len, default=[])
 
 
 def _mixer_name(layer: nn.Module) -> str:

@@ -20,7 +20,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
-from inflight.models.lengths import length_limit
+from inflight.models.lengths import length_limit, row_limit
 from inflight.models.twin import first_line
 from inflight.weights.receiver import Slot
 from inflight.weights.tensors import published_tensors, slot_views
@@ -115,6 +115,20 @@ def context_limit(config: PretrainedConfig, asked: int) -> int:
             )
         limit = min(limit, length)
     return min(limit, asked or DEFAULT_MAX_CONTEXT)
+
+
+def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> int:
+    """Tokens of prompts in one pass: what was asked for, within what the model takes in a row (`row_limit`). Raises
+    UnsupportedModelError if the drawn tokens alone fill that."""
+    row = row_limit(config)
+    if row is None:
+        return asked
+    if row[0] <= max_sequences:
+        raise UnsupportedModelError(
+            f"{config.model_type} has {row[1]}, so that a pass may have {row[0]} tokens; lower max_sequences, which is "
+            f"{max_sequences}, below that"
+        )
+    return min(asked, row[0] - max_sequences)
 
 
 def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> PreTrainedModel:

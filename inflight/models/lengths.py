@@ -27,7 +27,19 @@ def length_limit(config: PretrainedConfig) -> tuple[int, str] | None:
         chunk = getattr(config, "attention_chunk_size", None)
         if chunk:
             limits.append((int(chunk), "chunked attention"))
+    if (row := row_limit(config)) is not None:
+        limits.append(row)
     return min(limits) if limits else None
+
+
+def row_limit(config: PretrainedConfig) -> tuple[int, str] | None:
+    """Tokens that a row of packed sequences may have, and why; None where that does not matter.
+
+    Llama 4 scales queries by where they are in their row, whatever their positions are, from `floor_scale` on.
+    """
+    if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
+        return int(config.floor_scale) - 1, "a query scale that counts the tokens of a row"
+    return None
 
 
 def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -15,13 +15,20 @@ BOTH_SIDES = -1
 """Noted where tokens see later ones."""
 
 
-def mask_note(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> torch.Tensor:
-    """The mask function that Transformers calls: i64[1, 1, 1, 1], the sliding window, 0 for none, or BOTH_SIDES.
-
-    It has the dimensions of a mask, since some models take a slice of theirs, and lies on the CPU."""
-    first, second = torch.tensor(0), torch.tensor(1)
-    sees_later = bool(mask_function(0, 0, first, second))
-    return torch.full((1, 1, 1, 1), BOTH_SIDES if sees_later else local_size or 0, device="cpu")
+def mask_note(
+    *,
+    mask_function: Callable[..., Any],
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    local_size: int | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """The mask function that Transformers calls: i64[B, 1, Q, K] on the CPU, a single number expanded to the size that
+    the mask would have: the sliding window, 0 for none, or BOTH_SIDES."""
+    if kv_length > 1 and bool(mask_function(0, 0, torch.tensor(0), torch.tensor(1))):
+        local_size = BOTH_SIDES
+    return torch.tensor(local_size or 0, device="cpu").expand(batch_size, 1, q_length, kv_length)
 
 
 def noted(mask: torch.Tensor | None, caller: str) -> int | None:

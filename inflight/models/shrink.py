@@ -15,7 +15,9 @@ from transformers import PretrainedConfig
 
 VOCABULARY = 96
 WINDOW = 6
-"""Tokens: sliding windows, attention chunks, steps of a query's scale."""
+"""Tokens: sliding windows, steps of a query's scale."""
+CHUNK = 24
+"""Tokens of an attention chunk; no sequence is longer (`length_limit`)."""
 ORIGINAL_CONTEXT = 16
 """Tokens up to which positions are not scaled."""
 CONTEXT = 64
@@ -24,6 +26,7 @@ _MAX_LAYERS = 8
 _MAX_EXPERTS = 8
 _SOFTCAP = 2.0
 _MIN_HEAD_DIM = 8
+_HIDDEN = 64
 
 _HEAD_COUNT = re.compile(
     r"(?!.*(dim|size))(.*(num|n|attention)_(attention_|key_value_|kv_|query_|global_|swa_|linear_)*(key_value_|kv_|q_|query_)?"
@@ -35,7 +38,7 @@ _HEAD_DIM = re.compile(
 _WIDTH = re.compile(
     r"(.*hidden_size|.*intermediate_size(_mlp)?|.*ffn_dim|.*ffn_hidden_size|.*_rank|n_embd|n_inner|d_model|d_inner|d_ff|dff|dim|"
     r"emb_dim|embed_dim|embedding_dim|embedding_size|word_embed_proj_dim|ple_embed_dim|.*hidden_size_per_layer_input|"
-    r".*expansion_dim|shared_intermediate_size|feed_forward_size|.*_embd)$"
+    r".*expansion_dim|lru_width|shared_intermediate_size|feed_forward_size|.*_embd)$"
 )
 _LAYER_COUNT = re.compile(r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers)$")
 _EXPERT_COUNT = re.compile(r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)$")
@@ -43,8 +46,8 @@ _CHOSEN_EXPERTS = re.compile(
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_per_tok(en)?|moe_num_active_.*)$"
 )
 _WINDOW = re.compile(
-    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|.*attention_chunk_size|"
-    r"local_attention|.*floor_scale|log_scaling_n_floor)$"
+    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|"
+    r"local_attention|log_scaling_n_floor)$"
 )
 _POSITIONS = re.compile(
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|context_length|"
@@ -59,12 +62,12 @@ _VOCABULARY = re.compile(r".*vocab_size(_per_layer_input)?$")
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of a configuration, and of those inside it, that is small in every respect."""
-    return _changed(config, _rules(config), _kept_layers(config))
+    return _changed(config, _rules(config), _kept_layers(config), shrink)
 
 
 def shrink_lengths(config: PretrainedConfig) -> PretrainedConfig:
     """A copy that is as wide as the original, with a small vocabulary, windows and thresholds."""
-    return _changed(config, _length_rules, None)
+    return _changed(config, _length_rules, None, shrink_lengths)
 
 
 def config_numbers(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
@@ -75,25 +78,32 @@ def config_numbers(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _changed(
-    config: PretrainedConfig, rule: Callable[[str, int | float], int | float], layers: list[int] | None
+    config: PretrainedConfig,
+    rule: Callable[[str, int | float], int | float],
+    layers: list[int] | None,
+    inner: Callable[[PretrainedConfig], PretrainedConfig],
 ) -> PretrainedConfig:
+    """A copy whose numbers are what `rule` makes of them, with these layers (None: all), and what `inner` makes of the
+    configurations in it. It is written past the checks of single fields, since they belong together."""
     small = copy.deepcopy(config)
     count = _num_layers(config)
-    for name, value in list(vars(small).items()):
+    fields = vars(small)
+    for name, value in list(fields.items()):
         if name.startswith("_"):
             continue
         if isinstance(value, PretrainedConfig):
-            inner = shrink(value) if layers is not None else shrink_lengths(value)
-            vars(small)[name] = inner
+            fields[name] = inner(value)
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
-            vars(small)[name] = _shorter_rope(value, rule, config)
+            fields[name] = _shorter_rope(value, rule, config)
         elif _is_number(value):
-            vars(small)[name] = rule(name, value)
+            fields[name] = rule(name, value)
+        elif layers is not None and _are_indices(name, value):
+            fields[name] = type(value)(layers.index(i) for i in value if i in layers)
         elif isinstance(value, (list, tuple)):
             chosen = [value[i] for i in layers] if layers is not None and len(value) == count else list(value)
-            vars(small)[name] = type(value)(rule(name, x) if _is_number(x) else x for x in chosen)
+            fields[name] = type(value)(rule(name, x) if _is_number(x) else x for x in chosen)
     if layers is not None:
-        _renumber(small, config, layers)
+        _renumber(small, count, layers)
     return small
 
 
@@ -106,6 +116,8 @@ def _length_rules(name: str, value: int | float) -> int | float:
         return min(value, CONTEXT)
     if _WINDOW.match(name):
         return min(value, WINDOW)
+    if name.endswith("attention_chunk_size"):
+        return min(value, CHUNK)
     if _VOCABULARY.match(name):
         return min(value, VOCABULARY)
     if name.endswith(("_token_id", "_token_index")):
@@ -117,12 +129,16 @@ def _rules(config: PretrainedConfig) -> Callable[[str, int | float], int | float
     """What becomes of each number of this configuration."""
     heads = [n for name, value in config_numbers(config) if _HEAD_COUNT.match(name) for n in _flat(value) if n > 0]
     dims = [n for name, value in config_numbers(config) if _HEAD_DIM.match(name) for n in _flat(value) if n > 0]
-    hidden, num_heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if isinstance(hidden, int) and isinstance(num_heads, int) and num_heads and not getattr(config, "head_dim", None):
-        dims.append(hidden // num_heads)
+    hidden, num_heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    head_dim = vars(config).get("head_dim") or (hidden // num_heads if hidden and num_heads else 0)
+    if head_dim and head_dim not in dims:
+        dims.append(head_dim)
     by_heads = _divisor(heads, smallest=2)
     by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims)), 1)
-    by_width = by_heads * by_dims
+    if hidden == num_heads * head_dim:
+        by_width, multiple = by_heads * by_dims, 1
+    else:
+        by_width, multiple = max(1, hidden // _HIDDEN), math.lcm(4, max(1, num_heads // by_heads))
     groups = getattr(config, "n_group", None) or getattr(config, "num_expert_group", None) or 1
 
     def rule(name: str, value: int | float) -> int | float:
@@ -133,7 +149,7 @@ def _rules(config: PretrainedConfig) -> Callable[[str, int | float], int | float
         if _HEAD_DIM.match(name):
             return value // by_dims
         if _WIDTH.match(name):
-            return _width(value, by_width, num_heads // by_heads if isinstance(num_heads, int) else 1)
+            return _width(value, by_width, multiple if value == hidden else 4)
         if _EXPERT_COUNT.match(name):
             return min(value, max(_MAX_EXPERTS, 2 * groups if isinstance(groups, int) else 0))
         if _CHOSEN_EXPERTS.match(name):
@@ -143,12 +159,15 @@ def _rules(config: PretrainedConfig) -> Callable[[str, int | float], int | float
     return rule
 
 
-def _width(value: int, divisor: int, heads: int) -> int:
-    """Exact where heads lie side by side in it, else a multiple of 4 numbers: grouped products want 16 bytes."""
-    exact = value // divisor
-    if value % divisor == 0 and exact >= 8 and (exact % 4 == 0 or (exact % heads == 0 and exact % 2 == 0)):
-        return exact
-    return max(8, 4 * math.ceil(value / divisor / 4))
+def _width(value: int, divisor: int, multiple: int) -> int:
+    """A multiple of 4 numbers for what is no row of heads: grouped products want 16 bytes."""
+    return max(8, multiple * math.ceil(value / divisor / multiple))
+
+
+def _number(config: PretrainedConfig, name: str) -> int:
+    """A field under the name that Transformers gives it in all configurations; 0 where there is none."""
+    value = vars(config).get(config.attribute_map.get(name, name))
+    return value if _is_count(value) else 0
 
 
 def _divisor(counts: list[int], smallest: int) -> int:
@@ -167,8 +186,8 @@ def _divides(k: int, dims: list[int]) -> bool:
 
 
 def _num_layers(config: PretrainedConfig) -> int:
-    count = getattr(config, "num_hidden_layers", 0)
-    return count if isinstance(count, int) else 0
+    named = [value for name, value in config_numbers(config) if _LAYER_COUNT.match(name) and _is_count(value)]
+    return _number(config, "num_hidden_layers") or max(named, default=0)
 
 
 def _kept_layers(config: PretrainedConfig) -> list[int] | None:
@@ -176,36 +195,43 @@ def _kept_layers(config: PretrainedConfig) -> list[int] | None:
     count = _num_layers(config)
     if not count:
         return None
-    lists = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == count]
-    kinds = [str([v[i] for v in lists]) for i in range(count)]
-    first = {kind: kinds.index(kind) for kind in kinds}
-    needed = max(first.values()) + 1
+    lists = [(n, v) for n, v in vars(config).items() if isinstance(v, (list, tuple))]
+    members = [[i in v for i in range(count)] for n, v in lists if _are_indices(n, v)]
+    members += [list(v) for n, v in lists if len(v) == count and not _are_indices(n, v)]
+    kinds = [str([v[i] for v in members]) for i in range(count)]
+    needed = max(kinds.index(kind) for kind in kinds) + 1
+    multiple = 1
     for name, value in config_numbers(config):  # the first dense layers, every n-th layer
-        if re.search(
-            r"dense_replace|num_dense_layers|start_index|interleave|interval|period|every|pattern|step$", name
-        ):
+        if _LAYER_PATTERN.search(name):
             needed = max([needed, *(n + 1 for n in _flat(value) if 0 < n < count)])
-    needed = min(count, max(needed, 3))
+        if _LAYER_COUNT.match(name) and 0 < value < count and count % value == 0:  # several layers to a block
+            multiple = max(multiple, count // value)
+    needed = min(count, multiple * math.ceil(max(needed, 3) / multiple))
     if needed <= _MAX_LAYERS:
         return list(range(needed))
     chosen = {kinds.index(kind) for kind in kinds} | {count - 1 - kinds[::-1].index(kind) for kind in kinds}
     return sorted(chosen)[: 2 * _MAX_LAYERS]
 
 
-def _renumber(small: PretrainedConfig, config: PretrainedConfig, layers: list[int]) -> None:
-    """Counts of layers, and lists of the layers that are of one kind."""
-    count, kept = _num_layers(config), len(layers)
-    for name, value in list(vars(small).items()):
-        if _LAYER_COUNT.match(name) and value == count:
-            vars(small)[name] = kept
-        elif name in ("num_kv_shared_layers",) and isinstance(value, int) and value:
-            vars(small)[name] = max(1, kept - max(1, round(kept * (count - value) / count)))
-        elif re.search(r"dense_replace|num_dense_layers|max_window_layers", name) and isinstance(value, int):
-            vars(small)[name] = sum(i < value for i in layers)
-        elif _LAYER_LIST.search(name) and isinstance(value, (list, tuple)):
-            indices = getattr(config, name)
-            if len(indices) != count and all(map(_is_count, indices)):
-                vars(small)[name] = type(value)(layers.index(i) for i in indices if i in layers)
+def _are_indices(name: str, value: Any) -> bool:
+    """Whether a field lists the layers that are of one kind, and does not tell something of every layer."""
+    if not _LAYER_LIST.search(name) or not isinstance(value, (list, tuple)) or not all(map(_is_count, value)):
+        return False
+    return list(value) == sorted(set(value))
+
+
+def _renumber(small: PretrainedConfig, count: int, layers: list[int]) -> None:
+    """Counts of layers."""
+    fields, kept = vars(small), len(layers)
+    for name, value in list(fields.items()):
+        if not _is_count(value) or value <= 0:
+            continue
+        if _LAYER_COUNT.match(name) and count % value == 0:
+            fields[name] = max(1, kept * value // count)
+        elif name == "num_kv_shared_layers":
+            fields[name] = max(1, kept - max(1, round(kept * (count - value) / count)))
+        elif re.search(r"dense_replace|num_dense_layers|max_window_layers", name):
+            fields[name] = sum(i < value for i in layers)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -219,7 +245,7 @@ def _shorter_rope(
         if isinstance(value, dict):  # by type of layer
             short[name] = _shorter_rope(value, rule, config)
         elif name in ("short_factor", "long_factor") and isinstance(value, (list, tuple)):
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
             short[name] = list(value)[:: max(1, head_dim // int(rule("head_dim", head_dim)))]
         elif isinstance(value, (list, tuple)):
             short[name] = [rule(name, x) if _is_number(x) else x for x in value]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inflight.models.lengths import length_limit
+from inflight.models.lengths import length_limit, row_limit
 from inflight.models.shrink import VOCABULARY, shrink, shrink_lengths
 
 logger = logging.getLogger("inflight.models")
@@ -46,6 +46,8 @@ class Twin:
     """i64[T] each"""
     logits: list[torch.Tensor]
     """f32[T, V] each, of a forward pass of its own."""
+    is_causal: bool
+    """Whether the logits of the first tokens are the same without those that follow."""
 
     def with_attention(self, name: str) -> PreTrainedModel:
         """The same model, built anew with the attention of this name. Raises whatever building it raises."""
@@ -90,17 +92,27 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((difference / theirs.float().norm(dim=-1).clamp(min=1e-12)).max())
 
 
-def try_sequences(model: nn.Module, limit: int | None = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Random sequences, and the logits f32[T, V] that the model gives for each of them alone."""
     config = model.config.get_text_config()  # pyright: ignore
-    longest = min([limit or LENGTHS[0], *([found[0]] if (found := length_limit(config)) else [])])
-    generator = torch.Generator().manual_seed(1)
     vocabulary = int(config.vocab_size)
-    highest = vocabulary - 1 if vocabulary <= VOCABULARY else vocabulary
-    lengths = [max(1, length * min(longest, LENGTHS[0]) // LENGTHS[0]) for length in LENGTHS]
-    sequences = [torch.randint(0, highest, (length,), generator=generator) for length in lengths]
+    highest = vocabulary - 1 if vocabulary <= VOCABULARY else vocabulary  # what a twin has last stands for an image
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, highest, (length,), generator=generator) for length in _lengths(config)]
     with torch.no_grad():
         return sequences, [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+
+
+def _lengths(config: PretrainedConfig) -> list[int]:
+    """LENGTHS, or so much shorter that the model can take them one by one and in a row."""
+    shares = [1.0]
+    if isinstance(positions := getattr(config, "max_position_embeddings", None), int) and positions > 0:
+        shares.append(positions / LENGTHS[0])
+    if (length := length_limit(config)) is not None:
+        shares.append(length[0] / LENGTHS[0])
+    if (row := row_limit(config)) is not None:
+        shares.append(row[0] / sum(LENGTHS))
+    return [max(1, int(length * min(shares))) for length in LENGTHS]
 
 
 def first_line(error: BaseException) -> str:
@@ -116,14 +128,22 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin:
                 plain = _build(kind, make_small(config), "eager")
                 _randomize(plain)
                 sequences, logits = try_sequences(plain)
+                is_causal = _is_causal(plain, sequences[0], logits[0])
             except Exception as error:  # whatever a foreign model raises
                 reasons.append(f"{type(error).__name__}: {first_line(error)}")
                 continue
             if all(bool(one.isfinite().all()) for one in logits):
-                return Twin(plain, sequences, logits)
+                return Twin(plain, sequences, logits, is_causal)
             reasons.append("its logits are not finite")
     logger.debug("no twin of %s: %s", kind.__name__, "; ".join(reasons))
     raise NoTwinError(f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})")
+
+
+@torch.no_grad()
+def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> bool:
+    length = -(-len(ids) * 2 // 3)
+    shorter = model(input_ids=ids[None, :length], use_cache=False).logits[0]
+    return relative_error(shorter, logits[:length]) < TOLERANCE
 
 
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:

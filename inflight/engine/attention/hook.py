@@ -49,7 +49,7 @@ def run_packed(model: nn.Module, batch: ForwardBatch, cache: KVCache, backend: A
     """The model's logits [M, V] for a batch that the backend has begun."""
     token = _pass.set(_Pass(batch, cache, backend))
     try:
-        return model(
+        logits = model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             logits_to_keep=batch.rows,
@@ -57,6 +57,7 @@ def run_packed(model: nn.Module, batch: ForwardBatch, cache: KVCache, backend: A
         ).logits[0]
     finally:
         _pass.reset(token)
+    return logits if len(logits) == len(batch.rows) else logits[batch.rows]  # some models give all of them
 
 
 def record_calls(model: nn.Module, **inputs: torch.Tensor) -> list[AttentionCall]:
