@@ -13,13 +13,21 @@ from typing import Any
 
 from family_overrides import OVERRIDES, VARIANTS
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto import modeling_auto
 
 VOCABULARY = 199
 MAX_CONTEXT = 128
 """Tokens of the longest sequence that is tried."""
 WINDOW = 8
 LAYERS = 4
+
+_OTHERS = (
+    (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, modeling_auto.AutoModelForImageTextToText),
+    (modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, modeling_auto.AutoModelForMultimodalLM),
+    (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, modeling_auto.AutoModelForSeq2SeqLM),
+    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, modeling_auto.AutoModelForMaskedLM),
+)
 
 _SIZES: dict[int, str] = {
     64: "hidden_size d_model n_embd emb_dim dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
@@ -62,15 +70,22 @@ _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "dropout_prob", "dropout_p", "jit
 _SPECIAL_TOKENS = {name: index for index, name in enumerate(("pad", "bos", "eos", "sep", "cls", "mask"))}
 
 
-def registered_families() -> list[str]:
-    """The model types that AutoModelForCausalLM takes, and the text models inside those that are composites."""
-    names: dict[str, None] = {}
-    for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
-        names[config_class.model_type] = None
-        text = getattr(config_class, "sub_configs", {}).get("text_config")
-        if text is not None and text in MODEL_FOR_CAUSAL_LM_MAPPING:
-            names[text.model_type] = None
-    return list(names)
+def causal_families() -> list[str]:
+    """The model types that AutoModelForCausalLM takes: decoders, encoders that can be decoders, and composites."""
+    return list(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def other_families() -> list[str]:
+    """Further model types whose logits are tokens': of vision, audio and language, encoder-decoders, encoders."""
+    names = {name: None for names, _ in _OTHERS for name in names}
+    return [name for name in names if name not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def auto_class(config: PretrainedConfig) -> type:
+    """The first of the classes that build models by their configuration and have one for this one."""
+    if type(config) in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return modeling_auto.AutoModelForCausalLM
+    return next(auto for names, auto in _OTHERS if config.model_type in names)
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
@@ -114,7 +129,7 @@ def _smaller(name: str, value: Any, default: PretrainedConfig, layers: list[int]
     if name.removesuffix("_token_id") in _SPECIAL_TOKENS:
         return _within_vocabulary(value, _SPECIAL_TOKENS[name.removesuffix("_token_id")])
     if name == "rope_parameters":
-        return _short_rope(value)
+        return _short_rope(value, vars(default))
     if isinstance(value, (list, tuple)) and len(value) == _num_layers(default) and len(value) > LAYERS:
         return type(value)(value[index] for index in layers)
     if name in SMALL and isinstance(value, int) and not isinstance(value, bool):
@@ -162,16 +177,23 @@ def _within_vocabulary(token: Any, otherwise: int) -> Any:
     return token if token is None or 0 <= token < VOCABULARY else otherwise
 
 
-def _short_rope(rope: Any) -> Any:
-    """Rotary parameters whose thresholds lie below the lengths of the sequences."""
+def _short_rope(rope: Any, attributes: dict[str, Any]) -> Any:
+    """Rotary parameters whose thresholds lie below the lengths of the sequences, for small heads."""
     if not isinstance(rope, dict):
         return rope
     short = copy.deepcopy(rope)
     for value in (short, *short.values()):
-        if isinstance(value, dict) and value.get("original_max_position_embeddings"):
+        if not isinstance(value, dict):
+            continue
+        if value.get("original_max_position_embeddings"):
             value["original_max_position_embeddings"] = 16
+        if value.get("mrope_section"):
+            pairs = int(SMALL["head_dim"] * (value.get("partial_rotary_factor") or 1.0)) // 2
+            if "head_dim" not in attributes:
+                pairs = SMALL["hidden_size"] // SMALL["num_attention_heads"] // 2
+            third = pairs // 3
+            value["mrope_section"] = [pairs - 2 * third, third, third]
     return short
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +210,9 @@ class Family:
 
 def all_families() -> list[Family]:
     """What is registered, each as its defaults make it, and variants."""
-    plain = [Family(name, name) for name in registered_families()]
+    plain = [Family(name, name) for name in causal_families()]
     return plain + [
         Family(f"{model_type}-{variant}", model_type, overrides)
         for model_type, variants in VARIANTS.items()
         for variant, overrides in variants.items()
-    ]
+    ] + [Family(name, name) for name in other_families()]

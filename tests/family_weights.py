@@ -1,12 +1,16 @@
 """Tiny models with weights large enough that a part which is left out, or taken for another, shows."""
 
+import copy
+
 import torch
-from family_configs import Family
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from family_configs import Family, auto_class
+from transformers import PreTrainedModel
 
 GAIN = 1.5
 """Standard deviation of what a linear map gives for an input of standard deviation 1. Attention is sharp then, and
 distributions over tokens are peaked."""
+
+MAX_PARAMETERS = 10_000_000
 
 
 def make_model(family: Family, *, large: bool = True) -> PreTrainedModel:
@@ -14,7 +18,11 @@ def make_model(family: Family, *, large: bool = True) -> PreTrainedModel:
     of those that Transformers begins with."""
     torch.manual_seed(0)
     config = family.config()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in auto_class(config).from_config(copy.deepcopy(config)).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"its configuration, made small, still has {size / 1e6:,.0f} million parameters")
+    model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     if large:
         randomize(model)
     return model
