@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, choose_backend
 from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
-from inflight.engine.fused import FusedDecoder
+from inflight.engine.fused import FusedDecoder, agrees_with
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import module_over
@@ -25,7 +25,7 @@ from inflight.weights.tensors import fill, layout_of, published_tensors, slot_vi
 
 logger = logging.getLogger("inflight.engine")
 
-_SMALL = 50_000_000
+_SMALL = 8_000_000
 """Parameters of a model that is tried itself, beside its twin."""
 _LARGEST = 1_000_000_000
 """Parameters of a model without a twin that is tried itself."""
@@ -59,6 +59,24 @@ def check_model(model: PreTrainedModel, *, fused: bool) -> str | None:
             "parameters; what the engine computes might be wrong"
         )
     return reason
+
+
+@torch.inference_mode()
+def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> None:
+    """Compare a module over its slot with itself under Transformers' own attention, in the dtype and on the device that
+    serve it, for a batch of one sequence. Raises UnsupportedModelError if they differ by more than rounding does."""
+    backend.begin(batch, cache)
+    ours = run_packed(model, batch, cache, backend)
+    try:
+        model.set_attn_implementation("eager")
+        theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    if not agrees_with(ours, theirs):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes something else over these weights ({theirs.dtype} on {theirs.device}) "
+            f"than Transformers: its logits are off by {relative_error(ours, theirs):.0%}"
+        )
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight.engine.adapters import AdapterBank
+from inflight.engine.agreement import check_weights
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
 from inflight.engine.attention.hook import run_packed
 from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
@@ -44,8 +45,10 @@ class ModelRunner:
         self.unfused_reason = unfused_reason
         """Why the model runs as Transformers runs it; None where it runs fused."""
         self._decoders: list[FusedDecoder] = []
+        batch = self._probe(min(12, max_context))
+        check_weights(self._modules[0], batch, cache, backend)
         if unfused_reason is None:
-            self._fuse(max_context)
+            self._fuse(batch, max_context)
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
         self._tables = [_BlockTable(max_sequences, cache.max_blocks) for _ in cache.groups]
@@ -156,12 +159,11 @@ class ModelRunner:
     # ---- fusion -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _fuse(self, max_context: int) -> None:
+    def _fuse(self, batch: ForwardBatch, max_context: int) -> None:
         """Use fused decoders if they compute over these weights, in this dtype and on this device, what the model
         computes. Their parts were compared closely before (`agreement.py`)."""
         try:
             decoders = [FusedDecoder(m, self._cache, self._backend, max_context) for m in self._modules]
-            batch = self._probe(min(12, max_context))
             self._backend.begin(batch, self._cache)
             theirs = run_packed(self._modules[0], batch, self._cache, self._backend)
             agree = agrees_with(decoders[0](batch), theirs)
