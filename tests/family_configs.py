@@ -1,7 +1,7 @@
 """Tiny configurations of every model family that the installed Transformers registers as a causal language model.
 
-A family's configuration starts from the defaults of its class. Whatever makes a model large is made small by the name of
-the attribute; of attributes with a value per layer, layers are chosen so that every kind of layer is there. Windows,
+A family's configuration starts from the defaults of its class. Whatever makes a model large is made small by the name
+of the attribute; of attributes with a value per layer, layers are chosen so that every kind of layer is there. Windows,
 chunks and the lengths at which positions are scaled lie far below the lengths of the sequences that are tried.
 """
 
@@ -31,7 +31,7 @@ _OTHERS = (
 
 _SIZES: dict[int, str] = {
     64: "hidden_size d_model n_embd emb_dim dim embedding_dim embedding_size word_embed_proj_dim input_embedding_size "
-    "output_embedding_size backbone_hidden_size lru_width attention_hidden_size hidden_size_global d_rel_model",
+    "output_embedding_size backbone_hidden_size lru_width attention_hidden_size hidden_size_global embed_dim",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
     "num_encoder_layers num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
     "num_encoder_attention_heads num_decoder_attention_heads attention_heads swa_num_attention_heads "
@@ -89,8 +89,8 @@ def auto_class(config: PretrainedConfig) -> type:
 
 
 def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    """A configuration of the family with some 100,000 parameters. Overrides win over what is made small; those of a part
-    of the configuration are a dict."""
+    """A configuration of the family with some 100,000 parameters. Overrides win over what is made small; those of a
+    part of the configuration are a dict."""
     config_class = CONFIG_MAPPING[family]
     chosen = {**OVERRIDES.get(family, {}), **overrides}
     return config_class(**_small(config_class, chosen))
@@ -211,8 +211,12 @@ class Family:
 def all_families() -> list[Family]:
     """What is registered, each as its defaults make it, and variants."""
     plain = [Family(name, name) for name in causal_families()]
-    return plain + [
-        Family(f"{model_type}-{variant}", model_type, overrides)
-        for model_type, variants in VARIANTS.items()
-        for variant, overrides in variants.items()
-    ] + [Family(name, name) for name in other_families()]
+    return (
+        plain
+        + [
+            Family(f"{model_type}-{variant}", model_type, overrides)
+            for model_type, variants in VARIANTS.items()
+            for variant, overrides in variants.items()
+        ]
+        + [Family(name, name) for name in other_families()]
+    )

@@ -3,6 +3,7 @@
 from typing import Any
 
 _ATTENTION_ONLY = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -14,6 +15,7 @@ _SPARSE = {"index_n_heads": 32, "index_topk": 8}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk2": _SPARSE,
+    "bailing_hybrid": {"num_experts": 4},
     "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 3.0, "kv_n_heads": 2}},
@@ -53,10 +55,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"shared_intermediate_size": 48, **_MULTIPLIERS},
     "hy_v4": _SPARSE,
     "jamba": {"attn_layer_offset": 1},
+    "kolibri1": {"num_local_experts": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen2_5_vl": {"text_config": _MROPE},
+    "qwen2_vl": {"text_config": _MROPE, "vision_config": {"hidden_size": 64}},
+    "paddleocr_vl": {"text_config": _MROPE},
     "qwen4_exp_text": {"indexer_n_heads": 32, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "split_ngram_parts": 2},
     "reformer": {"hash_seed": 0, "is_decoder": True, "axial_pos_shape": (16, 16), "axial_pos_embds_dim": (32, 32)},
@@ -79,9 +85,7 @@ _LONGROPE = _rope(
 )
 _MSCALED = {"rope_parameters": {**_LONGROPE["rope_parameters"], "short_mscale": 1.2, "long_mscale": 1.3}}
 _YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=16)
-_LLAMA3 = _rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
-)
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 _ROPES: dict[str, dict[str, Any]] = {
     "yarn": _YARN,
     "llama3": _LLAMA3,
@@ -237,10 +241,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         family: {"decoder": _DECODER}
         for family in (
             "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
-            "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
-            "prophetnet",
+            "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+            "xmod", "prophetnet",
         )
     },
     "xlm": {"causal": {"causal": True}},
     "xlnet": {"uni": {"attn_type": "uni"}},
 }  # fmt: skip
+
+CANNOT_BE_BUILT: dict[str, str] = {
+    "gemma3n": "its vision tower needs timm",
+    "gemma4_assistant": "its text model must share all layers, and refuses to",
+    "musicgen": "its class takes the configuration of the decoder, and AutoModelForCausalLM gives it the whole",
+    "musicgen_melody": "as musicgen",
+}
+"""Registered as causal language models, and Transformers 5.23 itself cannot make one; the engine refuses them."""

@@ -10,7 +10,7 @@ GAIN = 1.5
 """Standard deviation of what a linear map gives for an input of standard deviation 1. Attention is sharp then, and
 distributions over tokens are peaked."""
 
-MAX_PARAMETERS = 10_000_000
+MAX_PARAMETERS = 30_000_000
 
 
 def make_model(family: Family, *, large: bool = True) -> PreTrainedModel:
@@ -19,7 +19,9 @@ def make_model(family: Family, *, large: bool = True) -> PreTrainedModel:
     torch.manual_seed(0)
     config = family.config()
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in auto_class(config).from_config(copy.deepcopy(config)).parameters())
+        size = sum(
+            parameter.numel() for parameter in auto_class(config).from_config(copy.deepcopy(config)).parameters()
+        )
     if size > MAX_PARAMETERS:
         raise ValueError(f"its configuration, made small, still has {size / 1e6:,.0f} million parameters")
     model = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
