@@ -63,6 +63,8 @@ class Inbox:
         self._lock = threading.RLock()
         self._open: set[int] = set()
         """Groups for `next`: submitted, and not handed out."""
+        self._lent: set[int] = set()
+        """Those of them that came out of `next`, and may be put back."""
         self._reserved: set[int] = set()
         """Groups for those who name them: submitted, and not handed out."""
         self._dropped: set[int] = set()
@@ -109,10 +111,8 @@ class Inbox:
     def reserve(self, group_ids: Collection[int]) -> None:
         """These groups are not for `next` any more."""
         with self._lock:
-            mine = self._open & set(group_ids)
-            self._open -= mine
-            self._reserved |= mine
-            self._wake_idle()
+            self._reserved |= self._open & set(group_ids)
+            self._close(group_ids)
 
     def next(self) -> "Group | Future[None] | None":
         """A group that is ready; None if none that is not reserved is outstanding. It stays outstanding until `remove`
@@ -122,8 +122,9 @@ class Inbox:
             while self._ready:
                 group_id = self._ready.popleft()
                 if group_id in self._open and group_id in self._finished:
+                    self._lent.add(group_id)
                     return self._finished[group_id]
-            if not self._open:
+            if self._open == self._lent:
                 return None
             return self._wait_idle()
 
@@ -158,16 +159,22 @@ class Inbox:
     def remove(self, group_ids: Collection[int]) -> None:
         """These groups are in somebody's hands, and not outstanding any more."""
         with self._lock:
-            self._open -= set(group_ids)
             self._reserved -= set(group_ids)
             for group_id in group_ids:
                 self._finished.pop(group_id, None)
-            if not self._open:
-                self._wake_idle()
+            self._close(group_ids)
+
+    def _close(self, group_ids: Collection[int]) -> None:
+        """These groups do not come out of `next` any more."""
+        self._open -= set(group_ids)
+        self._lent -= set(group_ids)
+        if self._open == self._lent:  # nothing is left to wait for
+            self._wake_idle()
 
     def put_back(self, group_ids: Collection[int]) -> None:
         """These groups, which came out of `next`, come first when it is called again."""
         with self._lock:
+            self._lent -= set(group_ids)
             self._ready.extendleft(reversed(list(group_ids)))
             self._wake_idle()
 
@@ -178,8 +185,13 @@ class Inbox:
             self._dropped |= coming & (self._open | self._reserved)
             self.remove(group_ids)
 
+    def hold(self, group_id: int) -> None:
+        """A group that came out of `next` is not ready, until `ready` is told."""
+        with self._lock:
+            self._lent.discard(group_id)
+
     def ready(self, group: Group) -> None:
-        """A group of which `on_group` said that it was not ready is so now."""
+        """A group that was not ready is so now."""
         with self._lock:
             self._ready.append(group[0].group_id)
             self._wake_idle()
@@ -289,8 +301,8 @@ class Inbox:
         if not lost:
             return
         logger.error("groups %s were lost with their frames", sorted(lost))
-        self._open -= lost
         self._reserved -= lost
+        self._close(lost)
         error = StreamGapError(f"groups {sorted(lost)} were lost with their frames")
         for taker in self._takers:
             if taker.wanted & lost:

@@ -62,6 +62,8 @@ class PackedBatch:
     """f32[T], under the policy that a KL penalty refers to."""
     trainer_version: int | None = None
     """Of the weights that the trainer has when it takes the batch; tells mismatch from staleness."""
+    rollouts: Sequence[Rollout] = ()
+    """B, what the sequences were made of: text, rewards and metadata."""
 
     def __post_init__(self) -> None:
         if self.drawn is None:
@@ -142,6 +144,7 @@ class PackedBatch:
             drawn=torch.nonzero(self.loss_mask[rows]).flatten(),
             cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
             groups=self.groups[torch.tensor(sequences, device=device)],
+            rollouts=[self.rollouts[sequence] for sequence in sequences] if self.rollouts else (),
         )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -220,6 +223,7 @@ def pack(
         routing=routing_column(rollouts),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
+        rollouts=list(rollouts),
     )
 
 

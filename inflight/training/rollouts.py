@@ -47,6 +47,8 @@ class RolloutStream:
         self._meter = meter
         self._scorer: Scorer | None = None
         self._own_scorer: Scorer | None = None
+        self._scoring: dict[int, tuple[Group, Scorer]] = {}
+        """By group: who scores it at the moment."""
         self._scored_by: dict[int, Scorer] = {}
         """By group: whose rewards it has."""
         self._failed: dict[int, BaseException] = {}
@@ -158,9 +160,10 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
 
-        They are made of what was submitted for training, and of nothing that was submitted with `train=False` or drawn
-        by `generate`. score: a function of a rollout, plain or `async`, or a `Scorer`, which has a time limit; it is
-        called beside training and generation. A rollout without a reward is left out and counted.
+        They are made of what was submitted for training, and of nothing that was submitted with `train=False`, drawn by
+        `generate`, or drawn greedily (`collect` has those). score: a function of a rollout, plain or `async`, or a
+        `Scorer`, which has a time limit; it is called beside training and generation. A rollout without a reward is
+        left out and counted.
         Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
         measured when the next batch is asked for, that is, after the optimizer step. `staleness` takes out what is too
         old and counts it; a batch of which nothing is left is not yielded.
@@ -176,6 +179,9 @@ class RolloutStream:
             groups: list[Group] = []
             try:
                 while sum(map(len, groups)) < rollouts and (more := (group := self._next()) is not None):
+                    if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
+                        self._inbox.reserve([group[0].group_id])
+                        continue
                     taken.append(group)
                     groups += [rewarded] if (rewarded := with_rewards(group)) else []
                 trainer_version = self._meter.published_version
@@ -218,14 +224,13 @@ class RolloutStream:
             group_id = answer[0].group_id
             with self._lock:
                 error = self._failed.pop(group_id, None)
-                scored = self._scorer is None or self._scored_by.get(group_id) is self._scorer or not usable(answer)
             if error is not None:
                 self._inbox.put_back([group_id])
                 raise error
-            if scored:
+            if (scorer := self._who_scores(answer)) is None:
                 return self._with_text(answer)
-            if self._score_if_wanted(answer):
-                self._inbox.ready(answer)
+            self._inbox.hold(group_id)
+            self._start_scoring(answer, scorer)
 
     def _hand_out(self, groups: list[Group]) -> None:
         group_ids = [group[0].group_id for group in groups]
@@ -255,28 +260,46 @@ class RolloutStream:
                 self._scorer = self._own_scorer = Scorer(score)
             else:
                 self._scorer = self._own_scorer
+            overtaken = [group for group, scorer in self._scoring.values() if scorer is not self._scorer]
+            for group in overtaken:
+                del self._scoring[group[0].group_id]
+        for group in overtaken:
+            if self._score_if_wanted(group):
+                self._inbox.ready(group)
 
     def _score_if_wanted(self, group: Group) -> bool:
         """Begin to score a group. True if there is nothing to wait for."""
+        scorer = self._who_scores(group)
+        if scorer is not None:
+            self._start_scoring(group, scorer)
+        return scorer is None
+
+    def _who_scores(self, group: Group) -> Scorer | None:
+        """None for a group that needs no rewards, or has those that are wanted."""
         with self._lock:
-            scorer = self._scorer
-        if scorer is None or not usable(group):
-            return True
-        future = scorer.start(group, prepare=self._with_text)
-        future.add_done_callback(partial(self._take_scores, group, scorer))
-        return False
+            if self._scored_by.get(group[0].group_id) is self._scorer:
+                return None
+            return self._scorer if usable(group) and not group[0].params.greedy else None
+
+    def _start_scoring(self, group: Group, scorer: Scorer) -> None:
+        with self._lock:
+            self._scoring[group[0].group_id] = group, scorer
+        scores = scorer.start(group, prepare=self._with_text)
+        scores.add_done_callback(partial(self._take_scores, group, scorer))
 
     def _take_scores(self, group: Group, scorer: Scorer, scores: "Future[list[Reward]]") -> None:
         group_id = group[0].group_id
         error = CancelledError() if scores.cancelled() else scores.exception()
         with self._lock:
-            if self._scorer is scorer and error is not None:
+            if self._scoring.get(group_id, (None, None))[1] is not scorer:  # another one has taken over
+                return
+            del self._scoring[group_id]
+            if error is not None:
                 self._failed[group_id] = error
-            elif error is None:
+            else:
                 self._scored_by[group_id] = scorer
-        if error is None:
-            for rollout, reward in zip(group, scores.result(), strict=True):
-                rollout.reward = reward
+                for rollout, reward in zip(group, scores.result(), strict=True):
+                    rollout.reward = reward
         self._inbox.ready(group)
 
     def _with_text(self, group: Group) -> Group:
