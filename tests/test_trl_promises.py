@@ -45,8 +45,16 @@ def test_without_ahead_all_tokens_are_of_the_newest_weights(path, tmp_path, engi
     assert versions == [{newest - 4}, {newest - 3}, {newest - 2}, {newest - 1}]
 
 
-@pytest.mark.parametrize("prompts", [TEXT, CHAT], ids=["text", "chat"])
-def test_shuffled_batches_are_drawn_ahead(path, tmp_path, engine, monkeypatch, prompts):  # noqa: F811
+@pytest.mark.parametrize(
+    ("prompts", "steps", "config"),
+    [
+        (TEXT, 10, {}),
+        (CHAT, 10, {}),
+        (TEXT * 2, 12, {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}),
+    ],
+    ids=["text", "chat", "several steps per batch"],
+)
+def test_shuffled_batches_are_drawn_ahead(path, tmp_path, engine, monkeypatch, prompts, steps, config):  # noqa: F811
     def submit(self, asked, trainer, of=EngineRollouts._submit):
         ids = of(self, asked, trainer)
         submitted.append(asked)
@@ -54,17 +62,17 @@ def test_shuffled_batches_are_drawn_ahead(path, tmp_path, engine, monkeypatch, p
 
     submitted = []
     monkeypatch.setattr(EngineRollouts, "_submit", submit)
-    settings = {"max_steps": 10, "prompts": prompts, "shuffle_dataset": True}
+    settings = {"max_steps": steps, "prompts": prompts, "shuffle_dataset": True, **config}
     trainer_class = behaviour_ratio(trl.GRPOTrainer)
     run = train(path, tmp_path, ahead=2, engine=engine, trainer_class=trainer_class, **settings)
     asked = [prompts for prompts, _ in run.calls]
-    assert len(asked) == 10  # two and a half epochs
+    assert len(asked) == steps // config.get("num_iterations", 1)  # more than an epoch
     assert submitted == asked  # each once, in the order in which they were asked for
-    assert asked[0] != prompts[:1] * 4 + prompts[1:2] * 4
+    assert asked[0][::4] != prompts[: len(asked[0]) // 4]
     assert run.outstanding == []
     # what was drawn ahead is of older weights than those that were live when it was asked for
     oldest = [min(v for row in output["weight_versions"] for v in row) for _, output in run.calls]
-    newest = [run.version - 10 + step for step in range(10)]
+    newest = [run.version - steps + step * config.get("num_iterations", 1) for step in range(len(oldest))]
     assert any(ours < live for ours, live in zip(oldest, newest, strict=True))
 
 
