@@ -174,7 +174,8 @@ def test_a_fused_decoder_that_raises_is_not_used(tmp_path, monkeypatch, dtype):
         raise TypeError("forward() missing 1 required positional argument")
 
     monkeypatch.setattr(fused._Ropes, "of", fail)
-    assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == "forward() missing 1 required positional argument"
+    reason = "fusing it failed (TypeError: forward() missing 1 required positional argument)"
+    assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == reason
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
