@@ -118,7 +118,7 @@ class RolloutStream:
             yield group
 
     async def agroups(self, group_ids: Collection[int] | None = None) -> AsyncIterator[Group]:
-        """As `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        """As `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`. Without rewards."""
         wanted = None if group_ids is None else self._claim(group_ids)
         while wanted is None or wanted:
             answer = self._inbox.next() if wanted is None else self._inbox.take_any(wanted)
