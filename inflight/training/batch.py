@@ -15,6 +15,7 @@ import torch
 
 from inflight.core.rollout import Rollout
 from inflight.training.aggregation import StepTotals
+from inflight.training.kept import expand
 from inflight.training.partition import partition
 from inflight.training.replay import routing_column
 
@@ -52,6 +53,8 @@ class PackedBatch:
     the whole vocabulary where that is empty; None if all were."""
     kept_token_ids: torch.Tensor | None = None
     """i64[…]"""
+    kept_of: torch.Tensor | None = None
+    """i32[n], on the CPU: 0, or the size of a vocabulary where the ids are those that were cut from it; None: 0."""
     routing: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
     included: torch.Tensor | None = None
@@ -87,14 +90,16 @@ class PackedBatch:
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(offsets i64[n + 1], token ids i64[…]) of the drawn tokens."""
+        """(offsets i64[n + 1], token ids i64[…]) of what was kept for the drawn tokens."""
         if self.kept_offsets is None or self.kept_token_ids is None:
             return None
-        return self.kept_offsets, self.kept_token_ids
+        if self.kept_of is None:
+            return self.kept_offsets, self.kept_token_ids
+        return expand(self.kept_offsets, self.kept_token_ids, self.kept_of)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with all its columns on `device`, but for `kept_offsets`, which kernels read on the CPU."""
-        columns = {name: column for name, column in self._tensors().items() if name != "kept_offsets"}
+        """The batch with all its columns on `device`, but for those of kept sets that are read on the CPU."""
+        columns = {name: column for name, column in self._tensors().items() if name not in _ON_CPU}
         totals = replace(self.totals, group_tokens=self.totals.group_tokens.to(device))
         return replace(self, **{name: column.to(device) for name, column in columns.items()}, totals=totals)
 
@@ -137,6 +142,7 @@ class PackedBatch:
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             begins = torch.repeat_interleave(self.kept_offsets[own] - offsets[:-1], counts)
             chosen["kept_offsets"] = offsets
+            chosen["kept_of"] = None if self.kept_of is None else self.kept_of[own]
             chosen["kept_token_ids"] = self.kept_token_ids[(begins + torch.arange(len(begins))).to(device)]
         return replace(
             self,
@@ -152,7 +158,8 @@ class PackedBatch:
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
-_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_offsets", "kept_token_ids")
+_ON_CPU = ("kept_offsets", "kept_of")
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_token_ids", *_ON_CPU)
 
 
 def pack(
@@ -220,6 +227,7 @@ def pack(
         ),
         kept_offsets=torch.from_numpy(np.cumsum([0, *np.concatenate(kept_counts)])) if has_kept else None,
         kept_token_ids=torch.from_numpy(np.concatenate(kept_ids).astype(np.int64)) if has_kept else None,
+        kept_of=_kept_of(rollouts, masks) if has_kept else None,
         routing=routing_column(rollouts),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
@@ -283,13 +291,27 @@ def _kept(rollout: Rollout, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     found[owners[kept == rollout.token_ids[owners]]] = True
     if len(np.unique(owners << 32 | kept.astype(np.int64))) != len(kept):
         raise ValueError(f"{name} has a kept set with a token id twice")
-    missing = np.flatnonzero(~found & (counts > 0) & drawn)
+    of = np.zeros(num_tokens, np.int32) if rollout.kept_of is None else rollout.kept_of
+    if len(of) != num_tokens or ((kept < 0) | (of[owners] > 0) & (kept >= of[owners])).any():
+        raise ValueError(f"{name} has kept sets with token ids that are not in a vocabulary of {of.max(initial=0)}")
+    by_cut = of > 0
+    missing = np.flatnonzero((found == by_cut) & (counts > 0) & drawn)
     if len(missing):
+        first, sizes = missing[0], np.where(by_cut, of - counts, counts)
         raise ValueError(
-            f"{name}: token {missing[0]} (id {rollout.token_ids[missing[0]]}) is not in the set of "
-            f"{counts[missing[0]]} tokens that it was drawn from; these kept sets belong to other tokens"
+            f"{name}: token {first} (id {rollout.token_ids[first]}) is not in the set of {sizes[first]} tokens that it "
+            "was drawn from; these kept sets belong to other tokens"
         )
     return counts[drawn], kept[drawn[owners]]
+
+
+def _kept_of(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> torch.Tensor | None:
+    """i32[drawn tokens]: where what was cut is listed, of how many; None if it is nowhere."""
+    columns = [r.kept_of if r.kept_offsets is not None else None for r in rollouts]
+    if all(column is None for column in columns):
+        return None
+    parts = [np.zeros(mask.sum(), np.int32) if c is None else c[mask] for c, mask in zip(columns, drawn, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _warn_of_other_distributions(rollouts: Sequence[Rollout]) -> None:
