@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +68,13 @@ def load_config(model: str) -> PretrainedConfig:
             f"hub id, or a built-in shape ({', '.join(SHAPES)})"
         ) from error
     refuse_other_models(config)
-    refuse_unrunnable_layers(config.get_text_config())
+    try:
+        text_config = config.get_text_config()
+    except ValueError as error:  # there are several
+        raise UnsupportedModelError(
+            f"{config.model_type} is not made for text alone: {first_line(error)}; the engine runs decoders of text"
+        ) from error
+    refuse_unrunnable_layers(text_config)
     return config
 
 
@@ -155,7 +162,7 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
                 f"{_model_class(config)} does not take its attention from Transformers' attention interface, through "
                 "which the engine runs it"
             ) from error
-        raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}") from error
+        raise ModelLoadError(f"cannot load model {model!r} ({_model_class(config)}): {first_line(error)}") from error
     return loaded.eval().requires_grad_(False)
 
 
@@ -202,5 +209,5 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _model_class(config: PretrainedConfig) -> str:
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return (found[0] if isinstance(found, tuple) else found).__name__
