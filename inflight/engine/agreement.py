@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
@@ -82,7 +83,8 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, b
 @torch.inference_mode()
 def _compare_itself(model: PreTrainedModel, *, fused: bool) -> str | None:
     """As `_compare`, with the model's own weights in fp32 on the CPU."""
-    packed = copy.deepcopy(model).to("cpu", torch.float32)
+    packed = copy.deepcopy(model)
+    nn.Module.to(packed, "cpu", torch.float32)
     packed.set_attn_implementation("eager")
     sequences, logits = try_sequences(packed)
     packed.set_attn_implementation(ATTENTION_NAME)

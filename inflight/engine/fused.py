@@ -324,9 +324,16 @@ class _Ropes:
         self._made: dict[str | None, _Rope] = {}
 
     def of(self, attention: nn.Module) -> _Rope:
-        kind = getattr(attention, "layer_type", None) if self._by_type else None
+        kind = None
+        if self._by_type:
+            kind = getattr(attention, "layer_type", None) or getattr(attention, "attention_type", None)
+        rope = self._table(kind, next(attention.parameters()).device)
+        if getattr(attention, "use_rope", True):
+            return rope
+        return _Rope(torch.ones_like(rope.cos), torch.zeros_like(rope.sin))  # SmolLM 3 rotates in some layers only
+
+    def _table(self, kind: str | None, device: torch.device) -> _Rope:
         if kind not in self._made:
-            device = next(attention.parameters()).device
             positions = torch.arange(self._max_context, device=device)[None]
             x = torch.zeros(1, 1, device=device)
             extra = {"layer_type": kind} if self._by_type else {}

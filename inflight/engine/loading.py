@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -202,5 +203,5 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _model_class(config: PretrainedConfig) -> str:
-    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return (found[0] if isinstance(found, tuple) else found).__name__

@@ -167,7 +167,7 @@ def _width(value: int, divisor: int, multiple: int) -> int:
 def _number(config: PretrainedConfig, name: str) -> int:
     """A field under the name that Transformers gives it in all configurations; 0 where there is none."""
     value = vars(config).get(config.attribute_map.get(name, name))
-    return value if _is_count(value) else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _divisor(counts: list[int], smallest: int) -> int:
