@@ -68,7 +68,13 @@ def load_config(model: str) -> PretrainedConfig:
             f"hub id, or a built-in shape ({', '.join(SHAPES)})"
         ) from error
     refuse_other_models(config)
-    refuse_unrunnable_layers(config.get_text_config())
+    try:
+        text = config.get_text_config()
+    except ValueError as error:  # Transformers cannot tell which of its parts is meant
+        raise UnsupportedModelError(
+            f"{config.model_type} has several language models in one; the engine runs a single decoder"
+        ) from error
+    refuse_unrunnable_layers(text)
     return config
 
 
@@ -156,7 +162,7 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
                 f"{_model_class(config)} does not take its attention from Transformers' attention interface, through "
                 "which the engine runs it"
             ) from error
-        raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}") from error
+        raise ModelLoadError(f"cannot load model {model!r} ({config.model_type}): {first_line(error)}") from error
     return loaded.eval().requires_grad_(False)
 
 
