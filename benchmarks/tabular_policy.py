@@ -126,13 +126,12 @@ def make_batch(world: World, pattern: Sequence[int], recorded: torch.Tensor | No
     )
 
 
-def token_gradients(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor, *, alone: bool) -> torch.Tensor:
-    """−∂loss / ∂log π_θ f64[n], times LENGTH. alone: a call for every sequence, for objectives that compare them."""
-    parts = [batch.select([s]) for s in range(batch.num_sequences)] if alone else [batch]
+def token_gradients(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """−∂loss / ∂log π_θ f64[n], times LENGTH. Objectives that rank the tokens of a batch rank those of all sequences,
+    each once, however likely it is."""
     leaf = logprobs.detach().clone().requires_grad_()
-    for part, rows in zip(parts, leaf.split([part.num_drawn for part in parts]), strict=True):
-        loss, _ = loss_of_scores(objective, part, TokenScores(rows, None))
-        loss.backward()
+    loss, _ = loss_of_scores(objective, batch, TokenScores(leaf, None))
+    loss.backward()
     assert leaf.grad is not None
     return -LENGTH * leaf.grad
 
@@ -166,14 +165,11 @@ def expect(
     pattern: Sequence[int],
     *,
     recorded: torch.Tensor | None = None,
-    alone: bool = False,
 ) -> Expectation:
     """Where the token at position t is drawn by version pattern[t]. The objective aggregates by "constant" with LENGTH,
     so that nothing but the correction can be biased."""
     assert (objective.aggregation, objective.max_tokens) == ("constant", LENGTH)
-    gradients = token_gradients(
-        objective, make_batch(world, pattern, recorded), world.logprobs(world.trainer_version), alone=alone
-    )
+    gradients = token_gradients(objective, make_batch(world, pattern, recorded), world.logprobs(world.trainer_version))
     probabilities = sequence_probabilities(world.drawn_by(pattern))[OWNERS]
     policy = world.tables[-1].softmax(-1)[ROWS]
     scores = torch.nn.functional.one_hot(TOKENS, VOCABULARY) - policy  # ∇log π of a token, in its prefix's row
@@ -204,8 +200,6 @@ OBJECTIVES: dict[str, Objective] = {
     **{name: _constant(objective) for name, objective in PRESETS.items()},
 }
 """By the names of the table; every preset is among them."""
-COMPARE_SEQUENCES = ("m2po",)
-"""Their value for a sequence depends on the others of the batch; they are given one at a time."""
 
 
 def bias_table(world: World, pattern: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -214,10 +208,7 @@ def bias_table(world: World, pattern: Sequence[int]) -> dict[str, dict[str, floa
     π_b "of version v" is what recomputing it with the weights of one version, for all tokens, would give.
     """
     truth = world.on_policy_gradient()
-    table = {
-        name: bias(expect(objective, world, pattern, alone=name in COMPARE_SEQUENCES), truth)
-        for name, objective in OBJECTIVES.items()
-    }
+    table = {name: bias(expect(objective, world, pattern), truth) for name, objective in OBJECTIVES.items()}
     for name, version in (("oldest", min(pattern)), ("newest", max(pattern)), ("trainer's", world.trainer_version)):
         for objective in ("sequence ratio, no bound", "tis"):
             estimate = expect(OBJECTIVES[objective], world, pattern, recorded=world.logprobs(version))

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from inflight.training.objective import Objective
     from inflight.training.probe import VersionProbe
     from inflight.training.replay import replay_routing
+    from inflight.training.scoring import Scorer
     from inflight.training.staleness import StalenessFilter, StalenessRule
     from inflight.training.statistics import LossStats
+    from inflight.training.step import clip_and_step
     from inflight.weights.publisher import Publisher
     from inflight.weights.sharded import ShardSender
     from inflight.weights.transports import Broadcast, Files, Slots
@@ -50,9 +52,11 @@ _HOME = {
     "Objective": "inflight.training.objective",
     "VersionProbe": "inflight.training.probe",
     "replay_routing": "inflight.training.replay",
+    "Scorer": "inflight.training.scoring",
     "StalenessFilter": "inflight.training.staleness",
     "StalenessRule": "inflight.training.staleness",
     "LossStats": "inflight.training.statistics",
+    "clip_and_step": "inflight.training.step",
     "Publisher": "inflight.weights.publisher",
     "ShardSender": "inflight.weights.sharded",
     "Broadcast": "inflight.weights.transports",
@@ -74,11 +78,13 @@ __all__ = [
     "Publisher",
     "Rollout",
     "SamplingParams",
+    "Scorer",
     "ShardSender",
     "Slots",
     "StalenessFilter",
     "StalenessRule",
     "VersionProbe",
+    "clip_and_step",
     "group_advantages",
     "grpo",
     "launch",

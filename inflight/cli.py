@@ -101,8 +101,8 @@ def demo(
             **{name: value for name, value in given.items() if value is not None},
         )
         summary = run_demo(chosen, config, console)
-    if json_file:
-        write_json(json_file, summary)
+        if json_file:
+            write_json(json_file, summary)
     _print_summary(summary, config.out)
     _print_json(summary)
     if summary["interrupted"]:
@@ -288,7 +288,7 @@ def learning(
     lags: Annotated[
         str | None, typer.Option(help="In place of modes: corrections at these forced version lags, as in 1,4,16.")
     ] = None,
-    corrections: Annotated[str, typer.Option(help="With --lags.")] = "none,tis,icepop,ppo_clip,gspo,m2po",
+    corrections: Annotated[str, typer.Option(help="With --lags.")] = "none,tis,icepop,ppo_clip,gspo,second_moment",
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves of the reward here, as PNG.")] = None,
 ) -> None:
@@ -419,7 +419,7 @@ class _reported:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (InflightError, ValueError)):
+        if isinstance(error, (InflightError, ValueError, OSError)):
             errors.print(f"error: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
         if isinstance(error, KeyboardInterrupt):
@@ -455,7 +455,8 @@ def _finish_bench(result: dict, json_file: Path | None, *, printed: dict | None 
     from inflight.observability.environment import environment, write_json
 
     if json_file:
-        write_json(json_file, result | {"environment": environment()})
+        with _reported():
+            write_json(json_file, result | {"environment": environment()})
     _print_json(printed or result)
 
 

@@ -1,9 +1,11 @@
 """What a user holds: an engine in its own process, its stream, and publishers to it."""
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,12 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.client import EngineClient
+from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
 from inflight.engine.launcher import EngineLauncher
+from inflight.engine.prompts import PromptLike, encode_prompts
 from inflight.observability.staleness import StalenessMeter
 from inflight.observability.trace import Trace
+from inflight.stream.inbox import SILENCE_S
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,8 +32,15 @@ if TYPE_CHECKING:
     from inflight.core.rollout import Rollout
     from inflight.training.rollouts import RolloutStream
     from inflight.weights.link import Address
+    from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
     from inflight.weights.transports import Transport
+
+logger = logging.getLogger("inflight")
+
+_TELL_EVERY_S = 30.0
+_CLOSE_S = 5.0
+"""For a publisher to send what it has, where the engine is about to end anyway."""
 
 
 def launch(
@@ -43,14 +54,17 @@ def launch(
     seed: int = 0,
     threads: int = 0,
     timeout_s: float = 600.0,
+    answer_timeout_s: float = ANSWER_TIMEOUT_S,
     **more: Any,
 ) -> "LaunchedEngine":
     """Start a generator in its own process and wait until it has loaded its model.
 
     model: a directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them).
     All parameters are described in `inflight.EngineOptions`, which has more. Use it as a context manager, or `close()`
-    it. Raises TypeError for an option that does not exist, ValueError for one that is out of range, ModelLoadError,
-    UnsupportedModelError, SharedMemoryError, DeviceMemoryError or EngineDiedError.
+    it. timeout_s: for the start. answer_timeout_s: for every answer of the running engine, which gives it between two
+    forward passes; an engine that lives and takes longer raises EngineHungError, wherever it is waited for.
+    Raises TypeError for an option that does not exist, ValueError for one that is out of range, ModelLoadError,
+    UnsupportedModelError, SharedMemoryError, DeviceMemoryError, EngineDiedError or EngineHungError.
     """
     options = EngineOptions(
         model=model,
@@ -63,21 +77,28 @@ def launch(
         threads=threads,
         **more,
     )
-    return LaunchedEngine(options, timeout_s=timeout_s)
+    return LaunchedEngine(options, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
 
 
 class LaunchedEngine:
-    """A running generator. Not for use from several threads at once."""
+    """A running generator. Safe to use from several threads and asyncio tasks at once; `agenerate` and the stream's
+    `agroups` are for the latter. What a model's publisher does stays in one thread."""
 
-    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0):
+    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0, answer_timeout_s: float = ANSWER_TIMEOUT_S):
+        if not answer_timeout_s > 0:
+            raise ValueError(f"answer_timeout_s must be positive, got {answer_timeout_s}")
         self.options = options
-        self._launcher = EngineLauncher(options, timeout_s=timeout_s)
+        self.answer_timeout_s = answer_timeout_s
+        self._launcher = EngineLauncher(options, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
+        self._lock = threading.RLock()
+        self._tokenizer_lock = threading.Lock()
         self.info = self._launcher.welcome
         """What the engine said of itself: layout, device, limits, vocabulary."""
         self.staleness = StalenessMeter()
         self._stream: RolloutStream | None = None
         self._publishers: WeakSet[Publisher] = WeakSet()
         self._trace: Trace | None = None
+        self._silence_told_s = 0.0
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -89,60 +110,96 @@ class LaunchedEngine:
     @property
     def stream(self) -> "RolloutStream":
         """Finished rollouts, in groups and batches."""
-        if self._stream is None:
-            from inflight.training.rollouts import RolloutStream
+        with self._lock:
+            if self._stream is None:
+                from inflight.training.rollouts import RolloutStream
 
-            self._stream = RolloutStream(
-                self.info.stream_endpoint,
-                tokenizer=self.tokenizer,
-                meter=self.staleness,
-                check_engine=self._launcher.check,
-            )
-        return self._stream
+                self._stream = RolloutStream(
+                    self.info.stream_endpoint,
+                    tokenizer=self.tokenizer,
+                    tokenizer_lock=self._tokenizer_lock,
+                    meter=self.staleness,
+                    check_engine=self._launcher.check,
+                    ask_engine=self._ask_engine,
+                    silence_s=min(SILENCE_S, self.answer_timeout_s / 2),
+                )
+            return self._stream
 
     def submit(
         self,
-        prompts: Iterable[str] | Iterable[Sequence[int]],
+        prompts: Iterable[PromptLike],
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
         version: int | None = None,
         adapter: str | None = None,
+        train: bool = True,
     ) -> list[int]:
-        """Queue prompts, as text or token ids; each becomes a group of `params.n` samples. Returns the group ids.
+        """Queue prompts; each becomes a group of `params.n` samples. Returns the group ids.
 
+        prompts: text, token ids, chat messages (`[{"role": "user", "content": …}, …]`, to which the model's chat
+        template is applied), or rows of a `datasets.Dataset`: mappings with one of these as "prompt" or "messages",
+        whose other columns become metadata.
         metadata: one JSON-like mapping per prompt, which its rollouts bring back (an expected answer, for example).
         version: the weight version that draws every token of these prompts, whatever is published meanwhile (−1: the
-        one that is live when they are accepted). A slot keeps it until they end, so publishing needs a third slot then
-        (`slots=3`), or waits. None: each token is drawn by the newest weights.
+        one that is live when they are accepted). One that was just published is waited for. A slot keeps it until they
+        end, so publishing needs a third slot then (`slots=3`), or waits. None: each token is drawn by the newest
+        weights.
         adapter: the LoRA adapter that draws their tokens, one of those that the engine was launched with. None: the
         weights alone.
+        train: whether `stream.batches` may train on them. False, for evaluation beside training: they come out of
+        `stream.groups(ids)` or `stream.collect(ids)` alone.
         Raises InvalidRequestError, naming the prompt; then none was accepted.
         """
-        if isinstance(prompts, str):
-            raise InvalidRequestError("submit takes a list of prompts, got one string; wrap it in a list")
-        token_ids = [self._token_ids(index, prompt) for index, prompt in enumerate(prompts)]
-        if metadata is not None and len(metadata) != len(token_ids):
-            raise InvalidRequestError(f"{len(token_ids)} prompts need as many metadata, got {len(metadata)}")
-        params = params or SamplingParams()
-        messages = [
-            Prompt(ids, params, dict(metadata[index]) if metadata else {}, version, adapter)
-            for index, ids in enumerate(token_ids)
-        ]
+        messages = self._messages(prompts, params, metadata, version, adapter)
+        if version is not None:
+            self._wait_until_held(version)
         group_ids = self._launcher.client.submit(messages)
-        self.stream.expect(group_ids)
+        self.stream.expect(group_ids, reserved=not train)
         return group_ids
 
     def generate(
         self,
-        prompts: Iterable[str] | Iterable[Sequence[int]],
+        prompts: Iterable[PromptLike],
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        adapter: str | None = None,
+        timeout_s: float | None = None,
+    ) -> "list[list[Rollout]]":
+        """Submit prompts and wait for their groups; what else is in flight goes on, and nothing trains on these.
+
+        Arguments are those of `submit`. timeout_s: None waits as long as the engine lives and answers. Raises
+        TimeoutError; then, and on Ctrl-C, the prompts are cancelled.
+        """
+        group_ids = self.submit(prompts, params, metadata=metadata, version=version, adapter=adapter, train=False)
+        try:
+            return self.stream.collect(group_ids, timeout_s=timeout_s)
+        except BaseException:
+            self._abandon(group_ids)
+            raise
+
+    async def agenerate(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
         adapter: str | None = None,
     ) -> "list[list[Rollout]]":
-        """Submit prompts and wait for their groups; what else is in flight goes on and waits in the stream."""
-        return self.stream.collect(self.submit(prompts, params, metadata=metadata, adapter=adapter))
+        """As `generate`, for asyncio: any number of tasks at once. A task that is cancelled cancels its prompts."""
+        messages = self._messages(prompts, params, metadata, version, adapter)
+        if version is not None:
+            await asyncio.to_thread(self._wait_until_held, version)
+        stream = self.stream
+        group_ids = await self._launcher.client.asubmit(messages, accepted=partial(stream.expect, reserved=True))
+        try:
+            return await stream.acollect(group_ids)
+        except BaseException:
+            self._abandon(group_ids)
+            raise
 
     def partial(self, group_id: int) -> "list[Rollout]":
         """What has arrived so far of the unfinished samples of a group; their finish_reason is ""."""
@@ -201,7 +258,8 @@ class LaunchedEngine:
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
             for publisher in self._publishers:
-                publisher.check()
+                if not publisher.closed:
+                    publisher.check()
             if now_ns() > deadline:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
@@ -214,18 +272,37 @@ class LaunchedEngine:
         return Address(self._launcher.client.endpoint, self._launcher.check, self.staleness.published)
 
     def publisher(
-        self, model: "nn.Module", *, transport: "Transport | None" = None, check_finite: bool = False
+        self,
+        model: "nn.Module | Weights | Callable[[], Weights] | None" = None,
+        *,
+        transport: "Transport | None" = None,
+        check_finite: bool = False,
+        timeout_s: float | None = None,
+        slot_timeout_s: float = 3600.0,
     ) -> "Publisher":
         """A publisher of this model's parameters to the engine. At most one lives at a time.
 
+        Without a model, each `publish(weights)` is handed the weights: pairs of a name and a tensor, a mapping, or the
+        path of a checkpoint (`Publisher.publish` tells more); what stands here in place of a model, or what a function
+        that stands here returns, is published where it is handed none.
         transport: `inflight.Slots()` by default, which writes straight to the engine's memory.
         check_finite: refuse versions with NaN or infinite weights; the engine keeps those that it has, and the next
         `publish()` or optimizer step raises NonFiniteWeightsError.
+        timeout_s: how long the engine may be silent while it is waited for, before EngineHungError is raised; None: the
+        `answer_timeout_s` that it was launched with. slot_timeout_s: how long an engine that answers may lend no slot,
+        because requests are pinned to versions, before EngineBusyError is raised.
         Raises LayoutMismatchError, naming the tensors that differ, or PublisherConflictError.
         """
         from inflight.weights.publisher import Publisher
 
-        publisher = Publisher(self.address, model, transport=transport, check_finite=check_finite)
+        publisher = Publisher(
+            self.address,
+            model,
+            transport=transport,
+            check_finite=check_finite,
+            timeout_s=self.answer_timeout_s if timeout_s is None else timeout_s,
+            slot_timeout_s=slot_timeout_s,
+        )
         self._publishers.add(publisher)
         return publisher
 
@@ -256,15 +333,15 @@ class LaunchedEngine:
 
     def close(self) -> None:
         """End the generator and everything attached to it. Safe to call twice."""
-        if self._trace is not None:
-            with suppress(InflightError, OSError):  # it is logged
-                self._trace.close()
-        for publisher in list(self._publishers):
-            publisher.close()
-        self._publishers.clear()
-        if self._stream is not None:
-            self._stream.close()
-        self._launcher.close()
+        with ExitStack() as at_end:  # whatever happens to one of them, the next is ended
+            at_end.callback(self._launcher.close)
+            if self._stream is not None:
+                at_end.callback(self._stream.close)
+            for publisher in list(self._publishers):
+                at_end.callback(publisher.close, _CLOSE_S)
+            if self._trace is not None:
+                with suppress(InflightError, OSError):  # it is logged
+                    self._trace.close()
 
     def __enter__(self) -> "LaunchedEngine":
         return self
@@ -272,19 +349,46 @@ class LaunchedEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _token_ids(self, index: int, prompt: str | Sequence[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            try:
-                return [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise InvalidRequestError(f"prompt {index} is {_short(prompt)}, expected text or token ids") from error
-        if self.tokenizer is None:
-            raise InvalidRequestError(
-                f"{self.options.model!r} has no tokenizer; submit token ids, or add its tokenizer files to it"
-            )
-        return list(self.tokenizer(prompt)["input_ids"])
+    def _messages(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None,
+        metadata: Sequence[Mapping[str, Any]] | None,
+        version: int | None,
+        adapter: str | None,
+    ) -> list[Prompt]:
+        with self._tokenizer_lock:
+            encoded = encode_prompts(prompts, self.tokenizer, model=self.options.model)
+        if metadata is not None and len(metadata) != len(encoded):
+            raise InvalidRequestError(f"{len(encoded)} prompts need as many metadata, got {len(metadata)}")
+        params = params or SamplingParams()
+        return [
+            Prompt(ids, params, columns | dict(metadata[index] if metadata else {}), version, adapter)
+            for index, (ids, columns) in enumerate(encoded)
+        ]
+
+    def _wait_until_held(self, version: int) -> None:
+        """A version that was published and is on its way goes live before prompts are pinned to it."""
+        if self.staleness.published_version >= version > self.status().version:
+            self.wait_for_version(version)
+
+    def _abandon(self, group_ids: Sequence[int]) -> None:
+        self.stream.drop(group_ids)
+        with suppress(InflightError):  # the engine is gone, and its requests with it
+            self._launcher.client.cancel_soon(group_ids)
+
+    def _ask_engine(self, silent_s: float) -> None:
+        """Nothing has come for a while, though something is outstanding. Raises EngineHungError."""
+        status = self.status()
+        if silent_s > self._silence_told_s + _TELL_EVERY_S:
+            self._silence_told_s = silent_s
+            logger.warning("no token has come for %.0f s: %s", silent_s, _why_silent(status))
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+def _why_silent(status: Status) -> str:
+    counts = f"{status.num_running} sequences running, {status.num_waiting} waiting"
+    if status.paused or status.asleep:
+        return f"the engine is {'asleep: wake()' if status.asleep else 'paused: resume()'} lets it go on ({counts})"
+    if not status.versions:
+        return f"the engine's only slot is lent to the publisher: it goes on with the next version ({counts})"
+    return f"the engine answers ({counts})"

@@ -119,12 +119,13 @@ def cispo(sequence: Sequence, cap: float = 5.0, floor: float = 0.0) -> Losses:
 
 
 def gspo(sequence: Sequence, low: float = 3e-4, high: float = 4e-4) -> Losses:
+    """s_t has the value of the sequence's ratio, and the slope of its own token's."""
     n = len(sequence)
     x = sum(t.logprob - t.proximal for t in sequence) / max(n, 1)
     out: Losses = []
-    for t in sequence:
+    for i, t in enumerate(sequence):
         gain, constant = clipped(bounded_exp(x), t.advantage, low, high, None)
-        out.append((-gain, [0.0 if constant else -t.advantage * slope(x) / n] * n, constant))
+        out.append((-gain, unit(i, 0.0 if constant else -t.advantage * slope(x), n), constant))
     return out
 
 
@@ -159,14 +160,31 @@ def opsm_mask(batch: list[Sequence], delta: float = 1e-4) -> Kept:
     return kept
 
 
-def m2po_mask(batch: list[Sequence], bound: float = 0.04) -> Kept:
-    """One token after the other leaves, the one with the largest square first, until the mean is within the bound."""
-    squares = [[(t.logprob - t.behavior) ** 2 for t in sequence] for sequence in batch]
-    remaining = [(square, s, i) for s, row in enumerate(squares) for i, square in enumerate(row)]
+def within_second_moment(batch: list[Sequence], candidate: Callable[[Token], bool], bound: float) -> Kept:
+    """One candidate after the other leaves, the one with the largest square first, until the mean of those that remain
+    is within the bound."""
+    kept = [[True] * len(sequence) for sequence in batch]
+    remaining = sorted(
+        ((t.logprob - t.behavior) ** 2, s, i)
+        for s, sequence in enumerate(batch)
+        for i, t in enumerate(sequence)
+        if candidate(t)
+    )
     while remaining and sum(square for square, _, _ in remaining) / len(remaining) > bound:
-        remaining.remove(max(remaining))
-    inside = {(s, i) for _, s, i in remaining}
-    return [[(s, i) in inside for i in range(len(row))] for s, row in enumerate(squares)]
+        _, s, i = remaining.pop()
+        kept[s][i] = False
+    return kept
+
+
+def m2po_mask(batch: list[Sequence], bound: float = 0.04) -> Kept:
+    def pushed(t: Token) -> bool:
+        return (t.advantage > 0 and t.logprob > t.behavior) or (t.advantage < 0 and t.logprob < t.behavior)
+
+    return within_second_moment(batch, pushed, bound)
+
+
+def second_moment_mask(batch: list[Sequence], bound: float = 0.04) -> Kept:
+    return within_second_moment(batch, lambda t: True, bound)
 
 
 # Aggregations, KL estimators and π_p.
@@ -273,4 +291,5 @@ PLAIN_PRESETS: dict[str, Plain] = {
     "dppo": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(binary_tv_mask, delta=0.2),)),
     "opsm": Plain(trust_regions=(partial(opsm_mask, delta=1e-4),)),
     "m2po": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(m2po_mask, bound=0.04),)),
+    "second_moment": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(second_moment_mask, bound=0.04),)),
 }

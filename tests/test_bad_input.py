@@ -71,8 +71,8 @@ def serves_on(request):
         ([[1], [1, VOCABULARY]], f"prompt 1 has token id {VOCABULARY}; the vocabulary is 0 … {VOCABULARY - 1}"),
         ([[1, -3]], "prompt 0 has token id -3"),
         ([[]], "prompt 0 is empty"),
-        ([["text"]], r"prompt 0 is \['text'\], expected text or token ids"),
-        ([1, 2, 3], "prompt 0 is 1, expected text or token ids"),
+        ([["text"]], r"prompt 0 is \['text'\], expected text, token ids, chat messages"),
+        ([1, 2, 3], "prompt 0 is 1, expected text, token ids, chat messages"),
         ([torch.tensor([1.0])], r"prompt 0 is tensor\(\[1.\]\)"),
         ([[2**70]], "cannot be sent"),
         (["text"], "has no tokenizer; submit token ids"),
@@ -153,7 +153,7 @@ def test_metadata_that_no_message_can_hold_is_named(engine):
 
 
 def test_too_many_samples_in_one_call(engine):
-    with pytest.raises(InvalidRequestError, match="1048576 samples in one call; submit at most 1000000"):
+    with pytest.raises(InvalidRequestError, match="1048576 samples in one call; submit at most 65536"):
         engine.submit([[1]] * 16, SamplingParams(n=65536))
 
 

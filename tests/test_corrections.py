@@ -133,6 +133,9 @@ TRUST_REGIONS = [
     ("m2po_mask", {}),
     ("m2po_mask", {"bound": 1e-3}),
     ("m2po_mask", {"bound": inf}),
+    ("second_moment_mask", {}),
+    ("second_moment_mask", {"bound": 1e-3}),
+    ("second_moment_mask", {"bound": inf}),
 ]
 
 
@@ -151,11 +154,13 @@ def test_trust_regions_keep_the_tokens_that_their_formulas_keep(name, bounds, pe
     assert (inf in bounds.values() or bounds.get("delta") == 1.0) is all(kept)
 
 
-def test_m2po_leaves_everything_out_where_no_token_is_within_the_bound():
+def test_second_moment_masks_leave_everything_out_where_no_token_is_within_the_bound():
     case = make_case(0)
     tokens = replace_logprobs(case, case.batch.behavior_logprobs[case.batch.loss_mask] - 0.5)
-    assert not trust_regions.m2po_mask(tokens, bound=0.2).any()
-    assert trust_regions.m2po_mask(tokens, bound=0.26).all()
+    assert not trust_regions.second_moment_mask(tokens, bound=0.2).any()
+    assert torch.equal(trust_regions.m2po_mask(tokens, bound=0.2), tokens.advantages >= 0)  # of those that were pushed
+    for mask in (trust_regions.m2po_mask, trust_regions.second_moment_mask):
+        assert mask(tokens, bound=0.26).all()
 
 
 def replace_logprobs(case: Case, logprobs: torch.Tensor) -> DrawnTokens:
@@ -267,9 +272,9 @@ def test_objectives_with_everything_are_their_formulas(aggregation, kl):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"m2po"}))
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"m2po", "second_moment"}))
 def test_losses_gradients_and_statistics_of_micro_batches_add_up(name, aggregation):
-    # m2po ranks the tokens that it is given, so that with it each micro-batch has a bound of its own.
+    # Those two rank the tokens that they are given, so that with them each micro-batch has a bound of its own.
     case = make_case(1)
     objective = replace(
         PRESETS[name], aggregation=aggregation, max_tokens=MAX_TOKENS, kl_weight=0.1, entropy_weight=0.01

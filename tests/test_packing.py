@@ -164,7 +164,7 @@ def test_a_loss_under_autocast_multiplies_in_its_dtype():
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("correction", ["tis", "gspo", "sequence_mask", "m2po"])
+@pytest.mark.parametrize("correction", ["tis", "gspo", "sequence_mask", "m2po", "second_moment"])
 def test_tokens_that_take_no_part_have_no_gradient_and_no_statistics(correction):
     """The gradient to the log-probability of a token that is left out is 0, also where a ratio is a sequence's."""
     model, batch = make_model("qwen3"), make_batch()

@@ -24,13 +24,13 @@ def test_an_encoder_decoder_cannot_be_scored():
 
 def test_a_model_with_two_language_models_in_one_is_refused(tmp_path):
     AutoConfig.for_model("musicgen").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="musicgen has several language models"):
+    with pytest.raises(UnsupportedModelError, match="musicgen is not made for text alone"):
         Engine(EngineOptions(model=str(tmp_path), device="cpu"))
 
 
 def test_an_error_while_loading_names_the_family(tmp_path):
     AutoConfig.for_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"\(llama\)"):
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM"):
         Engine(EngineOptions(model=str(tmp_path), device="cpu"))
 
 

@@ -16,9 +16,14 @@ class Wire:
 
     def __init__(self, directory):
         self.writer = StreamWriter(f"ipc://{directory}/stream")
+        self.dead: Exception | None = None
         self.stream = RolloutStream(
-            self.writer.endpoint, tokenizer=None, meter=StalenessMeter(), check_engine=self.writer.flush
+            self.writer.endpoint, tokenizer=None, meter=StalenessMeter(), check_engine=self.check_engine
         )
+
+    def check_engine(self) -> None:
+        if self.dead is not None:
+            raise self.dead
 
     def send(self, *frames: TokenFrame | list[bytes]) -> None:
         self.writer._waiting.extend(frame if isinstance(frame, list) else frame.encode() for frame in frames)
@@ -90,12 +95,7 @@ def columns(request_id: int):
 def test_an_interrupted_collect_loses_nothing(wire):
     wire.stream.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 2)))
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    wire.stream._check_engine = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        wire.stream.collect([1, 2])
+    with pytest.raises(TimeoutError, match=r"groups 1, 2 did not finish within 0.05 s"):
+        wire.stream.collect([1, 2], timeout_s=0.05)
     wire.send(make_frame(0, 1, finishes=ends(1)))
     assert sorted(group[0].group_id for group in wire.stream.groups()) == [0, 1, 2]

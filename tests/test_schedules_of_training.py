@@ -50,7 +50,7 @@ class Journal:
         self.events.append(("submit", len(ids), version))
         return ids
 
-    def groups(self):
+    def groups(self, group_ids=None, *, score=None):
         while self.outstanding:
             group_id = self.outstanding.pop(0)
             reason = "error" if group_id in self._bad_groups else "stop"
@@ -60,8 +60,12 @@ class Journal:
         self.events.append(("wait", version))
         self.live = version
 
+    def drop(self, group_ids):
+        assert sorted(self.outstanding) == group_ids
+        self.outstanding.clear()
+
     def cancel(self, group_ids=None):
-        self.events.append(("cancel", len(self.outstanding)))
+        self.events.append(("cancel", len(group_ids)))
 
     def train_and_publish(self):
         self.events.append(("train", len(self.outstanding)))
@@ -103,7 +107,7 @@ def test_sync_trains_with_nothing_in_flight_and_draws_under_the_newest_weights()
     journal = Journal()
     journal.run("sync", 2)
     submit = ("submit", 2, None)
-    assert journal.events == [submit, ("train", 0), ("wait", 1), submit, ("train", 0), ("cancel", 0)]
+    assert journal.events == [submit, ("train", 0), ("wait", 1), submit, ("train", 0)]
 
 
 def test_in_flight_never_waits_and_admits_as_many_as_were_taken():
@@ -182,7 +186,6 @@ def versions_by_step(engine, schedule, lag=0):
     seen = []
 
     def score(rollout):
-        seen.append(rollout)
         return float(rollout.token_ids.sum() % 2)
 
     examples = (Example([index % VOCABULARY, 3], {}) for index in count())
@@ -191,8 +194,10 @@ def versions_by_step(engine, schedule, lag=0):
         models = {0: deepcopy(model)}
         by_step = []
         for report in grpo(engine, publisher, model, optimizer, examples, score, config):
-            rollouts = seen[8 * (report.step - 1) :]
+            rollouts = [rollout for group in report.groups for rollout in group]
             assert len(rollouts) == 8
+            assert [rollout.reward for rollout in rollouts] == [score(rollout) for rollout in rollouts]
+            seen += rollouts
             versions = {int(v) - begin for rollout in rollouts for v in rollout.weight_versions}
             assert set(report.staleness.version_lag.tolist()) == {report.step - 1 - v for v in versions}
             by_step.append(versions)

@@ -16,7 +16,6 @@ from plain_objectives import PLAIN_PRESETS, Plain, Token
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from tabular_policy import (
-    COMPARE_SEQUENCES,
     LENGTH,
     OBJECTIVES,
     OWNERS,
@@ -77,7 +76,7 @@ def test_the_whole_ratio_of_recorded_logprobs_gives_the_on_policy_gradient(patte
 def test_on_policy_every_objective_gives_the_on_policy_gradient():
     truth = world().on_policy_gradient()
     for name, objective in OBJECTIVES.items():
-        estimate = expect(objective, world(), (3, 3, 3, 3), alone=name in COMPARE_SEQUENCES)
+        estimate = expect(objective, world(), (3, 3, 3, 3))
         assert relative_error(estimate.gradient, truth) < 1e-12, name
 
 
@@ -103,15 +102,18 @@ def stated_target(objective: Plain, of_world: World, pattern: tuple[int, ...]) -
     rewards = of_world.rewards.tolist()
     baseline = sum(p * reward for p, reward in zip(probabilities, rewards, strict=True))
     out = {prefix: [0.0] * VOCABULARY for prefix in prefixes}
-    alone = Plain(objective.correction, objective.surrogate, objective.trust_regions, "constant", 1, objective.proximal)
-    for sequence, tokens, probability, reward in zip(SEQUENCES, drawn, probabilities, rewards, strict=True):
+    together = Plain(
+        objective.correction, objective.surrogate, objective.trust_regions, "constant", 1, objective.proximal
+    )
+    for tokens, reward in zip(drawn, rewards, strict=True):
         for token in tokens:
             token.advantage = reward - baseline
-        [gradient] = plain.evaluate(alone, [tokens], [0], len(tables) - 1).gradient
+    gradients = plain.evaluate(together, drawn, [0] * len(drawn), len(tables) - 1).gradient
+    for sequence, probability, gradient in zip(SEQUENCES, probabilities, gradients, strict=True):
         for t, (token, derivative) in enumerate(zip(sequence, gradient, strict=True)):
             row = out[sequence[:t]]
             for other, share in enumerate(current[sequence[:t]]):
-                row[other] -= probability * derivative * ((other == token) - share)
+                row[other] -= len(drawn) * probability * derivative * ((other == token) - share)
     return torch.tensor([out[prefix] for prefix in prefixes], dtype=torch.float64)
 
 
@@ -128,7 +130,7 @@ def test_every_objective_has_a_stated_target():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_gives_its_own_target(name, pattern):
     expected = stated_target(PLAIN_OBJECTIVES[name], world(), pattern)
-    ours = expect(OBJECTIVES[name], world(), pattern, alone=name in COMPARE_SEQUENCES).gradient
+    ours = expect(OBJECTIVES[name], world(), pattern).gradient
     tolerance = 1e-7 if name == "loglinear_ppo" else 1e-12  # its α is rounded to float32
     assert relative_error(ours, expected) < tolerance
 
@@ -186,7 +188,7 @@ def test_sampled_gradients_agree_with_the_enumeration(name):
         chosen.append(lookup[prefix])
     counts = torch.bincount(torch.tensor(chosen), minlength=len(SEQUENCES)).double()
 
-    gradients = token_gradients(OBJECTIVES[name], make_batch(world(), SWITCHING), world().logprobs(3), alone=False)
+    gradients = token_gradients(OBJECTIVES[name], make_batch(world(), SWITCHING), world().logprobs(3))
     truth = world().on_policy_gradient()
     directions = [torch.randn(truth.shape, generator=random, dtype=torch.float64) for _ in range(12)]
     scores = torch.nn.functional.one_hot(TOKENS, VOCABULARY) - policies[-1][ROWS]

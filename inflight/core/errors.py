@@ -41,6 +41,10 @@ class NonFiniteWeightsError(InflightError, ValueError):
     """A version with NaN or infinite weights was not published; the message names the tensors."""
 
 
+class NonFiniteLossError(InflightError, ValueError):
+    """A policy loss is NaN or infinite; the message names the token that made it so, where it was one."""
+
+
 class ChecksumError(InflightError):
     """A slot does not hold the bytes that were published; it was not announced."""
 
@@ -77,6 +81,15 @@ class EngineHungError(InflightError, TimeoutError):
     """The engine process lives and did not answer within a bound; the message gives the bound and how to set it."""
 
 
+class EngineBusyError(InflightError, TimeoutError):
+    """The engine answers, and did not do what was asked within a bound; the message gives the bound and how to set
+    it."""
+
+
+class VersionMismatchError(ProtocolError):
+    """Two processes run different versions of inflight; the message names both and where they lie."""
+
+
 _BY_NAME: dict[str, type[InflightError]] = {
     cls.__name__: cls
     for cls in (
@@ -97,6 +110,8 @@ _BY_NAME: dict[str, type[InflightError]] = {
         StreamGapError,
         EngineDiedError,
         EngineHungError,
+        EngineBusyError,
+        VersionMismatchError,
     )
 }
 

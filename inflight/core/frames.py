@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from inflight.core.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 MAX_HEADER_BYTES = 1 << 30
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""What fits into the int64 of a rollout's columns."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 # Columns of a frame: name → (little-endian dtypes, number of dimensions). The first three are always there.
 _COLUMNS = {
@@ -24,6 +27,7 @@ _COLUMNS = {
     "top_logprobs": (("<f4",), 2),
     "kept_offsets": (("<i8",), 1),
     "kept_token_ids": (("<i4",), 1),
+    "kept_of": (("<i4",), 1),
     "routing_request_ids": (("<u8",), 1),
     "routing_positions": (("<i4",), 1),
     "routing": (("<u1", "<u2"), 3),
@@ -39,14 +43,23 @@ _TOGETHER = (
 class GroupStart(msgspec.Struct, frozen=True):
     """A prompt was accepted: `params.n` requests with the ids first_request_id, first_request_id + 1, …"""
 
-    group_id: int
-    first_request_id: int
-    prompt_token_ids: list[int]
+    group_id: Count
+    first_request_id: Count
+    prompt_token_ids: list[TokenId]
     params: SamplingParams
     metadata: dict[str, Any] = {}
     """What the submitter attached; JSON-like, carried through unread."""
     forked_from: tuple[int, int] | None = None
     """(request id, k): the prompt is that request's prompt and the first k tokens that it drew."""
+
+
+class TakenOver(msgspec.Struct, frozen=True, array_like=True):
+    """The keys and values of a request's first prompt tokens were not computed for it: the prefix cache had them, or
+    the request that it is a fork of. `version` is the oldest that computed some of them."""
+
+    request_id: int
+    num_tokens: int
+    version: int
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -60,12 +73,12 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 class Switch(msgspec.Struct, frozen=True):
     """The engine changed weights just before this frame's forward pass."""
 
-    version: int
-    published_ns: int
+    version: Count
+    published_ns: Count
     """When `publish()` was called."""
-    stall_ns: int
+    stall_ns: Count
     """Time in which the engine had work and ran no forward because of this swap."""
-    num_in_flight: int
+    num_in_flight: Count
     """Requests that had drawn tokens under older weights and went on under these."""
 
 
@@ -77,21 +90,23 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
 
 class FrameHeader(msgspec.Struct, frozen=True):
     engine_id: str
-    sequence: int
+    sequence: Count
     """Counts the frames of this engine from 0 without gaps."""
-    version: int
+    version: Count
     """Weight version under which every token of the frame was drawn."""
-    time_ns: int
+    time_ns: Count
     """CLOCK_MONOTONIC when the tokens were drawn."""
-    step: int
+    step: Count
     """Forward passes of this engine before this one."""
-    num_tokens: int
+    num_tokens: Count
     groups: list[GroupStart] = []
     starts: list[int] = []
     """Ids of requests whose prompt was prefilled in this pass."""
+    taken_over: list[TakenOver] = []
+    """Of requests that joined in this pass, for the first time or again."""
     finishes: list[Finish] = []
     switch: Switch | None = None
-    next_group_id: int = 0
+    next_group_id: Count = 0
     """Groups accepted so far: all with a smaller id were announced in this frame or before it."""
     columns: list[ColumnSpec] = []
 
@@ -106,8 +121,9 @@ class TokenFrame:
     entropies f32[n], NaN where not asked for; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
     tokens first, −1 and −inf beyond what a request asked for; kept_offsets i64[n + 1] and kept_token_ids i32[…], the
     tokens that the filters kept for row i being those from offset i to i + 1, none where nothing was filtered or asked
-    for; routing u8 or u16[m, layers, k], the experts of the m tokens that this pass computed, with
-    routing_request_ids u64[m] and routing_positions i32[m], their places in their sequences.
+    for; kept_of i32[n], 0, or the size of a vocabulary where these ids are those that were cut from it; routing u8 or
+    u16[m, layers, k], the experts of the m tokens that this pass computed, with routing_request_ids u64[m] and
+    routing_positions i32[m], their places in their sequences.
     """
 
     header: FrameHeader
@@ -143,6 +159,11 @@ class TokenFrame:
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
+        for part in header.taken_over:
+            if part.num_tokens < 0 or part.version < 0:
+                raise FrameError(
+                    f"request {part.request_id} took {part.num_tokens} tokens over from version {part.version}"
+                )
         required = [columns.pop(name) for name in _REQUIRED]
         return cls(header, *required, extras=columns)
 
@@ -173,7 +194,7 @@ def _check_shapes(columns: dict[str, np.ndarray], num_tokens: int) -> None:
         there = [name for name in family if name in columns]
         if there and len(there) < len(family):
             raise FrameError(f"column {there[0]} comes without {', '.join(sorted(set(family) - set(there)))}")
-    rows = {"kept_offsets": num_tokens + 1}
+    rows = {"kept_offsets": num_tokens + 1, "kept_of": num_tokens}
     for name, column in columns.items():
         expected = rows.get(name, None if name.startswith(("routing", "kept")) else num_tokens)
         if expected is not None and len(column) != expected:
@@ -186,6 +207,12 @@ def _check_shapes(columns: dict[str, np.ndarray], num_tokens: int) -> None:
         offsets = columns["kept_offsets"]
         if offsets[0] != 0 or offsets[-1] != len(columns["kept_token_ids"]) or (np.diff(offsets) < 0).any():
             raise FrameError("column kept_offsets does not rise from 0 to the number of kept tokens")
+    if "kept_of" in columns:
+        if "kept_offsets" not in columns:
+            raise FrameError("column kept_of comes without kept_offsets")
+        of, counts = columns["kept_of"], np.diff(columns["kept_offsets"])
+        if ((of < 0) | ((of > 0) & (counts >= of))).any():
+            raise FrameError("column kept_of tells of vocabularies of which nothing was kept")
 
 
 _HEADER_ENCODER = msgspec.msgpack.Encoder()

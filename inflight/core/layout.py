@@ -38,6 +38,19 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class Alias(msgspec.Struct, frozen=True, array_like=True):
+    """Another name for a tensor of a slot, or for a part of it: that of a tied tensor, or what checkpoints call it.
+
+    The part begins at element `offset` of the tensor and has this shape and these strides, in elements.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
 class WeightLayout(msgspec.Struct, frozen=True):
     """The ordered tensors of a slot, its size, and a fingerprint of it all (sha256, hex)."""
 

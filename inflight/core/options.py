@@ -38,6 +38,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokens attend to what older weights computed. recompute: they are computed again before the next token is drawn, as
     a prompt is; a sequence that is not through with that when the next version comes goes on, so that all of them
     advance however often weights are published."""
+    prefix_across_versions: int = 0
+    """By how many versions a beginning that a prompt takes from the prefix cache may be older than the weights that go
+    on with it: 0, by none. More lets conversations go on without computing their past again after every publish; their
+    tokens then attend to what older weights computed, as those of running sequences do (kv_on_swap="keep", which it
+    asks for). Adapters share nothing with each other or the weights alone, requests that are pinned to a version
+    nothing with others. Each rollout says what it took over (`prefix_tokens`, `prefix_version`)."""
     attention: str = "auto"
     """flashinfer, torch or cpu; auto takes what is fastest and there."""
     cuda_graphs: bool = True
@@ -69,6 +75,19 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
         if self.kv_cache_tokens < 0:
             raise ValueError(f"kv_cache_tokens must be positive, or 0 for a default, got {self.kv_cache_tokens}")
+        if isinstance(self.prefix_across_versions, bool) or self.prefix_across_versions < 0:
+            raise ValueError(
+                f"prefix_across_versions is a number of versions, at least 0, got {self.prefix_across_versions}"
+            )
+        if self.prefix_across_versions and self.kv_on_swap != "keep":
+            raise ValueError(
+                f'prefix_across_versions keeps what older weights computed and needs kv_on_swap="keep", got '
+                f'kv_on_swap="{self.kv_on_swap}"'
+            )
+        if self.prefix_across_versions and (self.record_routing or not self.prefix_caching):
+            raise ValueError(
+                "prefix_across_versions needs the prefix cache: prefix_caching=True, and record_routing=False"
+            )
         if self.lora_rank < 0 or self.lora_rank > 512:
             raise ValueError(f"lora_rank must be in [0, 512], got {self.lora_rank}")
         if not self.adapters or len(set(self.adapters)) < len(self.adapters) or any("." in n for n in self.adapters):

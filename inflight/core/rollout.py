@@ -41,10 +41,18 @@ class Rollout:
     """i64[T + 1]: token t was drawn from kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]]."""
     kept_token_ids: np.ndarray | None = None
     """i32[…]"""
+    kept_of: np.ndarray | None = None
+    """i32[T]: 0, or where most of a large vocabulary was kept its size; the ids are then those that were cut from it.
+    None: 0 everywhere."""
     routing: np.ndarray | None = None
     """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
     forked_from: tuple[int, int] | None = None
     """(request id, k) if the prompt is another request's prompt and its first k tokens."""
+    prefix_tokens: int = 0
+    """Prompt tokens whose keys and values were not computed for this sample: the prefix cache had them, or the sample
+    that it was forked from."""
+    prefix_version: int | None = None
+    """The oldest weights that computed some of them; None where all were computed for this sample."""
     prompt: str = ""
     """The prompt as text, where a tokenizer is at hand."""
     text: str = ""

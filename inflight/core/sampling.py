@@ -55,7 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return_entropy: bool = False
     """Record the entropy, in nats, of each distribution drawn from."""
     return_kept: bool = False
-    """Record the token ids that top-k, top-p and min-p kept at each position."""
+    """Record the token ids that top-k, top-p and min-p kept at each position, or where they kept most of a large
+    vocabulary those that they cut (`Rollout.kept_of`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:

@@ -23,6 +23,9 @@ def extra_columns(drawn: Drawn, rows: Rows[int]) -> dict[str, np.ndarray]:
         kept = [pieces[row].numpy().astype(np.int32) if row in pieces else np.empty(0, np.int32) for row in keep]
         extras["kept_offsets"] = np.cumsum([0, *map(len, kept)], dtype=np.int64)
         extras["kept_token_ids"] = np.concatenate([*kept, np.empty(0, np.int32)])
+        if drawn.kept_of is not None and bool(drawn.kept_of.any()):
+            of = dict(zip(drawn.kept_rows, drawn.kept_of.tolist(), strict=True))
+            extras["kept_of"] = np.array([of.get(row, 0) for row in keep], np.int32)
     return extras
 
 

@@ -23,6 +23,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
+from inflight.engine.aliases import aliases_of
 from inflight.engine.attention.backend import GraphBackend, choose_backend
 from inflight.engine.columns import extra_columns, routing_columns
 from inflight.engine.kv_cache import KVCache
@@ -48,7 +49,8 @@ from inflight.weights.tensors import fill, layout_of, published_tensors, slot_vi
 
 logger = logging.getLogger("inflight.engine")
 
-MAX_REQUESTS_PER_SUBMIT = 1_000_000
+MAX_REQUESTS_PER_SUBMIT = 65536
+"""As many as one prompt may ask for. Accepting them takes about a second, in which there is no forward pass."""
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
 
 
@@ -96,6 +98,8 @@ class Engine:
         layout = layout_of(model)
         slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
+        self.aliases = aliases_of(model)
+        """Other names under which trainers and checkpoints hold the weights."""
         self.receiver = Receiver(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
         max_prefill_tokens = prefill_limit(
@@ -143,7 +147,10 @@ class Engine:
             adapters=self.adapters,
         )
         self.scheduler = Scheduler(
-            self.cache, max_sequences=options.max_sequences, max_prefill_tokens=max_prefill_tokens
+            self.cache,
+            max_sequences=options.max_sequences,
+            max_prefill_tokens=max_prefill_tokens,
+            prefix_across_versions=options.prefix_across_versions,
         )
         eos_ids = eos_token_ids(modules[0])
         self._sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens)
@@ -357,7 +364,8 @@ class Engine:
             return None
         live = self.receiver.version
         version = self._next_version(live)
-        schedule = self.scheduler.schedule(version, live=version == live)
+        stamp = self.version if version == live else version
+        schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
         if not schedule.chunks:
             return None
         slot, began_ns = self.receiver.slot_of(version), now_ns()
@@ -373,7 +381,6 @@ class Engine:
         switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
         self.step_count += 1
         adapter_slot = self.adapters.receiver.live if self.adapters is not None else None
-        stamp = self.version if version == live else version
         return _Pass(schedule, stamp, slot, adapter_slot, switch, drawn, routing, done)
 
     def _next_version(self, live: int) -> int:
@@ -423,6 +430,7 @@ class Engine:
             num_tokens=len(rows),
             groups=self._new_groups,
             starts=[s.request_id for s in done.schedule.starts] if done else [],
+            taken_over=done.schedule.taken_over if done else [],
             finishes=self._finishes,
             switch=switch,
             next_group_id=self._next_group_id,

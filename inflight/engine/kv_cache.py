@@ -6,8 +6,9 @@ counted: the samples of a prompt, a fork and its parent, and prompts with a comm
 full blocks are shared, so nothing is ever written to a block with two holders; what a partly filled block holds is
 copied. A group with a sliding window gives back the blocks that no later token will see.
 
-The prefix cache remembers full blocks by the tokens in them, all tokens before them, and the weight version that
-computed all of these. Blocks that nobody holds stay remembered until their memory is needed, oldest first.
+The prefix cache remembers full blocks by the tokens in them, all tokens before them, and the policy that computed all
+of these: a version of the weights, or, where prefixes may outlive versions, the adapter whose versions did, the oldest
+of which is noted. Blocks that nobody holds stay remembered until their memory is needed, least recently used first.
 """
 
 import math
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
 NO_BLOCK = 0
 """Block 0 belongs to nobody: it pads tables and takes what padding writes."""
 
+Policy = int | str
+"""What computes keys and values: a version, or an adapter ("": the weights alone) in whichever version."""
+
 NO_VERSION = -1
-"""In place of a version: nothing is computed yet."""
+"""In place of a version or policy: nothing is computed yet."""
 MIXED = -2
-"""In place of a version: several versions computed the keys and values of a sequence."""
+"""In place of a policy: several computed the keys and values of a sequence, which are not remembered any further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,16 @@ class CacheAllocator(Protocol):
 
 @dataclass(slots=True)
 class _Entry:
-    """A remembered block of every group: the chunk `key` = (version, id of the entry before it, token ids)."""
+    """A remembered block of every group: the chunk `key` = (policy, id of the entry before it, token ids)."""
 
     id: int
-    key: tuple[int, int, tuple[int, ...]]
+    key: "_Key"
     blocks: tuple[int, ...]
+    oldest: int
+    """The oldest version that computed it or something before it."""
+
+
+_Key = tuple[Policy, int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -132,7 +141,7 @@ class KVCache:
         self.values: list[torch.Tensor] = []
         self.copies: list[dict[int, int]] = [{} for _ in self.groups]
         """Per group: to block → from block, to be made before the next forward pass."""
-        self._entries: dict[tuple[int, int, tuple[int, ...]], _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
         self._next_entry = 0
         self.num_reused_tokens = 0
         """Tokens that the prefix cache spared."""
@@ -195,8 +204,9 @@ class KVCache:
 
     # ---- blocks of a sequence -----------------------------------------------------------------------------------
 
-    def match(self, sequence: "Sequence", version: int) -> int:
-        """Give a sequence without blocks those of the longest remembered beginning that this version computed.
+    def match(self, sequence: "Sequence", policy: Policy, *, oldest: int = 0) -> int:
+        """Give a sequence without blocks those of the longest remembered beginning that this policy computed, in no
+        version before `oldest`.
 
         Returns its length in tokens; the last token of the sequence is never part of it, as its logits are needed.
         """
@@ -206,8 +216,8 @@ class KVCache:
         size, last_entry = self.block_size, -1
         found: list[_Entry] = []
         for start in range(0, (len(ids) - 1) // size * size, size):
-            entry = self._entries.get((version, last_entry, tuple(ids[start : start + size])))
-            if entry is None:
+            entry = self._entries.get((policy, last_entry, tuple(ids[start : start + size])))
+            if entry is None or entry.oldest < oldest:
                 break
             found.append(entry)
             last_entry = entry.id
@@ -219,7 +229,8 @@ class KVCache:
                 self._hold(group, block)
             sequence.blocks[index] = blocks
         sequence.last_entry, sequence.num_remembered = last_entry, len(found)
-        sequence.kv_version = version
+        sequence.kv_policy, sequence.kv_oldest = policy, found[-1].oldest
+        sequence.taken_over, sequence.taken_over_version = len(found) * size, sequence.kv_oldest
         self.num_reused_tokens += len(found) * size
         return len(found) * size
 
@@ -265,28 +276,30 @@ class KVCache:
                 self.copies[index][blocks[-1]] = self.copies[index].get(source, source)
             child.blocks[index] = blocks
         child.num_dropped = list(parent.num_dropped)
-        child.kv_version = parent.kv_version
+        child.kv_policy, child.kv_oldest = parent.kv_policy, parent.kv_oldest
         return True
 
     def remember(self, sequence: "Sequence") -> None:
-        """Enter the blocks that have filled up since the last call into the prefix cache, if one version computed the
-        whole sequence."""
-        version = sequence.kv_version
-        if version < 0 or not self._prefix_caching:
+        """Enter the blocks that have filled up since the last call into the prefix cache, if one policy computed the
+        whole sequence. Of two entries for the same tokens the one that newer weights computed stays."""
+        policy = sequence.kv_policy
+        if policy in (NO_VERSION, MIXED) or not self._prefix_caching:
             return
         size = self.block_size
         known = min(sequence.computed, sequence.num_known)
         while (sequence.num_remembered + 1) * size <= known:
             chunk = sequence.num_remembered
             blocks = tuple(table[chunk] for table in sequence.blocks)
-            key = (version, sequence.last_entry, sequence.token_slice(chunk * size, (chunk + 1) * size))
+            key = (policy, sequence.last_entry, sequence.token_slice(chunk * size, (chunk + 1) * size))
             entry = self._entries.get(key)
-            if entry is None:
+            if entry is None or entry.oldest < sequence.kv_oldest:
                 pairs = list(zip(self.groups, blocks, strict=True))
                 if any(block == NO_BLOCK or block in group.entry_of for group, block in pairs):
-                    sequence.kv_version = MIXED  # the chain ends here
+                    sequence.kv_policy = MIXED  # the chain ends here
                     return
-                entry = _Entry(self._next_entry, key, blocks)
+                if entry is not None:
+                    self._forget_entry(entry)
+                entry = _Entry(self._next_entry, key, blocks, sequence.kv_oldest)
                 self._next_entry += 1
                 self._entries[key] = entry
                 for group, block in pairs:
@@ -303,7 +316,9 @@ class KVCache:
         sequence.blocks = [[] for _ in self.groups]
         sequence.num_dropped = [0] * len(self.groups)
         sequence.computed = 0
-        sequence.last_entry, sequence.num_remembered, sequence.kv_version = -1, 0, NO_VERSION
+        sequence.last_entry, sequence.num_remembered = -1, 0
+        sequence.kv_policy = sequence.kv_oldest = NO_VERSION
+        sequence.taken_over, sequence.taken_over_version = 0, NO_VERSION
 
     def check(self, sequences: Iterable["Sequence"]) -> None:
         """Assert that the counts are those of the blocks that these sequences hold, all of them (tests)."""

@@ -69,12 +69,12 @@ def load_config(model: str) -> PretrainedConfig:
         ) from error
     refuse_other_models(config)
     try:
-        text = config.get_text_config()
-    except ValueError as error:  # Transformers cannot tell which of its parts is meant
+        text_config = config.get_text_config()
+    except ValueError as error:  # there are several
         raise UnsupportedModelError(
-            f"{config.model_type} has several language models in one; the engine runs a single decoder"
+            f"{config.model_type} is not made for text alone: {first_line(error)}; the engine runs decoders of text"
         ) from error
-    refuse_unrunnable_layers(text)
+    refuse_unrunnable_layers(text_config)
     return config
 
 
@@ -162,7 +162,7 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
                 f"{_model_class(config)} does not take its attention from Transformers' attention interface, through "
                 "which the engine runs it"
             ) from error
-        raise ModelLoadError(f"cannot load model {model!r} ({config.model_type}): {first_line(error)}") from error
+        raise ModelLoadError(f"cannot load model {model!r} ({_model_class(config)}): {first_line(error)}") from error
     return loaded.eval().requires_grad_(False)
 
 

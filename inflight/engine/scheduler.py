@@ -7,8 +7,9 @@ values in the cache, and a pass computes some more of them. A sequence whose las
 from collections import deque
 from dataclasses import dataclass, field
 
+from inflight.core.frames import TakenOver
 from inflight.core.sampling import SamplingParams
-from inflight.engine.kv_cache import MIXED, NO_VERSION, KVCache
+from inflight.engine.kv_cache import MIXED, NO_VERSION, KVCache, Policy
 
 UNPINNED = None
 
@@ -46,8 +47,14 @@ class Sequence:
     """Per group of the KV cache."""
     num_dropped: list[int] = field(default_factory=list)
     """Per group: leading blocks given back because a sliding window has passed them."""
-    kv_version: int = NO_VERSION
-    """Version that computed all keys and values, or MIXED."""
+    kv_policy: Policy = NO_VERSION
+    """What computed all keys and values, or MIXED."""
+    kv_oldest: int = NO_VERSION
+    """The oldest version that computed some of them."""
+    taken_over: int = 0
+    """Leading tokens whose keys and values others had computed before: the prefix cache, or the parent of a fork."""
+    taken_over_version: int = NO_VERSION
+    """The oldest version that computed some of those."""
     last_entry: int = -1
     num_remembered: int = 0
     """Leading blocks in the prefix cache, and the entry of the last of them."""
@@ -61,6 +68,10 @@ class Sequence:
     def length(self) -> int:
         """Tokens so far, which is the position of the next one."""
         return len(self.prompt) + len(self.tokens) + self.num_pending
+
+    def prefix_taken_over(self) -> TakenOver:
+        """As far as it is part of the prompt."""
+        return TakenOver(self.request_id, min(self.taken_over, len(self.prompt)), self.taken_over_version)
 
     def token_ids(self) -> list[int]:
         return self.prompt + self.tokens
@@ -93,6 +104,8 @@ class Schedule:
     """Sequences that draw a token, each with the index of the chunk after whose last token it does."""
     starts: list[Sequence]
     """Sequences that take part in a pass for the first time."""
+    taken_over: list[TakenOver]
+    """Of sequences that joined, prompt tokens that did not have to be computed."""
 
 
 class Scheduler:
@@ -103,8 +116,9 @@ class Scheduler:
     prompt follow the first of them, which computes the prompt for all.
     """
 
-    def __init__(self, cache: KVCache, *, max_sequences: int, max_prefill_tokens: int):
+    def __init__(self, cache: KVCache, *, max_sequences: int, max_prefill_tokens: int, prefix_across_versions: int = 0):
         self._cache = cache
+        self._prefix_across_versions = prefix_across_versions
         self._max_prefill_tokens = max_prefill_tokens
         self._free_lanes = list(range(max_sequences - 1, -1, -1))
         self.running: dict[int, Sequence] = {}
@@ -147,7 +161,8 @@ class Scheduler:
         self.add(leader)
         shared = min(parent.computed, leader.length - 1)
         if shared > 0 and parent.lane >= 0 and self._cache.share(parent, leader, shared):
-            leader.computed = shared
+            leader.computed = leader.taken_over = shared
+            leader.taken_over_version = leader.kv_oldest
             self._holding[leader.request_id] = leader
 
     def remove(self, sequence: Sequence) -> None:
@@ -192,8 +207,10 @@ class Scheduler:
             if is_meant(fork):
                 self._drop(fork)
 
-    def schedule(self, version: int, *, live: bool) -> Schedule:
-        """The next pass under `version`: sequences pinned to it and, if it is live, all that are not pinned."""
+    def schedule(self, version: int, *, live: bool, stamp: int | None = None) -> Schedule:
+        """The next pass under `version`: sequences pinned to it and, if it is live, all that are not pinned. stamp: the
+        version that its tokens bear, which counts publishes of adapters, too; None: `version`."""
+        stamp = version if stamp is None else stamp
         self._cache.make_copies()  # of what earlier passes computed; what this one shares is copied before the next
         pins = (UNPINNED, version) if live else (version,)
         budget = self._max_prefill_tokens
@@ -209,7 +226,7 @@ class Scheduler:
             if not count or not self._make_room(sequence, sequence.computed + count):
                 continue
             drew_it = sequence.has_drawn_in_lane and todo == 1
-            (single if drew_it else several).append(self._advance(sequence, count, version))
+            (single if drew_it else several).append(self._advance(sequence, count, version, stamp))
             budget -= 0 if drew_it else count
         starts: list[Sequence] = []
         followers: dict[int, list[Sequence]] = {}
@@ -217,13 +234,13 @@ class Scheduler:
             followers[chunk.sequence.request_id] = self._let_follow(chunk.sequence)
         while budget > 0 and self._free_lanes:
             sequence = self._first_waiting(pins)
-            if sequence is None or not self._admit(sequence, version):
+            if sequence is None or not self._admit(sequence, version, stamp):
                 break
             count = min(sequence.length - sequence.computed, budget)
             if not self._cache.reserve(sequence, sequence.computed + count):
                 raise AssertionError("a sequence was admitted without room for it")
             budget -= count
-            several.append(self._advance(sequence, count, version))
+            several.append(self._advance(sequence, count, version, stamp))
             starts.append(sequence)
             followers[sequence.request_id] = self._let_follow(sequence)
         chunks = single + several
@@ -240,20 +257,27 @@ class Scheduler:
         new = [s for s in starts if not s.started]
         for sequence in new:
             sequence.started = True
-        return Schedule(chunks, len(single), draws, new)
+        taken_over = [s.prefix_taken_over() for s in starts if s.taken_over]
+        return Schedule(chunks, len(single), draws, new, taken_over)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _advance(self, sequence: Sequence, count: int, version: int) -> Chunk:
-        start, policy = sequence.computed, self._policy(sequence, version)
+    def _advance(self, sequence: Sequence, count: int, version: int, stamp: int) -> Chunk:
+        start, (policy, computed_by) = sequence.computed, self._policy(sequence, version, stamp)
         sequence.computed += count
-        if sequence.kv_version != policy:
-            sequence.kv_version = policy if sequence.kv_version == NO_VERSION else MIXED
+        if sequence.kv_policy != policy:
+            sequence.kv_policy = policy if sequence.kv_policy == NO_VERSION else MIXED
+        if sequence.kv_oldest == NO_VERSION:
+            sequence.kv_oldest = computed_by
         return Chunk(sequence, start, count)
 
-    def _policy(self, sequence: Sequence, version: int) -> int:
-        """What computes the keys and values of a sequence in a pass under this version of the weights."""
-        return version if sequence.adapter is None else self.policies[sequence.adapter]
+    def _policy(self, sequence: Sequence, version: int, stamp: int) -> tuple[Policy, int]:
+        """What computes the keys and values of a sequence in a pass under this version of the weights, and its own
+        version, which for the weights alone does not count publishes of adapters."""
+        computed_by = version if sequence.adapter is None else stamp
+        if self._prefix_across_versions and sequence.pin is UNPINNED:
+            return sequence.adapter or "", computed_by
+        return (version if sequence.adapter is None else self.policies[sequence.adapter]), computed_by
 
     def _let_follow(self, leader: Sequence) -> list[Sequence]:
         """If the leader's prompt is computed, its followers that find room join it; the others queue on their own."""
@@ -265,6 +289,7 @@ class Scheduler:
             if not self._free_lanes or not self._cache.share(leader, follower, leader.computed):
                 break
             follower.computed = leader.computed
+            follower.taken_over, follower.taken_over_version = leader.taken_over, leader.taken_over_version
             self.num_waiting -= 1
             self._enter(follower)
             joined += 1
@@ -284,11 +309,13 @@ class Scheduler:
                 first = queue[0]
         return None if first is None or first.num_pending else first
 
-    def _admit(self, sequence: Sequence, version: int) -> bool:
+    def _admit(self, sequence: Sequence, version: int, stamp: int) -> bool:
         """Give a lane to the first of its queue if all of it fits, with a block to spare for each that may grow."""
         matched = not sequence.computed
         if matched:
-            sequence.computed = self._cache.match(sequence, self._policy(sequence, version))
+            policy, computed_by = self._policy(sequence, version, stamp)
+            oldest = computed_by - self._prefix_across_versions if isinstance(policy, str) else 0
+            sequence.computed = self._cache.match(sequence, policy, oldest=oldest)
         while not self._cache.has_room(sequence, sequence.length + 1, spare=self._num_growing()):
             if self.running or not self._take_from_waiting(sequence):
                 if matched:

@@ -11,6 +11,7 @@ and per swap: swap_ms, `publish()` called → first token drawn with that versio
 work and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
 """
 
+import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class Histogram:
 
 
 class StalenessMeter:
-    """Learns of publishes and frames, and measures tokens and swaps against them, in constant memory.
+    """Learns of publishes and frames, and measures tokens and swaps against them, in constant memory. Safe to use from
+    several threads at once.
 
     Version 0, the weights that the engine was launched with, counts as published when the meter was made.
     """
@@ -64,6 +66,7 @@ class StalenessMeter:
     _REMEMBERED_VERSIONS = 4096
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._published: deque[tuple[int, int]] = deque([(0, now_ns())], maxlen=self._REMEMBERED_VERSIONS)
         self._histograms = {
             name: Histogram() for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms", "stall_ms")
@@ -83,28 +86,31 @@ class StalenessMeter:
     def published(self, version: int, called_ns: int) -> None:
         """`publish()` was called for this version. A publisher that follows one that died may count on from less than
         what that one had announced; what was announced and never drawn is forgotten then."""
-        while self._published and self._published[-1][0] >= version:
-            self._published.pop()
-        self._published.append((version, called_ns))
+        with self._lock:
+            while self._published and self._published[-1][0] >= version:
+                self._published.pop()
+            self._published.append((version, called_ns))
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""
         header = frame.header
-        if header.switch is not None:
-            self.num_swaps += 1
-            self.num_swaps_in_flight += header.switch.num_in_flight > 0
-            self._histograms["stall_ms"].add([header.switch.stall_ns / NS_PER_MS])
-            self._switch_published_ns = header.switch.published_ns
-        if header.num_tokens and self._switch_published_ns is not None:
-            self.last_swap_ms = (header.time_ns - self._switch_published_ns) / NS_PER_MS
-            self._histograms["swap_ms"].add([self.last_swap_ms])
-            self._switch_published_ns = None
+        with self._lock:
+            if header.switch is not None:
+                self.num_swaps += 1
+                self.num_swaps_in_flight += header.switch.num_in_flight > 0
+                self._histograms["stall_ms"].add([header.switch.stall_ns / NS_PER_MS])
+                self._switch_published_ns = header.switch.published_ns
+            if header.num_tokens and self._switch_published_ns is not None:
+                self.last_swap_ms = (header.time_ns - self._switch_published_ns) / NS_PER_MS
+                self._histograms["swap_ms"].add([self.last_swap_ms])
+                self._switch_published_ns = None
 
     def consume(
         self, weight_versions: np.ndarray, sampled_at_ns: np.ndarray, *, consumed_ns: int, trainer_version: int
     ) -> TokenStaleness:
         """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens."""
-        versions, published = np.array(self._published).T
+        with self._lock:
+            versions, published = np.array(self._published).T
         own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)
         newer = np.minimum(own + 1, len(versions) - 1)
         newer_ns = np.where(newer > own, published[newer], sampled_at_ns)
@@ -114,15 +120,17 @@ class StalenessMeter:
             token_age_ms=(consumed_ns - sampled_at_ns) / NS_PER_MS,
             version_lag=trainer_version - weight_versions,
         )
-        for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
-            self._histograms[name].add(getattr(staleness, name))
-        self._version_lags.update(staleness.version_lag.tolist())
+        with self._lock:
+            for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
+                self._histograms[name].add(getattr(staleness, name))
+            self._version_lags.update(staleness.version_lag.tolist())
         return staleness
 
     def summary(self) -> dict[str, dict[str, float]]:
         """{name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
-        summary = {name: histogram.percentiles() for name, histogram in self._histograms.items()}
-        summary["version_lag"] = self._version_lag()
+        with self._lock:
+            summary = {name: histogram.percentiles() for name, histogram in self._histograms.items()}
+            summary["version_lag"] = self._version_lag()
         return summary
 
     def _version_lag(self) -> dict[str, float]:

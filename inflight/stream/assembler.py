@@ -22,8 +22,11 @@ class _Partial:
     top_token_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
+    kept_of: list[int] = field(default_factory=list)
     routing: dict[int, np.ndarray] = field(default_factory=dict)
     """By position; the first time that a token was computed counts."""
+    prefix_tokens: int = 0
+    prefix_version: int | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +80,11 @@ class Assembler:
             self._groups[group.group_id] = _Group(group)
             for sample in range(group.params.n):
                 self._partials[group.first_request_id + sample] = _Partial(group)
+        for part in header.taken_over:
+            if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
+                partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
+                known = partial.prefix_version
+                partial.prefix_version = part.version if known is None else min(part.version, known)
         self._append(frame)
         complete = []
         for finish in header.finishes:
@@ -122,6 +130,7 @@ class Assembler:
         if params.return_kept and params.filtered and "kept_offsets" in extras:
             start, end = extras["kept_offsets"][row : row + 2]
             partial.kept.append(extras["kept_token_ids"][start:end])
+            partial.kept_of.append(int(extras["kept_of"][row]) if "kept_of" in extras else 0)
 
     def _append_routing(self, extras: Mapping[str, np.ndarray]) -> None:
         ids, positions = extras["routing_request_ids"].tolist(), extras["routing_positions"].tolist()
@@ -148,6 +157,8 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
         sampled_at_ns=np.array(partial.times_ns, np.int64),
         finish_reason=reason,
         forked_from=group.forked_from,
+        prefix_tokens=partial.prefix_tokens,
+        prefix_version=partial.prefix_version,
     )
     num_tokens = len(partial.token_ids)
     if num_tokens and len(partial.entropies) == num_tokens:
@@ -157,6 +168,7 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
     if num_tokens and len(partial.kept) == num_tokens:
         rollout.kept_offsets = np.cumsum([0, *map(len, partial.kept)], dtype=np.int64)
         rollout.kept_token_ids = np.concatenate(partial.kept)
+        rollout.kept_of = np.array(partial.kept_of, np.int32) if any(partial.kept_of) else None
     routing = siblings.prompt_routing | partial.routing
     places = range(len(group.prompt_token_ids) + num_tokens - 1)
     if num_tokens and routing and all(place in routing for place in places):

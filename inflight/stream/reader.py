@@ -32,11 +32,11 @@ class StreamReader:
         if self._held is not None:
             frame, self._held = self._held, None
             return frame
-        if not self._socket.poll(timeout_ms):
-            return None
-        parts = self._socket.recv_multipart()
-        if parts == [PROBE]:
-            return self.receive(timeout_ms)
+        parts = [PROBE]
+        while parts == [PROBE]:
+            if not self._socket.poll(timeout_ms):
+                return None
+            parts = self._socket.recv_multipart()
         if parts == [REFUSED]:
             raise ProtocolError("this engine's stream has a reader already; it can have one at a time")
         frame = TokenFrame.decode(parts)

@@ -1,4 +1,9 @@
-"""Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups."""
+"""Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups.
+
+Two kinds of tokens of an answer take no part in the loss. Those that the policy did not draw (`drawn`) are context, as
+a prompt is, and no part of the averages either. Those that are left out (`included`), because they are too old, still
+count in every average, so that leaving tokens out never makes the others weigh more.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -10,6 +15,7 @@ import torch
 
 from inflight.core.rollout import Rollout
 from inflight.training.aggregation import StepTotals
+from inflight.training.kept import expand
 from inflight.training.partition import partition
 from inflight.training.replay import routing_column
 
@@ -25,7 +31,7 @@ class PackedBatch:
     cu_seqlens: torch.Tensor
     """i32[B + 1], where each sequence begins; the last entry is T."""
     loss_mask: torch.Tensor
-    """bool[T], true on tokens that the engine drew."""
+    """bool[T], true on tokens that the engine drew. The others, of prompts or of what a tool answered, are context."""
     behavior_logprobs: torch.Tensor
     """f32[T], as recorded when drawn."""
     weight_versions: torch.Tensor
@@ -47,16 +53,20 @@ class PackedBatch:
     the whole vocabulary where that is empty; None if all were."""
     kept_token_ids: torch.Tensor | None = None
     """i64[…]"""
+    kept_of: torch.Tensor | None = None
+    """i32[n], on the CPU: 0, or the size of a vocabulary where the ids are those that were cut from it; None: 0."""
     routing: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
     included: torch.Tensor | None = None
-    """bool[T], false on drawn tokens that take no part in the loss, though they count where it is averaged."""
+    """bool[T], false on drawn tokens that are left out of the loss, though they count where it is averaged."""
     proximal_logprobs: torch.Tensor | None = None
     """f32[T], under the policy that a trust region is about, where it is not the current one."""
     reference_logprobs: torch.Tensor | None = None
     """f32[T], under the policy that a KL penalty refers to."""
     trainer_version: int | None = None
     """Of the weights that the trainer has when it takes the batch; tells mismatch from staleness."""
+    rollouts: Sequence[Rollout] = ()
+    """B, what the sequences were made of: text, rewards and metadata."""
 
     def __post_init__(self) -> None:
         if self.drawn is None:
@@ -80,14 +90,16 @@ class PackedBatch:
 
     @property
     def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(offsets i64[n + 1], token ids i64[…]) of the drawn tokens."""
+        """(offsets i64[n + 1], token ids i64[…]) of what was kept for the drawn tokens."""
         if self.kept_offsets is None or self.kept_token_ids is None:
             return None
-        return self.kept_offsets, self.kept_token_ids
+        if self.kept_of is None:
+            return self.kept_offsets, self.kept_token_ids
+        return expand(self.kept_offsets, self.kept_token_ids, self.kept_of)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with all its columns on `device`, but for `kept_offsets`, which kernels read on the CPU."""
-        columns = {name: column for name, column in self._tensors().items() if name != "kept_offsets"}
+        """The batch with all its columns on `device`, but for those of kept sets that are read on the CPU."""
+        columns = {name: column for name, column in self._tensors().items() if name not in _ON_CPU}
         totals = replace(self.totals, group_tokens=self.totals.group_tokens.to(device))
         return replace(self, **{name: column.to(device) for name, column in columns.items()}, totals=totals)
 
@@ -130,6 +142,7 @@ class PackedBatch:
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             begins = torch.repeat_interleave(self.kept_offsets[own] - offsets[:-1], counts)
             chosen["kept_offsets"] = offsets
+            chosen["kept_of"] = None if self.kept_of is None else self.kept_of[own]
             chosen["kept_token_ids"] = self.kept_token_ids[(begins + torch.arange(len(begins))).to(device)]
         return replace(
             self,
@@ -137,6 +150,7 @@ class PackedBatch:
             drawn=torch.nonzero(self.loss_mask[rows]).flatten(),
             cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
             groups=self.groups[torch.tensor(sequences, device=device)],
+            rollouts=[self.rollouts[sequence] for sequence in sequences] if self.rollouts else (),
         )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -144,48 +158,55 @@ class PackedBatch:
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
-_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_offsets", "kept_token_ids")
+_ON_CPU = ("kept_offsets", "kept_of")
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "kept_token_ids", *_ON_CPU)
 
 
 def pack(
     rollouts: Sequence[Rollout],
     advantages: Sequence[float] | Sequence[np.ndarray],
     *,
+    drawn: Sequence[np.ndarray] | None = None,
     included: Sequence[np.ndarray] | None = None,
     trainer_version: int | None = None,
 ) -> PackedBatch:
-    """Pack rollouts, each with one advantage for all its tokens, or one for each f32[drawn tokens].
+    """Pack rollouts, each with one advantage for all its tokens, or one for each f32[tokens].
 
-    included: for each rollout bool[drawn tokens], which of them take part in the loss; None: all.
+    drawn: for each rollout bool[tokens], which of its tokens the policy drew; None: all. The others (what a tool
+    answered between two turns) are context for those after them: they have no part in the loss, nor in what it is
+    averaged over, and what the rollout says of them (log-probabilities, versions) is not read.
+    included: for each rollout bool[tokens], which of its drawn tokens take part in the loss; None: all. Those left out
+    (as too old, for example) still count in everything that the loss is averaged over.
 
     Kept sets (`SamplingParams.return_kept`) and routing (`EngineOptions.record_routing`) come along where they were
     recorded. Raises ValueError for an empty batch, for lengths that do not match, for non-finite log-probabilities, for
-    a token that is not in the set it was drawn from, for routing of different models, and for greedy rollouts: a policy
-    that always takes the likeliest token has no importance ratio.
+    a token that is not in the set it was drawn from, for routing of different models, for an answer without a token
+    before it, and for greedy rollouts: a policy that always takes the likeliest token has no importance ratio.
     """
     if not rollouts:
         raise ValueError("cannot pack a batch without rollouts")
     if len(rollouts) != len(advantages):
         raise ValueError(f"{len(rollouts)} rollouts need as many advantages, got {len(advantages)}")
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        _check(rollout, np.asarray(advantage))
+    masks = _token_masks("drawn", rollouts, drawn)
+    for rollout, advantage, mask in zip(rollouts, advantages, masks, strict=True):
+        _check(rollout, np.asarray(advantage), mask)
     _warn_of_other_distributions(rollouts)
     lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in rollouts]
 
-    def column(dtype: np.typing.DTypeLike, prompt_value: float, drawn: Sequence[Any]) -> torch.Tensor:
-        """Of each rollout one value, or one per drawn token."""
-        out = np.full(sum(lengths), prompt_value, dtype)
+    def column(dtype: np.typing.DTypeLike, context_value: float, of_rollouts: Sequence[Any]) -> torch.Tensor:
+        """Of each rollout one value, or one per token, for what the policy drew."""
+        out = np.full(sum(lengths), context_value, dtype)
         end = 0
-        for rollout, length, values in zip(rollouts, lengths, drawn, strict=True):
+        for mask, length, values in zip(masks, lengths, of_rollouts, strict=True):
             end += length
-            out[end - len(rollout.token_ids) : end] = values
+            out[end - len(mask) : end][mask] = np.broadcast_to(values, mask.shape)[mask]
         return torch.from_numpy(out)
 
     group_index = {group_id: index for index, group_id in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
     groups = np.array([group_index[r.group_id] for r in rollouts])
-    drawn_tokens = np.array([len(r.token_ids) for r in rollouts])
-    kept = [_kept_counts(rollout) for rollout in rollouts]
-    has_kept = any(counts.any() for counts in kept)
+    drawn_tokens = np.array([mask.sum() for mask in masks])
+    kept_counts, kept_ids = zip(*(_kept(r, mask) for r, mask in zip(rollouts, masks, strict=True)), strict=True)
+    has_kept = any(counts.any() for counts in kept_counts)
     return PackedBatch(
         input_ids=torch.from_numpy(
             np.concatenate([part for r in rollouts for part in (r.prompt_token_ids, r.token_ids)]).astype(np.int64)
@@ -204,20 +225,39 @@ def pack(
             num_sequences=len(rollouts),
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
-        kept_offsets=torch.from_numpy(np.concatenate([[0], np.concatenate(kept).cumsum()])) if has_kept else None,
-        kept_token_ids=torch.from_numpy(
-            np.concatenate([r.kept_token_ids for r in rollouts if r.kept_token_ids is not None]).astype(np.int64)
-        )
-        if has_kept
-        else None,
+        kept_offsets=torch.from_numpy(np.cumsum([0, *np.concatenate(kept_counts)])) if has_kept else None,
+        kept_token_ids=torch.from_numpy(np.concatenate(kept_ids).astype(np.int64)) if has_kept else None,
+        kept_of=_kept_of(rollouts, masks) if has_kept else None,
         routing=routing_column(rollouts),
-        included=column(bool, False, included) if included is not None else None,
+        included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
+        rollouts=list(rollouts),
     )
 
 
-def _check(rollout: Rollout, advantage: np.ndarray) -> None:
+def _token_masks(name: str, rollouts: Sequence[Rollout], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    """bool[tokens] of each rollout, all true if none are given."""
+    if given is None:
+        return [np.ones(len(rollout.token_ids), bool) for rollout in rollouts]
+    if len(given) != len(rollouts):
+        raise ValueError(f"{len(rollouts)} rollouts need as many masks in {name}, got {len(given)}")
+    masks = [np.asarray(mask) for mask in given]
+    for rollout, mask in zip(rollouts, masks, strict=True):
+        if mask.shape != rollout.token_ids.shape or (mask.dtype != bool and mask.size):
+            raise ValueError(
+                f"rollout {rollout.request_id} needs {name} as bool[{len(rollout.token_ids)}], one for each of its "
+                f"tokens after the prompt, got {mask.dtype}{list(mask.shape)}"
+            )
+    return [mask.astype(bool) for mask in masks]
+
+
+def _check(rollout: Rollout, advantage: np.ndarray, drawn: np.ndarray) -> None:
     name = f"rollout {rollout.request_id}"
+    if not len(rollout.prompt_token_ids) and (not len(drawn) or drawn[0]):
+        raise ValueError(
+            f"{name} has an empty prompt: nothing comes before its first token that its log-probability could be "
+            "computed from; begin with a token such as BOS"
+        )
     columns = (rollout.token_ids, rollout.logprobs, rollout.weight_versions, rollout.sampled_at_ns)
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"{name} has columns of different lengths")
@@ -226,20 +266,20 @@ def _check(rollout: Rollout, advantage: np.ndarray) -> None:
             f"{name} has {len(rollout.token_ids)} tokens and advantages of shape {list(advantage.shape)}; give one "
             f"number, or one per token"
         )
-    if not np.isfinite(advantage).all():
+    if not np.isfinite(advantage[drawn] if advantage.ndim else advantage).all():
         raise ValueError(f"{name} has an advantage that is not finite")
-    if not np.isfinite(rollout.logprobs).all():
+    if not np.isfinite(rollout.logprobs[drawn]).all():
         raise ValueError(f"{name} has log-probabilities that are not finite (it ended with {rollout.finish_reason!r})")
     if rollout.params.greedy:
         raise ValueError(f"{name} was drawn greedily (temperature 0) and has no importance ratio; do not train on it")
 
 
-def _kept_counts(rollout: Rollout) -> np.ndarray:
-    """i64[drawn tokens], the sizes of the kept sets; 0 for the whole vocabulary."""
+def _kept(rollout: Rollout, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of the drawn tokens: i64[n], the sizes of their kept sets, 0 for the whole vocabulary; and the ids in them."""
     name, num_tokens = f"rollout {rollout.request_id}", len(rollout.token_ids)
     offsets, kept = rollout.kept_offsets, rollout.kept_token_ids
     if offsets is None or kept is None:
-        return np.zeros(num_tokens, np.int64)
+        return np.zeros(drawn.sum(), np.int64), np.zeros(0, np.int64)
     if len(offsets) != num_tokens + 1 or offsets[0] != 0 or offsets[-1] != len(kept) or (np.diff(offsets) < 0).any():
         raise ValueError(
             f"{name} has {num_tokens} tokens and {len(kept)} kept token ids; its {len(offsets)} kept offsets must rise "
@@ -251,13 +291,27 @@ def _kept_counts(rollout: Rollout) -> np.ndarray:
     found[owners[kept == rollout.token_ids[owners]]] = True
     if len(np.unique(owners << 32 | kept.astype(np.int64))) != len(kept):
         raise ValueError(f"{name} has a kept set with a token id twice")
-    missing = np.flatnonzero(~found & (counts > 0))
+    of = np.zeros(num_tokens, np.int32) if rollout.kept_of is None else rollout.kept_of
+    if len(of) != num_tokens or ((kept < 0) | (of[owners] > 0) & (kept >= of[owners])).any():
+        raise ValueError(f"{name} has kept sets with token ids that are not in a vocabulary of {of.max(initial=0)}")
+    by_cut = of > 0
+    missing = np.flatnonzero((found == by_cut) & (counts > 0) & drawn)
     if len(missing):
+        first, sizes = missing[0], np.where(by_cut, of - counts, counts)
         raise ValueError(
-            f"{name}: token {missing[0]} (id {rollout.token_ids[missing[0]]}) is not in the set of "
-            f"{counts[missing[0]]} tokens that it was drawn from; these kept sets belong to other tokens"
+            f"{name}: token {first} (id {rollout.token_ids[first]}) is not in the set of {sizes[first]} tokens that it "
+            "was drawn from; these kept sets belong to other tokens"
         )
-    return counts
+    return counts[drawn], kept[drawn[owners]]
+
+
+def _kept_of(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> torch.Tensor | None:
+    """i32[drawn tokens]: where what was cut is listed, of how many; None if it is nowhere."""
+    columns = [r.kept_of if r.kept_offsets is not None else None for r in rollouts]
+    if all(column is None for column in columns):
+        return None
+    parts = [np.zeros(mask.sum(), np.int32) if c is None else c[mask] for c, mask in zip(columns, drawn, strict=True)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def _warn_of_other_distributions(rollouts: Sequence[Rollout]) -> None:

@@ -2,12 +2,12 @@
 
 w = π_p / π_b per token, both probabilities of the token that was drawn, π_b as recorded by the engine. Each function
 takes `DrawnTokens` and returns weights f[n] without gradient, which multiply the tokens' losses. With the default
-π_p = π_θ, w is the whole ratio ρ = π_θ / π_b.
+π_p = π_θ, w is the whole ratio ρ = π_θ / π_b. Bounds between which no ratio lies raise ValueError.
 """
 
 import torch
 
-from inflight.training.tokens import DrawnTokens, exp_ratio
+from inflight.training.tokens import DrawnTokens, check_interval, exp_ratio
 
 
 def uncorrected(tokens: DrawnTokens) -> torch.Tensor:
@@ -21,6 +21,7 @@ def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0)
 
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (cap 2).
     """
+    check_interval(floor=floor, cap=cap)
     return exp_ratio(tokens.log_weights).clamp(floor, cap)
 
 
@@ -38,6 +39,7 @@ def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0
 
     Source: Liu and Li 2025, "When speed kills stability" (sequence-level TIS); `sequence_truncate` of TRL.
     """
+    check_interval(floor=floor, cap=cap)
     return _product(tokens).clamp(floor, cap)
 
 
@@ -54,4 +56,5 @@ def _product(tokens: DrawnTokens) -> torch.Tensor:
 
 
 def _inside(weights: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    check_interval(low=low, high=high)
     return torch.where((weights >= low) & (weights <= high), weights, 0.0)

@@ -5,27 +5,35 @@ policy-gradient step is taken, and the new weights are published while the gener
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import torch
 from torch import nn
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import NonFiniteLossError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
-from inflight.observability.staleness import TokenStaleness
+from inflight.training.advantages import group_advantages
+from inflight.training.aggregation import StepTotals
 from inflight.training.batch import PackedBatch
 from inflight.training.forward import token_logprobs
 from inflight.training.loss import policy_loss
 from inflight.training.objective import Objective, resolve
-from inflight.training.probe import RatioCauses, VersionProbe
-from inflight.training.rollouts import Score, consume, pack_groups, score_groups
+from inflight.training.probe import VersionProbe
+from inflight.training.reference import ReferenceScorer, reference_scorer
+from inflight.training.report import StepReport
+from inflight.training.rollouts import consume, pack_groups
 from inflight.training.schedules import SCHEDULES, Admission, Example, RolloutEngine, Schedule, WeightPublisher, batches
-from inflight.training.staleness import StalenessCounts, StalenessFilter, StalenessRule
+from inflight.training.scoring import Score, Scorer
+from inflight.training.staleness import StalenessFilter, StalenessRule
 from inflight.training.statistics import LossStats
+from inflight.training.step import check_finite, clip_and_step
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +60,17 @@ class GRPOConfig:
     micro_batch_tokens: int = 0
     """Tokens of one forward and backward pass at most, for a step that does not fit into memory; 0: no bound."""
     max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it; 0: none are. Steps with a gradient that is not finite are
+    skipped either way."""
+    scale_advantages: bool = True
+    """Divide by the standard deviation of the group's rewards; False is Dr. GRPO's (arXiv 2503.20783)."""
+    advantage_ddof: int = 0
+    """That standard deviation divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and SkyRL."""
     skip_uniform_groups: bool = True
-    """Leave groups of equal rewards out of the loss; their advantage is 0."""
+    """Leave groups of equal rewards out of the forward pass. Their advantage is 0, and they still count in what the
+    loss is averaged over, so that the gradient is the same, and cheaper. (prime-rl drops such groups from the average
+    too: the fewer groups are left, the more each of them weighs.) Where the objective has a KL penalty or an entropy
+    bonus they stay, as these are about them too. A step of nothing but such groups is not taken."""
     schedule: Schedule = "inflight"
     """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
     is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
@@ -64,15 +81,29 @@ class GRPOConfig:
                 f"{self.correction!r} recomputes its proximal policy for several steps on a batch; with one step that "
                 "is the policy being trained: set updates_per_batch, or take another correction"
             )
-        for name in ("updates_per_batch", "groups_per_step", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
         if self.sampling.n < 2:
             raise ValueError(
                 f"GRPO compares the samples of a group: sampling.n must be at least 2, got {self.sampling.n}"
             )
+        if self.sampling.greedy:
+            raise ValueError(
+                "sampling.temperature is 0, which always takes the likeliest token: the samples of a group would be "
+                "one and the same, without an importance ratio; take a temperature above 0"
+            )
+        if self.advantage_ddof >= self.sampling.n:
+            raise ValueError(f"advantage_ddof ({self.advantage_ddof}) must be less than sampling.n ({self.sampling.n})")
+        if 0 < self.micro_batch_tokens <= self.sampling.max_tokens:
+            raise ValueError(
+                f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
+                f"sampling.max_tokens ({self.sampling.max_tokens})"
+            )
+        if not all(isinstance(rule, StalenessRule) for rule in self.staleness):
+            raise ValueError(f"staleness is a tuple of StalenessRule, got {self.staleness!r}")
         if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
             raise ValueError(
                 f"groups_in_flight ({self.groups_in_flight}) must be at least groups_per_step ({self.groups_per_step})"
@@ -86,27 +117,16 @@ class GRPOConfig:
         return self.groups_per_step
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One optimizer step."""
-
-    step: int
-    version: int
-    """The newest that the engine was sent, after the step."""
-    reward: float
-    """Mean over all rollouts of the step."""
-    num_tokens: int
-    """Drawn tokens of the step's rollouts."""
-    stats: LossStats | None
-    """None if there was nothing to learn: every group was uniform, or too old."""
-    staleness: TokenStaleness | None
-    causes: RatioCauses | None
-    """Where the step was one of `probe_every`."""
-    num_failed: int
-    """Groups of which a sample was cancelled or ended with an error, since the run began; others took their place."""
-    dropped: StalenessCounts
-    """What the staleness rules took away since the run began."""
-    finished_ns: int
+_LEAST = {
+    "steps": 1,
+    "groups_per_step": 1,
+    "updates_per_batch": 1,
+    "groups_in_flight": 0,
+    "probe_every": 0,
+    "micro_batch_tokens": 0,
+    "max_grad_norm": 0,
+    "advantage_ddof": 0,
+}
 
 
 def grpo(
@@ -115,13 +135,40 @@ def grpo(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     examples: Iterable[Example],
-    score: Score,
+    score: Score | Scorer,
     config: GRPOConfig,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    *,
+    reference: nn.Module | None = None,
 ) -> Iterator[StepReport]:
     """Train for `config.steps` optimizer steps, or until the examples end; yields after each. Groups still in flight at
-    the end are cancelled."""
-    with Admission(engine, examples, config.sampling, limit=config.admitted_groups) as admission:
+    the end are cancelled.
+
+    reference: the policy that the objective's KL penalty refers to, where it has one, such as a copy of the model made
+    before training; it is put into evaluation mode, and scores every batch once. None: a PEFT model without its
+    adapters. Where there is neither, ValueError is raised at once.
+    An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
+    are never published: NonFiniteWeightsError ends the run, and the engine keeps those that it has.
+    """
+    refer = reference_scorer(resolve(config.correction), model, reference)
+    check_finite(model)
+    return _steps(engine, publisher, model, optimizer, examples, score, config, scheduler, refer)
+
+
+def _steps(
+    engine: RolloutEngine,
+    publisher: WeightPublisher,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    examples: Iterable[Example],
+    score: Score | Scorer,
+    config: GRPOConfig,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    refer: ReferenceScorer | None,
+) -> Iterator[StepReport]:
+    advantages_of = partial(group_advantages, scale=config.scale_advantages, ddof=config.advantage_ddof)
+    num_skipped = 0
+    with Admission(engine, examples, config.sampling, limit=config.admitted_groups, score=score) as admission:
         source = batches(config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step)
         trainer_version = publisher.version
         rules = StalenessFilter(config.staleness)
@@ -129,17 +176,23 @@ def grpo(
         if probe is not None:
             probe.remember(trainer_version)
         for step, groups in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
-            with span("score"):
-                score_groups(groups, score)
             rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
-            useful = [group for group in groups if not (config.skip_uniform_groups and uniform(group))]
-            batch = pack_groups(useful, trainer_version=trainer_version, staleness=rules) if useful else None
-            stats = staleness = causes = None
+            useful, others = split_uniform(groups, config)
+            batch = None
+            if useful:
+                batch = pack_groups(
+                    useful, trainer_version=trainer_version, staleness=rules, advantages_of=advantages_of
+                )
+            update = Update()
+            staleness = causes = None
             if batch is not None:
+                batch.totals = counting(batch.totals, others)
                 causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
-                stats = train_step(model, optimizer, batch, config)
-                if scheduler is not None:
+                update = train_step(model, optimizer, batch, config, refer=refer)
+                num_skipped += update.num_skipped
+                if scheduler is not None and update.num_skipped < config.updates_per_batch:
                     scheduler.step()
+                check_finite(model, trainable=True)
                 staleness = consume(engine.staleness, batch, trainer_version)
             trainer_version += 1
             if probe is not None:
@@ -149,39 +202,95 @@ def grpo(
                 version=publisher.publish(),
                 reward=sum(rewards) / len(rewards),
                 num_tokens=sum(len(rollout.token_ids) for group in groups for rollout in group),
-                stats=stats,
+                stats=update.stats,
+                grad_norm=update.grad_norm,
+                num_skipped=num_skipped,
                 staleness=staleness,
                 causes=causes,
                 num_failed=admission.num_failed,
+                num_unscored=admission.num_unscored,
                 dropped=replace(rules.counts),
                 finished_ns=now_ns(),
+                groups=groups,
             )
         if config.staleness:
             logger.info("staleness rules: %s", rules.counts)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: PackedBatch, config: GRPOConfig) -> LossStats:
-    """The optimizer steps on one batch; statistics of the first. A batch on the CPU is moved in micro-batches."""
+@dataclass(slots=True)
+class Update:
+    """What became of the optimizer steps on one batch."""
+
+    stats: LossStats | None = None
+    """Of the first; None if its loss was not finite."""
+    grad_norm: float | None = None
+    """Of the first that had a finite loss, before it was clipped."""
+    num_skipped: int = 0
+    """Those that were not taken, as their loss or gradient was not finite."""
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: PackedBatch,
+    config: GRPOConfig,
+    *,
+    refer: ReferenceScorer | None = None,
+) -> Update:
+    """The optimizer steps on one batch. A batch on the CPU is moved in micro-batches. refer: computes what the KL
+    penalty refers to, where the objective has one and the batch does not bring it."""
     parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
     if resolve(config.correction).proximal == "recomputed":
         with torch.no_grad():
             parts = [part.with_column("proximal_logprobs", token_logprobs(model, part)) for part in parts]
-    first: LossStats | None = None
-    for _ in range(config.updates_per_batch):
-        total: LossStats | None = None
-        for part in parts:
-            with span("forward", tokens=part.num_drawn):
-                loss, stats = policy_loss(model, part, correction=config.correction)
-            with span("backward"):
-                loss.backward()
-            total = stats if total is None else total + stats
-        with span("optimizer step"):
-            nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-            optimizer.step()
+    if refer is not None and batch.reference_logprobs is None:
+        with span("reference"):
+            parts = [part.with_column("reference_logprobs", refer(part)) for part in parts]
+    update = Update()
+    for index in range(config.updates_per_batch):
+        try:
+            stats = _backward(model, parts, config)
+        except NonFiniteLossError as error:
             optimizer.zero_grad()
-        first = first or total
-    assert first is not None
-    return first
+            update.num_skipped += 1
+            logger.warning("an optimizer step was skipped: %s", error)
+            continue
+        with span("optimizer step"):
+            norm = clip_and_step(optimizer, max_grad_norm=config.max_grad_norm)
+        update.num_skipped += not math.isfinite(norm)
+        update.grad_norm = norm if update.grad_norm is None else update.grad_norm
+        update.stats = stats if index == 0 else update.stats
+    return update
+
+
+def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) -> LossStats | None:
+    """Add up the gradients of the micro-batches; their statistics."""
+    total: LossStats | None = None
+    for part in parts:
+        with span("forward", tokens=part.num_drawn):
+            loss, stats = policy_loss(model, part, correction=config.correction)
+        with span("backward"):
+            loss.backward()
+        total = stats if total is None else total + stats
+    return total
+
+
+def split_uniform(groups: list[list[Rollout]], config: GRPOConfig) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
+    """(groups to train on, groups from which there is nothing to learn)"""
+    objective = resolve(config.correction)
+    if not config.skip_uniform_groups or objective.kl_weight or objective.entropy_weight:
+        return groups, []
+    return [g for g in groups if not uniform(g)], [g for g in groups if uniform(g)]
+
+
+def counting(totals: StepTotals, groups: list[list[Rollout]]) -> StepTotals:
+    """Totals that count these groups too, which are not in the batch."""
+    return replace(
+        totals,
+        num_tokens=totals.num_tokens + sum(len(rollout.token_ids) for group in groups for rollout in group),
+        num_sequences=totals.num_sequences + sum(map(len, groups)),
+        num_groups=(totals.num_groups or len(totals.group_tokens)) + len(groups),
+    )
 
 
 def uniform(group: list[Rollout]) -> bool:

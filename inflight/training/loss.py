@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.core.errors import NonFiniteLossError
 from inflight.training.aggregation import token_weights
 from inflight.training.batch import PackedBatch
 from inflight.training.forward import TokenScores, score_tokens
 from inflight.training.kl import kl_estimate
-from inflight.training.objective import Objective, loglinear_proximal, resolve
+from inflight.training.objective import Objective, knows_what_is_clipped, loglinear_proximal, resolve
 from inflight.training.statistics import LossStats, RatioStats
 from inflight.training.terms import differentiated_terms
 from inflight.training.tokens import DrawnTokens, exp_ratio
@@ -23,8 +24,9 @@ def policy_loss(
 
     correction: an `Objective`, or the name of one of `objective.PRESETS`. The batch may lie on the CPU: laid out there,
     nothing waits for the device. Losses of the micro-batches of a step add up to the loss of the step, and so do their
-    statistics (but for `m2po_mask`, which ranks the tokens that it is given). Raises ValueError for an unknown name,
-    for a column that the objective needs and the batch lacks, and for a loss that is not finite.
+    statistics (but for `m2po_mask` and `second_moment_mask`, which rank the tokens that they are given). Raises
+    ValueError for an unknown name and for a column that the objective needs and the batch lacks, and NonFiniteLossError
+    for a loss that is not finite.
     """
     objective = resolve(correction)
     scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
@@ -57,7 +59,7 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     if objective.entropy_weight:
         assert entropies is not None
         loss = loss - objective.entropy_weight * (weights * entropies).sum()
-    return loss, _statistics(loss, batch, rows, tokens, sums, entropies, kl_sum)
+    return loss, _statistics(objective, loss, batch, rows, tokens, sums, entropies, kl_sum)
 
 
 def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
@@ -74,7 +76,8 @@ def _drawn_tokens(
     if objective.proximal == "behavior":
         proximal = behavior
     elif objective.proximal == "recomputed":
-        proximal = _column(batch, "proximal_logprobs", "the proximal policy 'recomputed'")[rows].to(logprobs.dtype)
+        column = _column(batch, "proximal_logprobs", "the proximal policy 'recomputed'", "model")
+        proximal = column[rows].to(logprobs.dtype)
     elif objective.proximal == "loglinear":
         if batch.trainer_version is None:
             raise ValueError("the proximal policy 'loglinear' needs batch.trainer_version, the version being trained")
@@ -92,17 +95,17 @@ def _drawn_tokens(
 
 
 def _reference_kl(objective: Objective, batch: PackedBatch, rows: torch.Tensor, tokens: DrawnTokens) -> torch.Tensor:
-    reference = _column(batch, "reference_logprobs", "a KL penalty")[rows]
+    reference = _column(batch, "reference_logprobs", "a KL penalty (kl_weight)", "reference")[rows]
     kls = kl_estimate(objective.kl, tokens.logprobs, reference)
     return exp_ratio(tokens.logprobs - tokens.behavior) * kls if objective.kl_correction else kls
 
 
-def _column(batch: PackedBatch, name: str, purpose: str) -> torch.Tensor:
+def _column(batch: PackedBatch, name: str, purpose: str, whose: str) -> torch.Tensor:
     column = getattr(batch, name)
     if column is None:
         raise ValueError(
-            f"{purpose} needs batch.{name}: batch.with_column({name!r}, token_logprobs(model, batch)), computed "
-            f"without gradient"
+            f"{purpose} needs batch.{name}: with torch.no_grad(): batch = batch.with_column({name!r}, "
+            f"inflight.token_logprobs({whose}, batch)), before the first optimizer step on the batch"
         )
     return column
 
@@ -122,6 +125,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def _statistics(
+    objective: Objective,
     loss: torch.Tensor,
     batch: PackedBatch,
     rows: torch.Tensor,
@@ -137,14 +141,14 @@ def _statistics(
     values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
     classes, (total, *rest) = (values[0:8], values[8:16], values[16:24]), values[24:]
     if not math.isfinite(total):
-        raise ValueError(_what_is_not_finite(batch, rows, tokens))
+        raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
     unknown, mismatch, stale = (RatioStats.from_sums(row) for row in classes)
     return LossStats(
         loss=total,
         ratios=unknown + mismatch + stale,
         mismatch=mismatch,
         stale=stale,
-        num_clipped=int(sum(row[7] for row in classes)),
+        num_clipped=int(sum(row[7] for row in classes)) if knows_what_is_clipped(objective) else None,
         sum_entropy=rest[-1] if entropies is not None else None,
         sum_reference_kl=rest[0] if kl_sum is not None else None,
     )

@@ -7,7 +7,7 @@ m_t 1 where every trust region lets the token take part, else 0, and L_t the sur
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,17 +22,48 @@ from inflight.training.corrections import (
 )
 from inflight.training.kl import KLEstimator
 from inflight.training.surrogates import cispo, gspo, ppo_clip, reinforce
-from inflight.training.tokens import DrawnTokens
-from inflight.training.trust_regions import binary_tv_mask, geometric_mask, m2po_mask, opsm_mask
+from inflight.training.tokens import NO_TOKENS, DrawnTokens
+from inflight.training.trust_regions import binary_tv_mask, geometric_mask, m2po_mask, opsm_mask, second_moment_mask
 
 TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 
 
+def bare(function: TokenFunction) -> TokenFunction:
+    """A function without the bounds that `functools.partial` gave it."""
+    return function.func if isinstance(function, partial) else function
+
+
+_OPEN: dict[TokenFunction, dict[str, Any]] = {
+    token_truncate: {"cap": inf, "floor": 0.0},
+    token_mask: {"low": 0.0, "high": inf},
+    sequence_truncate: {"cap": inf, "floor": 0.0},
+    sequence_mask: {"low": 0.0, "high": inf},
+    ppo_clip: {"low": inf, "high": inf, "dual": None},
+    cispo: {"cap": inf, "floor": 0.0},
+    gspo: {"low": inf, "high": inf},
+}
+_CLIPPED: tuple[TokenFunction, ...] = (ppo_clip, cispo, gspo)
+_OURS: set[TokenFunction] = {
+    *_OPEN,
+    uncorrected,
+    reinforce,
+    geometric_mask,
+    binary_tv_mask,
+    opsm_mask,
+    m2po_mask,
+    second_moment_mask,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """A policy objective. The functions are those of `corrections`, `surrogates` and `trust_regions`, with
-    `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n]."""
+    `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n].
+
+    Raises ValueError for what cannot be meant: bounds between which nothing lies, clipping that never clips, names that
+    do not exist. `LossStats.clipped` is None with a correction or surrogate of one's own, as nothing is known of its
+    bounds."""
 
     correction: TokenFunction = token_truncate
     surrogate: TokenFunction = reinforce
@@ -55,6 +86,17 @@ class Objective:
     """η, of the entropy of the distributions that tokens are drawn from."""
 
     def __post_init__(self) -> None:
+        for function in (self.correction, self.surrogate, *self.trust_regions):
+            if bare(function) in _OURS:
+                function(NO_TOKENS)  # which refuses bounds that make no sense
+        if self.proximal == "current" and bare(self.surrogate) in _CLIPPED:
+            name = getattr(bare(self.surrogate), "__name__", "the surrogate")
+            raise ValueError(
+                f"{name} bounds π_θ / π_p, which is always 1 with proximal='current', so that it "
+                "would never clip. Set proximal='behavior' and correction=uncorrected to clip π_θ / π_b, or "
+                "proximal='recomputed' for several optimizer steps on a batch, or proximal='loglinear'; "
+                "surrogate=reinforce is the same without clipping"
+            )
         if self.proximal == "behavior" and self.correction is not uncorrected:
             raise ValueError(
                 "with proximal='behavior' the surrogate's ratio is the whole of ρ and nothing is left to correct; "
@@ -62,8 +104,14 @@ class Objective:
             )
         if self.aggregation not in get_args(Aggregation):
             raise ValueError(f"unknown aggregation {self.aggregation!r}; choose {', '.join(get_args(Aggregation))}")
-        if self.aggregation == "constant" and not self.max_tokens:
-            raise ValueError("aggregation 'constant' needs max_tokens, the length that it divides by")
+        if self.aggregation == "constant" and not (self.max_tokens and self.max_tokens > 0):
+            raise ValueError(
+                f"aggregation 'constant' needs max_tokens, the length that it divides by; got {self.max_tokens}"
+            )
+        if not 0 <= self.kl_weight < inf:
+            raise ValueError(f"kl_weight must be finite and at least 0, got {self.kl_weight}")
+        if not isfinite(self.entropy_weight):
+            raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
         if self.kl not in get_args(KLEstimator):
             raise ValueError(f"unknown KL estimator {self.kl!r}; choose {', '.join(get_args(KLEstimator))}")
         if self.proximal not in ("current", "behavior", "recomputed", "loglinear"):
@@ -87,6 +135,7 @@ PRESETS: dict[str, Objective] = {
     "dppo": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(binary_tv_mask,)),
     "opsm": Objective(trust_regions=(opsm_mask,)),
     "m2po": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(m2po_mask,)),
+    "second_moment": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(second_moment_mask,)),
 }
 """By name, with the bounds of the functions' defaults."""
 
@@ -130,21 +179,11 @@ def without_bounds(objective: Objective) -> Objective:
     )
 
 
-def bare(function: TokenFunction) -> TokenFunction:
-    """A function without the bounds that `functools.partial` gave it."""
-    return function.func if isinstance(function, partial) else function
+def knows_what_is_clipped(objective: Objective) -> bool:
+    """Whether it can be told which tokens bounds have touched: of a function of one's own it is not known what it would
+    be without them. A trust region has none but itself."""
+    return bare(objective.correction) in _OURS and bare(objective.surrogate) in _OURS
 
 
 def _opened(function: TokenFunction) -> TokenFunction:
     return partial(bare(function), **_OPEN[bare(function)]) if bare(function) in _OPEN else function
-
-
-_OPEN: dict[TokenFunction, dict[str, Any]] = {
-    token_truncate: {"cap": inf, "floor": 0.0},
-    token_mask: {"low": 0.0, "high": inf},
-    sequence_truncate: {"cap": inf, "floor": 0.0},
-    sequence_mask: {"low": 0.0, "high": inf},
-    ppo_clip: {"low": inf, "high": inf, "dual": None},
-    cispo: {"cap": inf, "floor": 0.0},
-    gspo: {"low": inf, "high": inf},
-}

@@ -1,32 +1,35 @@
-"""The stream as the trainer sees it: finished groups, and batches of them."""
+"""The stream as the trainer sees it: finished groups, scored while others are drawn, and batches of them."""
 
+import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import FrameError, StreamGapError
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness import StalenessMeter, TokenStaleness
-from inflight.stream.assembler import Assembler
-from inflight.stream.reader import StreamReader
-from inflight.training.advantages import group_advantages
+from inflight.stream.inbox import SILENCE_S, Group, Inbox
+from inflight.training.advantages import Advantages, group_advantages
 from inflight.training.batch import PackedBatch, pack
+from inflight.training.scoring import Reward, Score, Scorer
 from inflight.training.staleness import StalenessFilter
 
 logger = logging.getLogger(__name__)
 
-Score = Callable[[Rollout], float]
-_POLL_MS = 100
-
 
 class RolloutStream:
-    """Groups in the order in which they finish.
+    """Groups in the order in which they finish, or in which they are scored. Safe to use from several threads at once.
 
-    `check_engine` raises if the engine is known to be dead; it is called while nothing arrives.
+    A thread receives them all the time, also while the trainer computes. `check_engine` raises if the engine is known
+    to be dead, `ask_engine` if it does not answer; they are called while nothing arrives. tokenizer_lock: held while
+    the tokenizer is used, which is not safe to use from several threads.
     """
 
     def __init__(
@@ -36,176 +39,307 @@ class RolloutStream:
         tokenizer: PreTrainedTokenizerBase | None,
         meter: StalenessMeter,
         check_engine: Callable[[], None],
+        ask_engine: Callable[[float], None] = lambda silent_s: None,
+        silence_s: float = SILENCE_S,
+        tokenizer_lock: AbstractContextManager[Any] | None = None,
     ):
-        self._reader = StreamReader(endpoint)
-        self._assembler = Assembler()
-        self._tokenizer = tokenizer
+        self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
-        self._check_engine = check_engine
-        self._ready: deque[list[Rollout]] = deque()
-        self._awaited: set[int] = set()
-        self._damaged = False
+        self._scorer: Scorer | None = None
+        self._own_scorer: Scorer | None = None
+        self._scoring: dict[int, tuple[Group, Scorer]] = {}
+        """By group: who scores it at the moment."""
+        self._scored_by: dict[int, Scorer] = {}
+        """By group: whose rewards it has."""
+        self._failed: dict[int, BaseException] = {}
+        """By group: what its score function raised."""
+        self._lock = threading.Lock()
+        self._inbox = Inbox(
+            endpoint,
+            on_frame=meter.frame,
+            on_group=self._score_if_wanted,
+            check_engine=check_engine,
+            ask_engine=ask_engine,
+            silence_s=silence_s,
+        )
         self.num_dropped = 0
-        """Groups that `batches` left out because a sample was cancelled or ended with an error."""
+        """Groups that `batches` left out because a sample was cancelled or ended with an error, or no sample has a
+        reward."""
+        self.num_unscored = 0
+        """Rollouts that were left out because they have no reward: it was None or not finite, or took too long."""
         self.last_reward = float("nan")
         """Mean reward of the batch that `batches` yielded last."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens received so far, of finished and unfinished samples."""
-        return self._assembler.num_tokens
+        return self._inbox.num_tokens
 
     @property
     def outstanding(self) -> list[int]:
         """Ids of the groups that were submitted and not handed out yet."""
-        return sorted(self._awaited)
+        return self._inbox.outstanding
 
-    def expect(self, group_ids: Collection[int]) -> None:
-        """These groups were submitted; `groups` ends when all of them were handed out."""
-        self._awaited.update(group_ids)
+    def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
+        """These groups were submitted. Those that are reserved go only to `collect` or `groups` with their ids."""
+        self._inbox.expect(group_ids, reserved=reserved)
 
-    def groups(self) -> Iterator[list[Rollout]]:
+    def drop(self, group_ids: Collection[int]) -> None:
+        """Nobody wants these groups any more; what arrives of them is thrown away."""
+        self._inbox.drop(group_ids)
+
+    def groups(
+        self, group_ids: Collection[int] | None = None, *, score: "Score | Scorer | None" = None
+    ) -> Iterator[Group]:
         """Every finished group, its samples in order, until nothing that was submitted is outstanding.
 
-        Raises EngineDiedError, or FrameError or StreamGapError when frames were lost. Then every group that was in
-        flight counts as lost: its samples come with finish_reason "error" when `groups` is called again.
+        group_ids: only these, each as soon as it has finished. None: all that were submitted for training
+        (`engine.submit(…)` without `train=False`), and that nobody has named.
+        score: the rewards of samples that ended by themselves are there (None for a sample that has none): the function
+        is called beside this thread as soon as a group has finished, and groups come in the order in which they are
+        scored. What it raises is raised here; then the group is scored again when it is asked for again.
+        Raises EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every group
+        that was in flight counts as lost: its samples come with finish_reason "error" when `groups` is called again.
         """
-        while self._awaited:
-            if not self._ready:
-                self._receive()
-                continue
-            group = self._ready.popleft()
-            self._awaited.discard(group[0].group_id)
+        if group_ids is not None:
+            wanted = self._claim(group_ids)
+            while wanted:
+                answer = self._inbox.take_any(wanted)
+                if isinstance(answer, Future):
+                    self._wait(answer)
+                else:
+                    wanted.discard(answer[0].group_id)
+                    yield self._with_text(answer)
+            return
+        self._score_with(score)
+        while (group := self._next()) is not None:
+            self._hand_out([group])
             yield group
 
-    def collect(self, group_ids: Collection[int]) -> list[list[Rollout]]:
+    async def agroups(self, group_ids: Collection[int] | None = None) -> AsyncIterator[Group]:
+        """As `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        wanted = None if group_ids is None else self._claim(group_ids)
+        if wanted is None:
+            self._score_with(None)
+        while wanted is None or wanted:
+            answer = self._inbox.next() if wanted is None else self._inbox.take_any(wanted)
+            if answer is None:
+                return
+            if isinstance(answer, Future):
+                await asyncio.wrap_future(answer)
+                continue
+            if wanted is None:
+                self._hand_out([answer])
+            else:
+                wanted.discard(answer[0].group_id)
+            yield self._with_text(answer)
+
+    def collect(self, group_ids: Collection[int], *, timeout_s: float | None = None) -> list[Group]:
         """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`.
 
-        Raises ValueError if a group is not outstanding, and what `groups` raises; then nothing has been taken.
+        timeout_s: None waits as long as the engine lives and answers. Raises TimeoutError, ValueError if a group is not
+        outstanding, and what `groups` raises; then nothing has been taken.
         """
-        unknown = set(group_ids) - self._awaited
-        if unknown:
-            raise ValueError(f"groups {sorted(unknown)} are not outstanding: not submitted here, or handed out already")
-        found: dict[int, list[Rollout]] = {}
-        kept: deque[list[Rollout]] = deque()
-        try:
-            while found.keys() != set(group_ids):
-                if set(group_ids) - self._awaited:
-                    raise StreamGapError(f"groups {sorted(set(group_ids) - self._awaited)} were lost with their frames")
-                while not self._ready:
-                    self._receive()
-                group = self._ready.popleft()
-                if group[0].group_id in group_ids:
-                    found[group[0].group_id] = group
-                else:
-                    kept.append(group)
-        except BaseException:
-            self._ready.extendleft([*found.values(), *reversed(kept)])
-            raise
-        self._ready.extendleft(reversed(kept))
-        self._awaited -= set(group_ids)
-        return [found[group_id] for group_id in group_ids]
+        deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
+        while isinstance(found := self._inbox.take(group_ids), Future):
+            self._wait(found, deadline_ns, f"groups {_named(group_ids)} did not finish within {timeout_s} s")
+        return [self._with_text(found[group_id]) for group_id in group_ids]
 
-    def partial(self, group_id: int) -> list[Rollout]:
+    async def acollect(self, group_ids: Collection[int]) -> list[Group]:
+        """As `collect`, for asyncio."""
+        while isinstance(found := self._inbox.take(group_ids), Future):
+            await asyncio.wrap_future(found)
+        return [self._with_text(found[group_id]) for group_id in group_ids]
+
+    def partial(self, group_id: int) -> Group:
         """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
-        while self._receive(0):
-            pass
-        return self._assembler.partial(group_id)
+        return self._inbox.partial(group_id)
 
     def batches(
-        self, *, rollouts: int, score: Score, staleness: StalenessFilter | None = None
+        self, *, rollouts: int, score: Score | Scorer, staleness: StalenessFilter | None = None
     ) -> Iterator[PackedBatch]:
         """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
 
+        They are made of what was submitted for training, and of nothing that was submitted with `train=False`, drawn by
+        `generate`, or drawn greedily (`collect` has those). score: a function of a rollout, plain or `async`, or a
+        `Scorer`, which has a time limit; it is called beside training and generation. A rollout without a reward is
+        left out and counted.
         Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
         measured when the next batch is asked for, that is, after the optimizer step. `staleness` takes out what is too
         old and counts it; a batch of which nothing is left is not yielded.
+        Raises what `score` and `groups` raise; no rollout is lost by that, or by Ctrl-C: those that were not in a batch
+        yet come when `batches` is called again.
         """
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-        pending: list[list[Rollout]] = []
-        for group in self.groups():
-            if not usable(group):
-                self.num_dropped += 1
-                continue
-            pending.append(group)
-            if sum(map(len, pending)) >= rollouts:
-                yield from self._measured(pending, score, staleness)
-                pending = []
-        if pending:
-            yield from self._measured(pending, score, staleness)
+        self._score_with(score)
+        more = True
+        while more:
+            taken: list[Group] = []
+            groups: list[Group] = []
+            try:
+                while sum(map(len, groups)) < rollouts and (more := (group := self._next()) is not None):
+                    if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
+                        self._inbox.reserve([group[0].group_id])
+                        continue
+                    taken.append(group)
+                    groups += [rewarded] if (rewarded := with_rewards(group)) else []
+                trainer_version = self._meter.published_version
+                batch = pack_groups(groups, trainer_version=trainer_version, staleness=staleness) if groups else None
+            except BaseException:
+                self._inbox.put_back([group[0].group_id for group in taken])
+                raise
+            self._hand_out(taken)
+            self.num_dropped += len(taken) - len(groups)
+            self.num_unscored += sum(num_unscored(group) for group in taken)
+            if groups:
+                self.last_reward = float(np.mean([rollout.reward or 0.0 for group in groups for rollout in group]))
+            if batch is not None:
+                yield batch
+                consume(self._meter, batch, trainer_version)
 
     def close(self) -> None:
-        self._reader.close()
+        """Read no more, and let the threads go."""
+        self._inbox.close()
+        with self._lock:
+            scorer, self._own_scorer = self._own_scorer, None
+        if scorer is not None:
+            scorer.close()
 
-    def _measured(
-        self, groups: list[list[Rollout]], score: Score, staleness: StalenessFilter | None
-    ) -> Iterator[PackedBatch]:
-        score_groups(groups, score)
-        self.last_reward = float(np.mean([rollout.reward or 0.0 for group in groups for rollout in group]))
-        trainer_version = self._meter.published_version
-        batch = pack_groups(groups, trainer_version=trainer_version, staleness=staleness)
-        if batch is not None:
-            yield batch
-            consume(self._meter, batch, trainer_version)
+    # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _receive(self, timeout_ms: int = _POLL_MS) -> bool:
-        """Take in one frame; False if none came."""
-        try:
-            frame = self._reader.receive(timeout_ms)
-        except (FrameError, StreamGapError):
-            self._ready.extend(self._assembler.abandon())
-            self._damaged = True
-            raise
-        if frame is None:
-            self._check_engine()
-            return False
-        self._meter.frame(frame)
-        for group in self._assembler.add(frame):
-            self._add_text(group)
-            self._ready.append(group)
-        if self._damaged:
-            self._forget_what_was_lost(frame.header.next_group_id)
-        return True
+    def _claim(self, group_ids: Collection[int]) -> set[int]:
+        self._inbox.reserve(group_ids)
+        return set(group_ids)
 
-    def _forget_what_was_lost(self, next_group_id: int) -> None:
-        """Groups announced by now, of which nothing is known, went with the lost frames."""
-        ready = {group[0].group_id for group in self._ready}
-        lost = {g for g in self._awaited if g < next_group_id and g not in ready and not self._assembler.knows(g)}
-        self._awaited -= lost
-        self._damaged = False
-        if lost:
-            logger.error("groups %s were lost with their frames", sorted(lost))
+    def _next(self) -> Group | None:
+        """The next group for training, with rewards if some are wanted. It stays outstanding until it is handed out."""
+        while True:
+            answer = self._inbox.next()
+            if answer is None:
+                return None
+            if isinstance(answer, Future):
+                self._wait(answer)
+                continue
+            group_id = answer[0].group_id
+            with self._lock:
+                error = self._failed.pop(group_id, None)
+            if error is not None:
+                self._inbox.put_back([group_id])
+                raise error
+            if (scorer := self._who_scores(answer)) is None:
+                return self._with_text(answer)
+            self._inbox.hold(group_id)
+            self._start_scoring(answer, scorer)
 
-    def _add_text(self, group: list[Rollout]) -> None:
-        if self._tokenizer is None:
-            return
-        prompt = str(self._tokenizer.decode(group[0].prompt_token_ids.tolist(), skip_special_tokens=True))
-        for rollout in group:
-            rollout.prompt = prompt
-            rollout.text = str(self._tokenizer.decode(rollout.token_ids.tolist(), skip_special_tokens=True))
+    def _hand_out(self, groups: list[Group]) -> None:
+        group_ids = [group[0].group_id for group in groups]
+        self._inbox.remove(group_ids)
+        with self._lock:
+            for group_id in group_ids:
+                self._scored_by.pop(group_id, None)
+
+    def _wait(self, future: "Future[None]", deadline_ns: int | None = None, what: str = "") -> None:
+        """Raises what the future was given. Generation may take as long as it takes; whether the engine is there is
+        asked by the inbox."""
+        left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
+        if not wait([future], timeout=left_s).done:
+            raise TimeoutError(what)
+        future.result()
+
+    # ---- scores -------------------------------------------------------------------------------------------------
+
+    def _score_with(self, score: "Score | Scorer | None") -> None:
+        """From now on groups are scored with this as they finish."""
+        with self._lock:
+            if score is None or isinstance(score, Scorer):
+                self._scorer = score
+            elif self._own_scorer is None or not self._own_scorer.calls(score):
+                if self._own_scorer is not None:
+                    self._own_scorer.close()
+                self._scorer = self._own_scorer = Scorer(score)
+            else:
+                self._scorer = self._own_scorer
+            overtaken = [group for group, scorer in self._scoring.values() if scorer is not self._scorer]
+            for group in overtaken:
+                del self._scoring[group[0].group_id]
+        for group in overtaken:
+            if self._score_if_wanted(group):
+                self._inbox.ready(group)
+
+    def _score_if_wanted(self, group: Group) -> bool:
+        """Begin to score a group. True if there is nothing to wait for."""
+        scorer = self._who_scores(group)
+        if scorer is not None:
+            self._start_scoring(group, scorer)
+        return scorer is None
+
+    def _who_scores(self, group: Group) -> Scorer | None:
+        """None for a group that needs no rewards, or has those that are wanted."""
+        with self._lock:
+            if self._scored_by.get(group[0].group_id) is self._scorer:
+                return None
+            return self._scorer if usable(group) and not group[0].params.greedy else None
+
+    def _start_scoring(self, group: Group, scorer: Scorer) -> None:
+        with self._lock:
+            self._scoring[group[0].group_id] = group, scorer
+        scores = scorer.start(group, prepare=self._with_text)
+        scores.add_done_callback(partial(self._take_scores, group, scorer))
+
+    def _take_scores(self, group: Group, scorer: Scorer, scores: "Future[list[Reward]]") -> None:
+        group_id = group[0].group_id
+        error = CancelledError() if scores.cancelled() else scores.exception()
+        with self._lock:
+            if self._scoring.get(group_id, (None, None))[1] is not scorer:  # another one has taken over
+                return
+            del self._scoring[group_id]
+            if error is not None:
+                self._failed[group_id] = error
+            else:
+                self._scored_by[group_id] = scorer
+                for rollout, reward in zip(group, scores.result(), strict=True):
+                    rollout.reward = reward
+        self._inbox.ready(group)
+
+    def _with_text(self, group: Group) -> Group:
+        if self._tokenizer is None or group[0].prompt or group[0].text:
+            return group
+        with self._tokenizer_lock:
+            prompt = str(self._tokenizer.decode(group[0].prompt_token_ids.tolist(), skip_special_tokens=True))
+            texts = [str(self._tokenizer.decode(r.token_ids.tolist(), skip_special_tokens=True)) for r in group]
+        for rollout, text in zip(group, texts, strict=True):
+            rollout.prompt, rollout.text = prompt, text
+        return group
 
 
-def usable(group: list[Rollout]) -> bool:
+def usable(group: Group) -> bool:
     """Whether every sample of the group ended by itself."""
     return all(rollout.finish_reason in ("stop", "length") for rollout in group)
 
 
-def score_groups(groups: list[list[Rollout]], score: Score) -> None:
-    """Write down the reward of every rollout."""
-    for group in groups:
-        for rollout in group:
-            rollout.reward = float(score(rollout))
+def with_rewards(group: Group) -> Group:
+    """The samples of a group that can be trained on: none of a group that failed, else those that have a reward."""
+    return [rollout for rollout in group if rollout.reward is not None] if usable(group) else []
+
+
+def num_unscored(group: Group) -> int:
+    """Samples that ended by themselves and have no reward."""
+    return len(group) - len(with_rewards(group)) if usable(group) else 0
 
 
 def pack_groups(
-    groups: list[list[Rollout]], *, trainer_version: int, staleness: StalenessFilter | None = None
+    groups: list[list[Rollout]],
+    *,
+    trainer_version: int,
+    staleness: StalenessFilter | None = None,
+    advantages_of: Advantages = group_advantages,
 ) -> PackedBatch | None:
     """Pack scored groups with advantages relative to their groups, for a trainer whose weights are `trainer_version`.
 
-    None if `staleness` leaves no rollout.
+    None if `staleness` leaves no rollout. Raises ValueError for a rollout without a reward.
     """
-    advantages = group_advantages([[r.reward for r in group if r.reward is not None] for group in groups])
+    advantages = advantages_of([[rollout.reward for rollout in group] for group in groups])
     rollouts = [rollout for group in groups for rollout in group]
     if staleness is None:
         return pack(rollouts, advantages, trainer_version=trainer_version)
@@ -228,3 +362,8 @@ def consume(
         consumed_ns=consumed_ns or now_ns(),
         trainer_version=trainer_version,
     )
+
+
+def _named(group_ids: Collection[int]) -> str:
+    ids = sorted(group_ids)
+    return ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

@@ -24,7 +24,8 @@ from inflight.core.messages import LIVE_VERSION
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness import StalenessMeter
-from inflight.training.rollouts import RolloutStream, usable
+from inflight.training.rollouts import RolloutStream, num_unscored, usable, with_rewards
+from inflight.training.scoring import Score, Scorer
 
 Schedule = Literal["inflight", "sync", "one_step_off"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -70,17 +71,32 @@ class Admission:
     As a context manager it cancels, at the end, what is still in flight.
     """
 
-    def __init__(self, engine: RolloutEngine, examples: Iterable[Example], sampling: SamplingParams, *, limit: int):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        examples: Iterable[Example],
+        sampling: SamplingParams,
+        *,
+        limit: int,
+        score: Score | Scorer | None = None,
+    ):
+        """score: groups are taken with their rewards, which are computed as soon as a group has finished; samples
+        that have none are left out."""
         self._engine, self._examples, self._sampling, self._limit = engine, iter(examples), sampling, limit
+        self._score = score
+        self._in_flight: set[int] = set()
         self.num_failed = 0
-        """Groups that `take` left out because a sample of them was cancelled or ended with an error."""
+        """Groups that `take` left out because a sample of them was cancelled or ended with an error, or no sample has a
+        reward."""
+        self.num_unscored = 0
+        """Rollouts that `take` left out because they have no reward."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit prompts up to the limit, or until there are no more.
 
         version: the one that draws all of their tokens; None: the newest each.
         """
-        self._submit(self._next_examples(self._limit - len(self._engine.stream.outstanding)), version)
+        self._submit(self._next_examples(self._limit - len(self._in_flight)), version)
 
     def take(self, count: int, version: int | None = None) -> Groups:
         """The next `count` groups in which every sample ended by itself; fewer if the prompts have ended.
@@ -90,9 +106,10 @@ class Admission:
         """
         groups: Groups = []
         num_failed = 0
-        for group in self._engine.stream.groups():
-            if usable(group):
-                groups.append(group)
+        for group in self._engine.stream.groups(score=self._score):
+            self._in_flight.discard(group[0].group_id)
+            if trainable := self._trainable(group):
+                groups.append(trainable)
                 if len(groups) == count:
                     break
                 continue
@@ -101,10 +118,17 @@ class Admission:
             if num_failed > count:
                 raise InflightError(
                     f"{num_failed} groups failed while one batch of {count} was taken: samples of them were cancelled, "
-                    "or ended with an error (log-probabilities that are not finite, or lost frames)"
+                    "ended with an error (log-probabilities that are not finite, or lost frames), or none of a group's "
+                    "has a reward (None, not finite, or it took too long)"
                 )
             self._replace(version)
         return groups
+
+    def _trainable(self, group: list[Rollout]) -> list[Rollout]:
+        if self._score is None:
+            return group if usable(group) else []
+        self.num_unscored += num_unscored(group)
+        return with_rewards(group)
 
     def _next_examples(self, count: int) -> list[Example]:
         return list(islice(self._examples, max(0, count)))
@@ -112,7 +136,7 @@ class Admission:
     def _submit(self, examples: list[Example], version: int | None) -> None:
         if examples:
             prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
-            self._engine.submit(prompts, self._sampling, metadata=metadata, version=version)
+            self._in_flight.update(self._engine.submit(prompts, self._sampling, metadata=metadata, version=version))
 
     def _replace(self, version: int | None) -> None:
         """Submit one more prompt, under the live version if `version` is gone: no slot keeps an older version once the
@@ -126,9 +150,10 @@ class Admission:
             self._submit(examples, LIVE_VERSION)  # raises again if it was the prompt that the engine refused
 
     def close(self) -> None:
-        self._engine.cancel()
-        for _ in self._engine.stream.groups():  # what was cancelled still arrives
-            pass
+        if self._in_flight:
+            in_flight, self._in_flight = sorted(self._in_flight), set()
+            self._engine.stream.drop(in_flight)
+            self._engine.cancel(in_flight)
 
     def __enter__(self) -> "Admission":
         return self

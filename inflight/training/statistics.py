@@ -5,11 +5,15 @@ trainer compute the same probability with other numerics (Yao et al. 2025). Olde
 Everything is kept as sums, so that micro-batches add up.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, isnan, nan
+from typing import TypeVar
 
 import torch
 from inflight_kernels.policy_loss import ratio_sums
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ class RatioStats:
     def logprob_diff(self) -> float:
         """Mean |log π_θ − log π_b|."""
         return self.sum_abs_log / self.num_tokens if self.num_tokens else nan
+
+    def as_dict(self, name: str) -> dict[str, float]:
+        """As numbers under flat names, "{name}/mean" and so on; without tokens there are none."""
+        if not self.num_tokens:
+            return {}
+        names = ("num_tokens", "mean", "ess", "min", "max", "kl", "logprob_diff")
+        return known({f"{name}/{key}": getattr(self, key) for key in names})
 
     def __add__(self, other: "RatioStats") -> "RatioStats":
         return RatioStats(
@@ -79,10 +90,12 @@ class LossStats:
     optimizer steps are taken on a batch, the later ones have drift of their own in it."""
     stale: RatioStats
     """Of those that older versions drew."""
-    num_clipped: int
-    """Tokens with an advantage that were truncated, clipped or left out."""
+    num_clipped: int | None
+    """Tokens with an advantage that were truncated, clipped or left out. None with a correction or surrogate of one's
+    own, of which it is not known."""
     sum_entropy: float | None = None
-    """Where the objective has an entropy bonus."""
+    """Where the objective has an entropy bonus: only then entropies are computed. `score_tokens(entropy=True)` gives
+    them without one."""
     sum_reference_kl: float | None = None
     """Where the objective has a KL penalty."""
 
@@ -115,30 +128,51 @@ class LossStats:
         return self.ratios.logprob_diff
 
     @property
-    def clipped(self) -> float:
-        """Share of tokens that have an advantage and were truncated, clipped or left out."""
-        return self.num_clipped / self.num_tokens if self.num_tokens else 0.0
+    def clipped(self) -> float | None:
+        """Share of tokens that have an advantage and were truncated, clipped or left out; None if not known."""
+        return None if self.num_clipped is None else self.num_clipped / max(self.num_tokens, 1)
 
     @property
     def entropy(self) -> float | None:
-        """Mean over tokens, in nats."""
+        """Mean over tokens, in nats; None without an entropy bonus."""
         return None if self.sum_entropy is None else self.sum_entropy / max(self.num_tokens, 1)
 
     @property
     def reference_kl(self) -> float | None:
-        """Mean over tokens."""
+        """Mean over tokens; None without a KL penalty."""
         return None if self.sum_reference_kl is None else self.sum_reference_kl / max(self.num_tokens, 1)
 
     def __add__(self, other: "LossStats") -> "LossStats":
-        def plus(a: float | None, b: float | None) -> float | None:
-            return None if a is None or b is None else a + b
-
         return LossStats(
             self.loss + other.loss,
             self.ratios + other.ratios,
             self.mismatch + other.mismatch,
             self.stale + other.stale,
-            self.num_clipped + other.num_clipped,
-            plus(self.sum_entropy, other.sum_entropy),
-            plus(self.sum_reference_kl, other.sum_reference_kl),
+            _plus(self.num_clipped, other.num_clipped),
+            _plus(self.sum_entropy, other.sum_entropy),
+            _plus(self.sum_reference_kl, other.sum_reference_kl),
         )
+
+    def as_dict(self) -> dict[str, float]:
+        """All of it as numbers under flat names, for any logger: "loss", "num_tokens", "clipped", "entropy",
+        "reference_kl", and of "ratio" (all tokens), "mismatch" and "stale" each "…/num_tokens", "/mean", "/ess",
+        "/min", "/max", "/kl" and "/logprob_diff". What is None or of no tokens is left out."""
+        numbers: dict[str, float | None] = {
+            "loss": self.loss,
+            "num_tokens": self.num_tokens,
+            "clipped": self.clipped,
+            "entropy": self.entropy,
+            "reference_kl": self.reference_kl,
+        }
+        for name, of_tokens in (("ratio", self.ratios), ("mismatch", self.mismatch), ("stale", self.stale)):
+            numbers |= of_tokens.as_dict(name)
+        return known(numbers)
+
+
+def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    """Without what is None or NaN."""
+    return {name: number for name, number in numbers.items() if number is not None and not isnan(number)}
+
+
+def _plus(a: Number | None, b: Number | None) -> Number | None:
+    return None if a is None or b is None else a + b

@@ -9,7 +9,14 @@ from inflight_kernels import PolicyLossTerms, policy_loss_terms
 from inflight_kernels.policy_loss import ratio_sums
 
 from inflight.training.corrections import token_mask, token_truncate, uncorrected
-from inflight.training.objective import Objective, TokenFunction, bare, policy_terms, without_bounds
+from inflight.training.objective import (
+    Objective,
+    TokenFunction,
+    bare,
+    knows_what_is_clipped,
+    policy_terms,
+    without_bounds,
+)
 from inflight.training.surrogates import cispo, ppo_clip, reinforce
 from inflight.training.tokens import DrawnTokens
 
@@ -18,7 +25,8 @@ def differentiated_terms(
     objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, classes: torch.Tensor
 ) -> PolicyLossTerms:
     """Σ_t weights_t · w_t · m_t · L_t, its gradient f[n] to `tokens.logprobs`, and sums of ratios by class i64[n], in
-    which tokens that were truncated, clipped or left out count as clipped."""
+    which tokens that were truncated, clipped or left out count as clipped, none where that is not known
+    (`knows_what_is_clipped`)."""
     options = kernel_options(objective)
     if options is None:
         return _by_autograd(objective, tokens, weights, classes)
@@ -74,6 +82,8 @@ def _by_autograd(
 
 def _clipped(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
     """bool[n]: tokens whose gradient is not that of the same formula without bounds."""
+    if not knows_what_is_clipped(objective):
+        return torch.zeros_like(tokens.logprobs, dtype=torch.bool)
     gradients = [
         torch.autograd.grad(policy_terms(each, tokens).sum(), tokens.logprobs)[0]
         for each in (objective, without_bounds(objective))

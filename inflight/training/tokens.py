@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import torch
 from inflight_kernels.policy_loss import exp_ratio
 
-__all__ = ["DrawnTokens", "exp_ratio"]
+__all__ = ["NO_TOKENS", "DrawnTokens", "check_interval", "exp_ratio"]
+
+
+def check_interval(**bounds: float) -> None:
+    """Raises ValueError, naming the two bounds, if no ratio of probabilities can lie between them: a batch would then
+    train on nothing."""
+    (low_name, low), (high_name, high) = bounds.items()
+    if not (low <= high and low < inf and high > 0):
+        raise ValueError(
+            f"{low_name} {low} and {high_name} {high} leave no ratio between them; expected {low_name} ≤ {high_name}, "
+            f"{low_name} finite and {high_name} above 0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +66,10 @@ class DrawnTokens:
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
         """f[n] → f[S]; 0 for a sequence without drawn tokens."""
         return self.sequence_sums(values) / self.lengths.clamp(min=1)
+
+
+_NONE, _NOWHERE = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+NO_TOKENS = DrawnTokens(
+    logprobs=_NONE, behavior=_NONE, proximal=_NONE, advantages=_NONE, sequences=_NOWHERE, num_sequences=0
+)
+"""To try a formula on: whether its bounds make sense is told before there is data."""

@@ -4,11 +4,15 @@ The copy goes straight into an idle slot of the engine, or, where there are seve
 cannot write to, to a stage from which each engine gets it over its own transport. Until a copy is done the parameters
 must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook), other code
 that writes to them calls `wait_copied()` first. When publishing outruns an engine, the latest version wins.
+
+Weights that are handed to `publish()` are copied before it returns, in the thread that calls it.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +25,21 @@ from inflight.core.spans import span
 from inflight.weights.checksum import checksum
 from inflight.weights.link import Address, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
+from inflight.weights.named import NamedSource, Weights, copy_named
 from inflight.weights.sharded import is_sharded
 from inflight.weights.sources import ModelSource, ShardedSource, Source
 from inflight.weights.stage import Stage
 from inflight.weights.streams import use_own_stream
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports import Slots, Transport, map_slot
+
+logger = logging.getLogger("inflight.weights")
+
+_LISTEN_EVERY_S = 0.5
+"""How often an idle publisher takes what its engine says."""
+_TELL_EVERY_S = 10.0
+_GIVE_UP_S = 5.0
+"""For a thread that was told to give up."""
 
 Engine = Any
 """A LaunchedEngine, an Address, or the endpoint of an engine's control socket."""
@@ -35,8 +48,8 @@ Engine = Any
 class _EngineSlots:
     """The slots of one engine on this machine, as the publisher's target."""
 
-    def __init__(self, link: EngineLink, with_checksum: bool, refuse: Callable[[Exception], None]):
-        self._link, self._with_checksum, self._refuse = link, with_checksum, refuse
+    def __init__(self, link: EngineLink, with_checksum: bool, timeout_s: float, refuse: Callable[[Exception], None]):
+        self._link, self._with_checksum, self._timeout_s, self._refuse = link, with_checksum, timeout_s, refuse
         self.layout, self.version = link.layout, link.version
         self.sent_bytes = link.layout.total_bytes
         try:
@@ -49,9 +62,16 @@ class _EngineSlots:
     def acquire(self) -> int:
         while True:
             try:
-                return self._link.acquire()
+                return self._link.acquire(self._timeout_s, "slot_timeout_s of the publisher")
             except ChecksumError as error:
                 self._refuse(error)
+
+    def listen(self) -> None:
+        """What the engine says while there is nothing to publish: that a slot is free, or that it took no version."""
+        try:
+            self._link.listen()
+        except ChecksumError as error:
+            self._refuse(error)
 
     def announce(self, slot: int, record: Published) -> None:
         self._link.announce(slot, record, checksum(self._slots[slot].buffer) if self._with_checksum else None)
@@ -60,7 +80,14 @@ class _EngineSlots:
         self._link.free.append(slot)
 
     def check(self) -> None:
-        """The thread learns of the engine's end when it next waits for it."""
+        """Raise EngineDiedError if the engine is known to be dead."""
+        self._link.check()
+
+    def give_up(self) -> None:
+        self._link.give_up()
+
+    def unlock(self) -> None:
+        self._link.unlock()
 
     def close(self) -> None:
         self._link.detach()
@@ -69,7 +96,7 @@ class _EngineSlots:
 
 
 class Publisher:
-    """Publishes a model's parameters to one engine or several.
+    """Publishes a model's parameters, or weights that it is handed, to one engine or several.
 
     The model's tensor names and shapes must be the engines'; its dtypes may differ (fp32 masters are cast into bf16
     slots). Of a PEFT model only the adapters travel to an engine that was launched with `lora_rank`; to another one go
@@ -81,18 +108,25 @@ class Publisher:
     def __init__(
         self,
         engines: Engine | Sequence[Engine],
-        model: nn.Module,
+        model: nn.Module | Weights | Callable[[], Weights] | None = None,
         *,
         transport: Transport | None = None,
         check_finite: bool = False,
         timeout_s: float = 60.0,
+        slot_timeout_s: float = 3600.0,
     ):
-        """transport: `Slots()` by default. A single engine's slots are written to directly; all else goes through a
+        """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
+        each `publish()` that is handed none.
+        transport: `Slots()` by default. A single engine's slots are written to directly; all else goes through a
         stage, which takes up to three times the memory of the weights on the trainer's device.
         check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
         WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
-        weights that they have. timeout_s: for an engine's first answers.
+        weights that they have. So that one with a single slot can do that, its versions go through a stage, too.
+        timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be
+        longer than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its
+        slots, while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several.
+        After one of these errors every call raises it again.
         """
         transport = transport or Slots()
         self._check_finite, self._timeout_s = check_finite, timeout_s
@@ -100,6 +134,8 @@ class Publisher:
         self._pending: Published | None = None
         self._copying = False
         self._closing = False
+        self._handing = threading.Lock()
+        """Held while weights that were handed over are copied."""
         self._error: InflightError | None = None
         self._refused: Exception | None = None
         self._source = _source_of(model)
@@ -114,8 +150,11 @@ class Publisher:
         try:
             first, *others = self._addresses
             link = self._attach(first, transport)
+            self._aliases = link.attached.aliases
             if isinstance(transport, Slots) and not others:
-                target = _EngineSlots(link, transport.checksum, self._refuse)
+                transport = replace(transport, timeout_s=slot_timeout_s)
+            if isinstance(transport, Slots) and not others and not self._may_spoil_the_only_slot(link):
+                target = _EngineSlots(link, transport.checksum, slot_timeout_s, self._refuse)
             else:
                 target = Stage(link, transport, self._source.device, self._refuse)
             self._target: _EngineSlots | Stage = target
@@ -154,21 +193,33 @@ class Publisher:
         """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
         return self._target.sent_bytes
 
-    def publish(self) -> int:
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closing
+
+    def publish(self, weights: Weights | None = None) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
         An engine draws with it from one of its next forward passes on. A version that could not be copied yet when this
         one is called is dropped: the latest wins. Raises what made an earlier publish fail, or InflightError if the
         publisher is closed.
+
+        weights, of a publisher without a model: pairs of a name and a tensor (an iterator may gather one after
+        another, on all ranks), a mapping, or the path of a checkpoint in safetensors. They are copied in this thread,
+        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. All of the
+        engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
+        LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming what is wrong; then nothing was published.
         """
+        if isinstance(self._source, NamedSource):
+            return self._publish_named(self._source, weights)
+        if weights is not None:
+            raise TypeError(
+                "this publisher reads its model; to hand weights over, make one without: engine.publisher()"
+            )
         with self._condition:
-            self.check()
-            if self._closing:
-                raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
-            self.version += 1
-            record = Published(self.version, now_ns())
-            for address in self._addresses:
-                address.on_publish(record.version, record.called_ns)
+            self._check_open()
+            record = self._number(now_ns())
             if self._gpu is not None:
                 self._written = torch.cuda.current_stream(self._gpu).record_event()
             self._pending = record
@@ -179,14 +230,20 @@ class Publisher:
         """Return when no announced version will read the parameters any more; from then on they may change.
 
         With a slot free that is the time of a copy; else the engine's next forward boundary frees one. On a GPU the
-        caller's stream is made to wait, not the caller. Raises what made the publish fail.
+        caller's stream is made to wait, not the caller. Raises what made the publish fail, EngineHungError and
+        EngineBusyError after the bounds of this publisher.
         """
         with self._condition:
-            self._condition.wait_for(lambda: (self._pending is None and not self._copying) or self._error is not None)
+            while not self._condition.wait_for(lambda: self._is_copied() or self._error is not None, _TELL_EVERY_S):
+                if self._copying:  # else the thread waits for an engine, and says so
+                    logger.warning("waiting for version %d to be copied", self.version)
             self.check()
             copied, self._copied = self._copied, None
         if copied is not None and self._gpu is not None:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
+
+    def _is_copied(self) -> bool:
+        return self._pending is None and not self._copying
 
     def check(self) -> None:
         """Raise what made a publish fail, if one did."""
@@ -198,21 +255,63 @@ class Publisher:
         if refused is not None:
             raise refused
 
-    def close(self) -> None:
-        """Finish what was published and detach. Engines serve on with the newest whole version."""
-        if self._closing:
-            return
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish what was published and detach; what is not sent after `timeout_s` seconds is dropped, with a warning.
+        Engines serve on with the newest whole version. Safe to call twice."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("closing a publisher that could not send version %d in %g s", self.version, timeout_s)
+            self._target.give_up()
+            self._thread.join(_GIVE_UP_S)
+        if self._thread.is_alive():  # inside a copy or a broadcast, whose end nobody waits for
+            self._target.unlock()
         self._hook.remove()
 
     def __enter__(self) -> "Publisher":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close() if kind is None else self.close(_GIVE_UP_S)
+
+    def _publish_named(self, source: NamedSource, weights: Weights | None) -> int:
+        """All of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
+        target, called_ns = self._target, now_ns()
+        with self._handing:
+            self._check_open()
+            pairs = source.pairs(weights)
+            slot = target.acquire()
+            try:
+                with span(f"publish copy, version {self.version + 1}"):
+                    copy_named(target.views[slot], self._aliases, pairs)
+                if self._check_finite and (bad := _non_finite(target.views[slot])):
+                    raise _not_published(self.version + 1, bad, len(target.views[slot]))
+            except BaseException:
+                target.release(slot)
+                raise
+            self.last_copy_s = (now_ns() - called_ns) / 1e9
+            record = self._number(called_ns)
+            target.announce(slot, record)
+            return record.version
+
+    def _number(self, called_ns: int) -> Published:
+        """The next version, of which the engines' meters learn."""
+        self.version += 1
+        for address in self._addresses:
+            address.on_publish(self.version, called_ns)
+        return Published(self.version, called_ns)
+
+    def _check_open(self) -> None:
+        self.check()
+        if self._closing:
+            raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
+
+    def _may_spoil_the_only_slot(self, link: EngineLink) -> bool:
+        """Whether weights that may turn out not to be finite, or not to fit, would be written over the only ones that
+        the engine has."""
+        return link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
@@ -257,21 +356,25 @@ class Publisher:
                     self._copy(target.views[slot], record.version)
                 if self._check_finite and (bad := _non_finite(target.views[slot])):
                     target.release(slot)
-                    self._refuse(_not_published(record, bad, len(target.views[slot])))
+                    self._refuse(_not_published(record.version, bad, len(target.views[slot])))
                 else:
                     target.announce(slot, record)
         except InflightError as error:
             self._fail(error)
         except Exception as error:  # reported by the next publish(), wait_copied() or check()
             self._fail(InflightError(f"publishing failed: {error!r}"))
-        target.close()
+        with self._handing:
+            target.close()
         with contextlib.suppress(RuntimeError):  # the other ranks are gone
             self._source.close()
 
     def _wait_for_work(self) -> bool:
-        with self._condition:
-            self._condition.wait_for(lambda: self._pending is not None or self._closing)
-            return self._pending is not None
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._pending is not None or self._closing, _LISTEN_EVERY_S):
+                    return self._pending is not None
+            with self._handing:  # whoever hands weights over talks to the engine meanwhile
+                self._target.listen()
 
     def _claim(self) -> Published:
         """The newest announced version; a later publish() starts another round."""
@@ -302,6 +405,7 @@ class Publisher:
             self.last_copy_s = (now_ns() - began_ns) / 1e9
 
     def _refuse(self, error: Exception) -> None:
+        logger.warning("%s", error)
         self._refused = error
 
     def _fail(self, error: InflightError) -> None:
@@ -312,8 +416,10 @@ class Publisher:
             self._condition.notify_all()
 
 
-def _source_of(model: nn.Module) -> Source:
+def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Source:
     """What fits the model. For a sharded one all ranks make theirs at once."""
+    if not isinstance(model, nn.Module):
+        return NamedSource(model)
     if is_sharded(model):
         if is_peft(model):
             raise LayoutMismatchError(
@@ -337,9 +443,9 @@ def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:
     return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
 
 
-def _not_published(record: Published, bad: list[str], num_tensors: int) -> NonFiniteWeightsError:
+def _not_published(version: int, bad: list[str], num_tensors: int) -> NonFiniteWeightsError:
     named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
     return NonFiniteWeightsError(
-        f"version {record.version} was not published: {named} of {num_tensors} tensors "
+        f"version {version} was not published: {named} of {num_tensors} tensors "
         "hold NaN or infinite values; the engine keeps the weights that it has"
     )

@@ -21,6 +21,8 @@ class Offer:
     layout: WeightLayout
     adapters: bool = False
     """Whether they are adapters, and not weights."""
+    aliases: bool = False
+    """Whether they may come under other names than the engine's."""
 
 
 class Source(Protocol):

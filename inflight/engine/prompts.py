@@ -1,0 +1,79 @@
+"""From what a user submits as prompts to token ids: text, token ids, chat messages, rows of a dataset."""
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from inflight.core.errors import InvalidRequestError
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a row of a dataset."""
+_COLUMNS = ("prompt", "messages")
+"""Of a dataset's row: where its prompt is."""
+
+
+def encode_prompts(
+    prompts: Iterable[PromptLike], tokenizer: PreTrainedTokenizerBase | None, *, model: str
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Token ids of each prompt, and the other columns of a row. model: what an error calls the model.
+
+    Text is tokenised as the tokenizer does, with its special tokens, but for text that begins with the token that
+    begins a sequence: a rendered chat template has it already. Raises InvalidRequestError, naming the prompt.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        raise InvalidRequestError(f"submit takes a list of prompts, got {_short(prompts)}; wrap it in a list")
+    return [_encode(f"prompt {index}", prompt, tokenizer, model) for index, prompt in enumerate(prompts)]
+
+
+def _encode(
+    name: str, prompt: Any, tokenizer: PreTrainedTokenizerBase | None, model: str
+) -> tuple[list[int], dict[str, Any]]:
+    if isinstance(prompt, Mapping):
+        column = next((column for column in _COLUMNS if column in prompt), None)
+        if column is None:
+            raise InvalidRequestError(
+                f"{name} is a row with the columns {', '.join(map(str, prompt))}; expected one called "
+                f"{' or '.join(map(repr, _COLUMNS))}"
+            )
+        others = {key: value for key, value in prompt.items() if key not in (column, "tools")}
+        return _token_ids(name, prompt[column], tokenizer, model, prompt.get("tools")), others
+    return _token_ids(name, prompt, tokenizer, model), {}
+
+
+def _token_ids(
+    name: str, prompt: Any, tokenizer: PreTrainedTokenizerBase | None, model: str, tools: Any = None
+) -> list[int]:
+    is_chat = _is_chat(prompt)
+    if not is_chat and not isinstance(prompt, str):
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"{name} is {_short(prompt)}, expected text, token ids, chat messages or a row of a dataset"
+            ) from error
+    if tokenizer is None:
+        raise InvalidRequestError(f"{model!r} has no tokenizer; submit token ids, or add its tokenizer files to it")
+    if isinstance(prompt, str):
+        begins = tokenizer.bos_token is not None and prompt.startswith(str(tokenizer.bos_token))
+        return list(tokenizer(prompt, add_special_tokens=not begins)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise InvalidRequestError(f"{name} is chat messages, but the tokenizer of {model!r} has no chat template")
+    try:
+        messages: Any = [dict(message) for message in prompt]
+        encoded: Any = tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except Exception as error:  # a template raises what its author wrote
+        raise InvalidRequestError(f"{name} does not fit the chat template of {model!r}: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,357 @@
+"""Where the groups of one engine arrive: a thread reads the stream, any number of threads and tasks take groups.
+
+A group belongs to whoever it was submitted for. One that was submitted for nobody in particular comes out of `next`, in
+the order in which groups get ready; one that is reserved goes only to the taker that names it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import EngineHungError, FrameError, InflightError, StreamGapError
+from inflight.core.frames import TokenFrame
+from inflight.core.rollout import Rollout
+from inflight.stream.assembler import Assembler
+from inflight.stream.reader import StreamReader
+
+logger = logging.getLogger(__name__)
+
+_POLL_MS = 100
+SILENCE_S = 5.0
+"""Without a frame while groups are outstanding, after which the engine is asked whether it is there."""
+Group = list[Rollout]
+
+
+@dataclass(slots=True)
+class _Taker:
+    """Waits until so many of some groups have finished."""
+
+    wanted: set[int]
+    needed: int
+    future: "Future[None]"
+
+
+class Inbox:
+    """Finished groups of one engine. Safe to use from several threads at once.
+
+    What is asked for and not there yet is told as a future without a value: when it is done, ask again. It fails with
+    what went wrong: EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every
+    group that was in flight counts as lost, and its samples come with finish_reason "error".
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        on_frame: Callable[[TokenFrame], None],
+        on_group: Callable[[Group], bool],
+        check_engine: Callable[[], None],
+        ask_engine: Callable[[float], None] = lambda silent_s: None,
+        silence_s: float = SILENCE_S,
+    ):
+        """All are called by the inbox's thread. on_group: learns of a group that is not reserved, and tells whether it
+        is ready now; if not, somebody calls `ready` later. check_engine: raises if the engine is known to be dead.
+        ask_engine: raises if the engine does not answer; it is given how long it has been silent."""
+        self._reader = StreamReader(endpoint)
+        self._assembler = Assembler()
+        self._on_frame, self._on_group = on_frame, on_group
+        self._check_engine, self._ask_engine, self._silence_s = check_engine, ask_engine, silence_s
+        self._lock = threading.RLock()
+        self._open: set[int] = set()
+        """Groups for `next`: submitted, and not handed out."""
+        self._lent: set[int] = set()
+        """Those of them that came out of `next`, and may be put back."""
+        self._reserved: set[int] = set()
+        """Groups for those who name them: submitted, and not handed out."""
+        self._dropped: set[int] = set()
+        """Groups that nobody waits for any more."""
+        self._finished: dict[int, Group] = {}
+        """Not handed out."""
+        self._ready: deque[int] = deque()
+        """Groups for `next`, some of which may have been taken by name."""
+        self._takers: list[_Taker] = []
+        self._idle: list[Future[None]] = []
+        """Of those who wait for `next`."""
+        self._errors: deque[InflightError] = deque()
+        """Of which nobody has learned; each is raised once."""
+        self._ended: InflightError | None = None
+        """Why nothing more will come."""
+        self._lost_below: int | None = None
+        """Group ids below it of which nothing is known went with lost frames."""
+        self._damaged = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="inflight-stream", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received so far, of finished and unfinished samples."""
+        return self._assembler.num_tokens
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Ids of the groups that were submitted and not handed out yet."""
+        with self._lock:
+            return sorted(self._open | self._reserved)
+
+    def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
+        """These groups were submitted; some may have finished by now."""
+        with self._lock:
+            (self._reserved if reserved else self._open).update(group_ids)
+            if self._lost_below is not None:
+                self._forget_what_was_lost(self._lost_below)
+            arrived = [self._finished[group_id] for group_id in group_ids if group_id in self._finished]
+        for group in [] if reserved else arrived:
+            self._offer(group)
+
+    def reserve(self, group_ids: Collection[int]) -> None:
+        """These groups are not for `next` any more."""
+        with self._lock:
+            self._reserved |= self._open & set(group_ids)
+            self._close(group_ids)
+
+    def next(self) -> "Group | Future[None] | None":
+        """A group that is ready; None if none that is not reserved is outstanding. It stays outstanding until `remove`
+        is told of it, and comes again after `put_back`."""
+        with self._lock:
+            self._raise_error()
+            while self._ready:
+                group_id = self._ready.popleft()
+                if group_id in self._open and group_id in self._finished:
+                    self._lent.add(group_id)
+                    return self._finished[group_id]
+            if self._open == self._lent:
+                return None
+            return self._wait_idle()
+
+    def take(self, group_ids: Collection[int]) -> "dict[int, Group] | Future[None]":
+        """These groups, once all of them have finished; then they are not outstanding any more.
+
+        Raises ValueError if one is not outstanding, and StreamGapError if one was lost; then nothing has been taken.
+        """
+        wanted = set(group_ids)
+        with self._lock:
+            self._raise_error()
+            missing = wanted - self._finished.keys()
+            self._check_outstanding(wanted)
+            if missing:
+                return self._wait_taker(_Taker(missing, len(missing), _new_future()))
+            found = {group_id: self._finished[group_id] for group_id in wanted}
+            self.remove(wanted)
+            return found
+
+    def take_any(self, group_ids: Collection[int]) -> "Group | Future[None]":
+        """One of these groups that has finished; raises what `take` raises."""
+        wanted = set(group_ids)
+        with self._lock:
+            self._raise_error()
+            self._check_outstanding(wanted)
+            for group_id in wanted & self._finished.keys():
+                group = self._finished[group_id]
+                self.remove([group_id])
+                return group
+            return self._wait_taker(_Taker(wanted, 1, _new_future()))
+
+    def remove(self, group_ids: Collection[int]) -> None:
+        """These groups are in somebody's hands, and not outstanding any more."""
+        with self._lock:
+            self._reserved -= set(group_ids)
+            for group_id in group_ids:
+                self._finished.pop(group_id, None)
+            self._close(group_ids)
+
+    def _close(self, group_ids: Collection[int]) -> None:
+        """These groups do not come out of `next` any more."""
+        self._open -= set(group_ids)
+        self._lent -= set(group_ids)
+        if self._open == self._lent:  # nothing is left to wait for
+            self._wake_idle()
+
+    def put_back(self, group_ids: Collection[int]) -> None:
+        """These groups, which came out of `next`, come first when it is called again."""
+        with self._lock:
+            self._lent -= set(group_ids)
+            self._ready.extendleft(reversed(list(group_ids)))
+            self._wake_idle()
+
+    def drop(self, group_ids: Collection[int]) -> None:
+        """Nobody waits for these groups any more; what arrives of them is thrown away."""
+        with self._lock:
+            coming = set(group_ids) - self._finished.keys()
+            self._dropped |= coming & (self._open | self._reserved)
+            self.remove(group_ids)
+
+    def hold(self, group_id: int) -> None:
+        """A group that came out of `next` is not ready, until `ready` is told."""
+        with self._lock:
+            self._lent.discard(group_id)
+
+    def ready(self, group: Group) -> None:
+        """A group that was not ready is so now."""
+        with self._lock:
+            self._ready.append(group[0].group_id)
+            self._wake_idle()
+
+    def partial(self, group_id: int) -> Group:
+        """What has arrived so far of the unfinished samples of a group."""
+        with self._lock:
+            self._raise_error()
+            return self._assembler.partial(group_id)
+
+    def close(self) -> None:
+        """Read no more. Whoever still waits gets an InflightError."""
+        self._closing = True
+        self._thread.join()
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except InflightError as error:
+            self._end(error)
+        except Exception as error:
+            logger.exception("the reader of the stream failed")
+            self._end(InflightError(f"the reader of the stream failed: {error!r}"))
+        else:
+            self._end(InflightError("the stream was closed"))
+        finally:
+            self._reader.close()
+
+    def _read(self) -> None:
+        heard_ns = now_ns()
+        while not self._closing:
+            try:
+                frame = self._reader.receive(_POLL_MS)
+            except (FrameError, StreamGapError) as error:
+                self._lose(error)
+                continue
+            if frame is not None:
+                heard_ns = now_ns()
+                self._take_in(frame)
+                continue
+            self._check_engine()
+            if not self.outstanding:
+                heard_ns = now_ns()
+            silent_s = (now_ns() - heard_ns) / 1e9
+            if silent_s > self._silence_s:
+                self._ask(silent_s)
+
+    def _ask(self, silent_s: float) -> None:
+        """Whether the engine is there; while it is silent this is asked again and again."""
+        try:
+            self._ask_engine(silent_s)
+        except EngineHungError as error:
+            with self._lock:
+                self._tell(error)
+
+    def _take_in(self, frame: TokenFrame) -> None:
+        with self._lock:
+            self._on_frame(frame)
+            groups = self._assembler.add(frame)
+            self._finish(groups)
+            if self._damaged:
+                self._damaged = False
+                self._lost_below = frame.header.next_group_id
+                self._forget_what_was_lost(self._lost_below)
+            offered = [group for group in groups if group[0].group_id in self._open]
+        for group in offered:
+            self._offer(group)
+
+    def _offer(self, group: Group) -> None:
+        if self._on_group(group):
+            self.ready(group)
+
+    def _lose(self, error: InflightError) -> None:
+        with self._lock:
+            groups = self._assembler.abandon()
+            self._finish(groups)
+            self._damaged = True
+            if not self._tell(error):
+                self._errors.append(error)
+            offered = [group for group in groups if group[0].group_id in self._open]
+        for group in offered:
+            self._offer(group)
+
+    def _finish(self, groups: list[Group]) -> None:
+        for group in groups:
+            group_id = group[0].group_id
+            if group_id in self._dropped:
+                self._dropped.remove(group_id)
+                continue
+            self._finished[group_id] = group
+            for taker in self._takers:
+                taker.needed -= group_id in taker.wanted
+        for taker in self._takers:
+            if taker.needed <= 0:
+                taker.future.set_result(None)
+        self._takers = [taker for taker in self._takers if taker.needed > 0]
+
+    def _forget_what_was_lost(self, next_group_id: int) -> None:
+        """Groups announced by now, of which nothing is known, went with the lost frames."""
+        lost = {
+            group_id
+            for group_id in self._open | self._reserved
+            if group_id < next_group_id and group_id not in self._finished and not self._assembler.knows(group_id)
+        }
+        if not lost:
+            return
+        logger.error("groups %s were lost with their frames", sorted(lost))
+        self._reserved -= lost
+        self._close(lost)
+        error = StreamGapError(f"groups {sorted(lost)} were lost with their frames")
+        for taker in self._takers:
+            if taker.wanted & lost:
+                taker.future.set_exception(error)
+        self._takers = [taker for taker in self._takers if not taker.wanted & lost]
+        self._wake_idle()
+
+    def _tell(self, error: InflightError) -> bool:
+        """Everybody who waits learns of it. False if nobody does."""
+        waiting = [*(taker.future for taker in self._takers), *self._idle]
+        self._takers, self._idle = [], []
+        for future in waiting:
+            future.set_exception(error)
+        return bool(waiting)
+
+    def _end(self, error: InflightError) -> None:
+        with self._lock:
+            self._ended = error
+            self._tell(error)
+            self._errors.clear()
+
+    def _check_outstanding(self, wanted: set[int]) -> None:
+        if unknown := wanted - self._open - self._reserved:
+            raise ValueError(f"groups {sorted(unknown)} are not outstanding: not submitted here, or handed out already")
+
+    def _wait_taker(self, taker: _Taker) -> "Future[None]":
+        if self._ended is not None:
+            raise self._ended
+        self._takers.append(taker)
+        return taker.future
+
+    def _raise_error(self) -> None:
+        if self._errors:
+            raise self._errors.popleft()
+
+    def _wait_idle(self) -> "Future[None]":
+        if self._ended is not None:
+            raise self._ended
+        self._idle.append(_new_future())
+        return self._idle[-1]
+
+    def _wake_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for future in idle:
+            future.set_result(None)
+
+
+def _new_future() -> "Future[None]":
+    """One that a task which is cancelled leaves alone."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future

@@ -1,0 +1,168 @@
+"""Rewards, computed beside generation and training.
+
+An event loop in a thread of its own calls the score function as soon as a group has finished: coroutines are awaited
+there, other functions run in worker threads. The trainer waits for a reward only where none of its groups has one yet.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from inflight.core.rollout import Rollout
+
+logger = logging.getLogger(__name__)
+
+Reward = float | None
+Score = Callable[[Rollout], Reward] | Callable[[Rollout], Awaitable[Reward]]
+"""The reward of a rollout. None, or NaN, says that it has none."""
+Rewards = Sequence[Reward]
+BatchScore = Callable[[Sequence[Rollout]], Rewards] | Callable[[Sequence[Rollout]], Awaitable[Rewards]]
+"""The rewards of the rollouts of a group, in their order."""
+
+
+class Scorer:
+    """A score function and how it is called.
+
+        Scorer(score)                            # a function or a coroutine function of one rollout
+        Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
+        Scorer(score, timeout_s=30, workers=16)
+
+    A rollout without a reward takes no part in training and is counted: where the function returns None or a number
+    that is not finite, and where it takes longer than `timeout_s`. (A thread cannot be ended: a function that hangs
+    keeps its worker.) What the function raises is raised to the trainer, and its group is scored again when it is asked
+    for again.
+    """
+
+    def __init__(
+        self, score: Score | BatchScore, *, batched: bool = False, workers: int = 64, timeout_s: float = 600.0
+    ):
+        """workers: calls at the same time, of coroutines too. timeout_s: for one call."""
+        if not callable(score):
+            raise TypeError(f"score must be a function of a rollout, got {score!r}")
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        self._score: Callable[..., Any] = score
+        self._batched, self._limit, self._timeout_s = batched, workers, timeout_s
+        self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
+            getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
+        )
+        self._workers = _Workers()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places: asyncio.Semaphore | None = None
+        self.num_timeouts = 0
+        """Calls that took longer than `timeout_s`."""
+
+    def calls(self, score: Callable[..., Any]) -> bool:
+        """Whether this is its score function."""
+        return self._score is score
+
+    def start(
+        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
+    ) -> "Future[list[Reward]]":
+        """Begin to score a group; the future gives the rewards, None for a rollout that has none, or raises what the
+        function raised. prepare: called first, in the event loop's thread."""
+        return asyncio.run_coroutine_threadsafe(self._score_group(group, prepare), self._running_loop())
+
+    def close(self) -> None:
+        """Let the threads go. Calls that are under way are not waited for."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._places = asyncio.Semaphore(self._limit)
+                threading.Thread(target=_run, args=(self._loop,), name="inflight-scores", daemon=True).start()
+            return self._loop
+
+    async def _score_group(self, group: list[Rollout], prepare: Callable[[list[Rollout]], object]) -> list[Reward]:
+        prepare(group)
+        if self._batched:
+            rewards = await self._call(group)
+            if rewards is None:
+                return [None] * len(group)
+            if len(rewards) != len(group):
+                raise ValueError(
+                    f"the score function returned {len(rewards)} rewards for the {len(group)} rollouts of a group"
+                )
+            return [_reward(value) for value in rewards]
+        return [_reward(value) for value in await asyncio.gather(*(self._call(rollout) for rollout in group))]
+
+    async def _call(self, argument: Rollout | list[Rollout]) -> Any:
+        """None where it takes too long."""
+        assert self._places is not None
+        async with self._places:
+            if self._is_async:
+                call = asyncio.ensure_future(self._score(argument))
+            else:
+                call = asyncio.wrap_future(self._workers.start(self._score, argument))
+            done, _ = await asyncio.wait([call], timeout=self._timeout_s)
+            if done:
+                return call.result()
+            call.cancel()
+            self.num_timeouts += 1
+            logger.warning("a score took longer than %g s: its rollouts have no reward", self._timeout_s)
+            return None
+
+
+class _Workers:
+    """Daemon threads that call functions: one that never returns does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], Any]] = SimpleQueue()
+        self._num_idle = 0
+
+    def start(self, function: Callable[..., Any], argument: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._num_idle:
+                self._num_idle -= 1
+            else:
+                threading.Thread(target=self._work, name="inflight-score", daemon=True).start()
+        self._calls.put((future, function, argument))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, function, argument = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(argument))
+                except Exception as error:  # it is the trainer's to see
+                    future.set_exception(error)
+                except BaseException as error:  # SystemExit would end the event loop instead
+                    future.set_exception(RuntimeError(f"the score function raised {error!r}"))
+            del future, function, argument
+            with self._lock:
+                self._num_idle += 1
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+def _reward(value: Any) -> Reward:
+    if value is None:
+        return None
+    try:
+        reward = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the score function returned {value!r}, expected a number or None") from error
+    return reward if math.isfinite(reward) else None

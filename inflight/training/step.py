@@ -1,0 +1,54 @@
+"""The end of an optimizer step: gradients are clipped, and what is not finite changes nothing."""
+
+import logging
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from inflight.core.errors import NonFiniteWeightsError
+
+logger = logging.getLogger(__name__)
+
+
+def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0) -> float:
+    """Scale the gradients of the optimizer's parameters down to `max_grad_norm` if their norm is larger (0: leave them
+    as they are), take a step and zero them. Returns the norm that they had.
+
+    If that is NaN or infinite no step is taken: parameters and the optimizer's state stay what they are, the gradients
+    are zeroed, and a warning is logged. `math.isfinite` of what is returned tells. One such step would make every
+    parameter NaN. Raises ValueError for a bound that is negative or NaN.
+    """
+    if not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm must be at least 0 (0 does not clip), got {max_grad_norm}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    total = nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+    if math.isfinite(norm):
+        optimizer.step()
+    else:
+        logger.warning("an optimizer step was skipped: the norm of its gradient is %s", norm)
+    optimizer.zero_grad()
+    return norm
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
+    """Raises NonFiniteWeightsError, naming parameters, if some are NaN or infinite. It reads every parameter once.
+
+    trainable: only those that training changes.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if p.numel() and (p.requires_grad or not trainable)}
+    largest = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values()]  # NaN if one value is
+    if not largest:
+        return
+    finite = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().tolist()  # one transfer
+    bad = [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise NonFiniteWeightsError(
+            f"{', '.join(bad[:3])}{more} of {len(parameters)} parameters hold NaN or infinite values; they are not "
+            "published, and the engine keeps the weights that it has. Go on from a checkpoint, with a smaller learning "
+            "rate or max_grad_norm"
+        )

@@ -1,0 +1,186 @@
+"""Weights that are handed to `publish()` as names and tensors, or as a checkpoint, instead of being read from a model.
+
+That is how trainers hand them to an engine that is not theirs: TRL, verl and vLLM as an iterator that gathers one
+tensor after another, prime-rl and AReaL as a directory. They are copied one by one, in the thread that calls
+`publish()`, as gathering may be a collective.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError
+from inflight.core.layout import Alias, WeightLayout
+from inflight.core.messages import Welcome
+from inflight.weights.checkpoints import read_checkpoint
+from inflight.weights.sources import Offer
+
+Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
+"""Pairs of a name and a tensor, a mapping of names to tensors, or the path of a checkpoint: a directory of safetensors
+files, or one file."""
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_SHOWN = 4
+"""Differences that an error names."""
+
+
+class NamedSource:
+    """Stands for weights that come with each `publish()`, in the engine's layout."""
+
+    def __init__(self, weights: Weights | Callable[[], Weights] | None = None):
+        """weights: for a `publish()` without any; a function is called for each."""
+        self._weights = weights
+        gpu = torch.cuda.is_initialized()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+    def offer(self, welcome: Welcome) -> Offer:
+        return Offer(welcome.layout, aliases=True)
+
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
+        """Nobody else is to know."""
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        raise AssertionError("there is no model to copy")
+
+    def pairs(self, weights: Weights | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of what is to be published. Raises TypeError, and WeightFileError as it is read."""
+        if weights is None:
+            weights = self._weights() if callable(self._weights) else self._weights
+        if weights is None:
+            raise TypeError("this publisher has no model; hand the weights over: publisher.publish(weights)")
+        if isinstance(weights, nn.Module) or not isinstance(weights, (str, os.PathLike, Iterable)):
+            raise TypeError(
+                "publish() takes pairs of a name and a tensor, a mapping, or the path of a checkpoint, "
+                f"got {type(weights).__name__}; for a model, make the publisher with it: engine.publisher(model)"
+            )
+        if isinstance(weights, (str, os.PathLike)):
+            return read_checkpoint(weights)
+        if isinstance(weights, Mapping):
+            return iter(weights.items())  # pyright: ignore
+        return iter(weights)
+
+    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Nothing is read after `publish()` has returned."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the tensor of a name goes: to a tensor of the slot, or to a part of it."""
+
+    tensor: str
+    view: torch.Tensor
+    came: bool = False
+
+
+@torch.no_grad()
+def copy_named(
+    views: Mapping[str, torch.Tensor], aliases: Sequence[Alias], pairs: Iterator[tuple[str, torch.Tensor]]
+) -> None:
+    """Fill a slot, cast to the dtypes of its views; the copies are done when this returns.
+
+    A tensor may come under its own name, under another of the model's or a checkpoint's, as the experts of a layer one
+    by one, and with the prefixes of wrappers (`module.`, `_orig_mod.`, `base_model.model.`, …). What comes under two
+    names must be the same. Everything is read to its end, as other ranks may be gathering too; then raises
+    LayoutMismatchError, naming what came too often, is missing, unknown, of another shape or without values.
+    """
+    places = _places(views, aliases)
+    missing = {name: view.numel() for name, view in views.items()}
+    """Elements that have not come."""
+    wrong: list[str] = []
+    num_pairs = 0
+    for pair in pairs:
+        name, tensor = _checked(pair)
+        num_pairs += 1
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # old checkpoints hold it; the model computes it
+        place = places.get(name) or places.get(_unwrapped(name))
+        problem = _problem(place, tensor, missing)
+        if problem is not None:
+            wrong.append(f"{name}: {problem}")
+        elif place is not None:
+            place.came = True
+            if missing[place.tensor]:
+                place.view.copy_(tensor)
+                missing[place.tensor] -= tensor.numel()
+            elif not _same(place.view, tensor):
+                wrong.append(f"{name}: other values than those that came for {place.tensor}, which are the same tensor")
+    for device in {view.device for view in views.values() if view.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    absent = [name for name, left in missing.items() if left and left == views[name].numel()]
+    wrong += [f"{name}: only in the engine" for name in absent]
+    wrong += [f"{name}: came in part only" for name, left in missing.items() if left and name not in absent]
+    if wrong:
+        raise LayoutMismatchError(_complaint(wrong, num_pairs))
+
+
+def _checked(pair: object) -> tuple[str, torch.Tensor]:
+    if isinstance(pair, (tuple, list)) and len(pair) == 2:
+        name, tensor = pair
+        if isinstance(name, str) and isinstance(tensor, torch.Tensor):
+            return name, tensor
+    raise TypeError(f"weights are pairs of a name and a tensor, got {str(pair)[:80]}")
+
+
+def _problem(place: _Place | None, tensor: torch.Tensor, missing: Mapping[str, int]) -> str | None:
+    """Why this tensor cannot be copied, in words."""
+    if place is None:
+        return "only in what was handed over"
+    if place.came:
+        return "came twice"
+    if tensor.shape != place.view.shape:
+        return f"shape {list(place.view.shape)} in the engine, {list(tensor.shape)} in what was handed over"
+    if 0 < missing[place.tensor] < tensor.numel():
+        return "came both whole and in parts"
+    if isinstance(tensor, DTensor):
+        return "is a DTensor; hand over what its full_tensor() returns, which all ranks call"
+    if tensor.is_meta:
+        return "has no values (it is on the meta device)"
+    if tensor.is_floating_point() != place.view.is_floating_point() or (
+        tensor.dtype.itemsize == 1 and tensor.dtype != place.view.dtype
+    ):
+        return f"{place.view.dtype} in the engine, {tensor.dtype} in what was handed over, which needs more than a cast"
+    return None
+
+
+def _same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Bit for bit, NaN included."""
+    ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in (view, tensor.to(view)))
+    return torch.equal(ours, theirs)
+
+
+def _places(views: Mapping[str, torch.Tensor], aliases: Sequence[Alias]) -> dict[str, _Place]:
+    places = {name: _Place(name, view) for name, view in views.items()}
+    for alias in aliases:
+        view = views.get(alias.tensor)
+        last = alias.offset + sum((n - 1) * stride for n, stride in zip(alias.shape, alias.strides, strict=True))
+        if view is None or min(alias.offset, *alias.shape, *alias.strides) < 0 or last >= max(1, view.numel()):
+            raise ProtocolError(f"the engine says that {alias.name} is a part of {alias.tensor}, where it cannot be")
+        part = view.as_strided(alias.shape, alias.strides, view.storage_offset() + alias.offset)
+        places.setdefault(alias.name, _Place(alias.tensor, part))
+    return places
+
+
+def _unwrapped(name: str) -> str:
+    """Without what DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT put around a model's names."""
+    plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return plain.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _complaint(wrong: list[str], num_pairs: int) -> str:
+    if not num_pairs:
+        return "no tensors were handed over; an iterator can be read only once, so that each publish() needs a new one"
+    shown = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+    hints = ""
+    if all(line.endswith("only in the engine") for line in wrong):
+        hints = " (a version is published whole, not in part)"
+    elif any(".lora_" in line for line in wrong):
+        hints = " (merge adapters into the weights, or publish the PEFT model: engine.publisher(model))"
+    return f"what was handed over does not hold the engine's tensors: {shown}{hints}; nothing was published"
