@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, choose_backend
 from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
-from inflight.engine.fused import FusedDecoder, agrees_with
+from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import module_over
@@ -73,9 +73,9 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, b
         theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
-    if not agrees_with(ours, theirs):
+    if not agrees_with(ours, theirs, model.dtype):
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes something else over these weights ({theirs.dtype} on {theirs.device}) "
+            f"{type(model).__name__} computes something else over these weights ({model.dtype} on {theirs.device}) "
             f"than Transformers: its logits are off by {relative_error(ours, theirs):.0%}"
         )
 
@@ -133,8 +133,10 @@ def _compare(
         fill(slot_views(buffer, layout), published_tensors(model))
         module = module_over(model, layout, buffer)
         ours = _logits(sequences, cache, backend, FusedDecoder(module, cache, backend, longest))
-    except Exception as error:  # an UnknownPartError, or what a foreign model raises on its way into ours
-        return first_line(error)
+    except UnknownPartError as error:
+        return str(error)
+    except Exception as error:  # what a foreign model raises on its way into ours
+        return f"fusing it failed ({type(error).__name__}: {first_line(error)})"
     if not relative_error(ours, theirs) < TOLERANCE:
         return "the fused decoder and the Transformers model give different logits"
     return None

@@ -178,11 +178,11 @@ class FusedDecoder:
         return logits
 
 
-def agrees_with(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two tensors of logits [M, V] differ by rounding only, at most rows: in 16 bits rounding sends some tokens
-    to other experts. Wrong kernels make all rows differ by their size; what is closer is told apart in fp32
-    (`agreement.py`)."""
-    tolerance = 1e-3 if theirs.dtype in (torch.float32, torch.float64) else 0.2
+def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
+    weights, at most rows: in 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by
+    their size; what is closer is told apart in fp32 (`agreement.py`)."""
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
     difference = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
     return bool(difference.median() < tolerance)
 
