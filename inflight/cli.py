@@ -101,8 +101,8 @@ def demo(
             **{name: value for name, value in given.items() if value is not None},
         )
         summary = run_demo(chosen, config, console)
-    if json_file:
-        write_json(json_file, summary)
+        if json_file:
+            write_json(json_file, summary)
     _print_summary(summary, config.out)
     _print_json(summary)
     if summary["interrupted"]:
@@ -419,7 +419,7 @@ class _reported:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (InflightError, ValueError)):
+        if isinstance(error, (InflightError, ValueError, OSError)):
             errors.print(f"error: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
         if isinstance(error, KeyboardInterrupt):
@@ -455,7 +455,8 @@ def _finish_bench(result: dict, json_file: Path | None, *, printed: dict | None 
     from inflight.observability.environment import environment, write_json
 
     if json_file:
-        write_json(json_file, result | {"environment": environment()})
+        with _reported():
+            write_json(json_file, result | {"environment": environment()})
     _print_json(printed or result)
 
 

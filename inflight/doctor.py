@@ -10,9 +10,10 @@ from inflight_kernels import _cpu
 from rich.console import Console
 
 from inflight.core.errors import InflightError
+from inflight.engine.directory import remove_orphan_directories
 from inflight.engine.shapes import SHAPES, shape_config
 from inflight.observability.environment import mps_runs
-from inflight.weights.shared_memory import SharedMemorySlot, bytes_left, default_directory
+from inflight.weights.shared_memory import SharedMemorySlot, bytes_left, default_directory, remove_orphans
 
 Verdict = Literal["ok", "note", "fail"]
 
@@ -38,7 +39,17 @@ def print_report(console: Console) -> int:
 def examine() -> list[Finding]:
     """Every check of this machine, most basic first."""
     gpu = [_gpu(), _sharing()] if torch.cuda.is_available() else [_gpu()]
-    return [_python(), *_packages(), _cores(), _kernels(), _shared_memory(), *gpu, *_optional(), _shapes()]
+    return [
+        _python(),
+        *_packages(),
+        _cores(),
+        _kernels(),
+        _shared_memory(),
+        _leftovers(),
+        *gpu,
+        *_optional(),
+        _shapes(),
+    ]
 
 
 def _python() -> Finding:
@@ -83,10 +94,23 @@ def _shared_memory() -> Finding:
         SharedMemorySlot.create(1 << 20).unlink()
     except InflightError as error:
         return Finding("fail", "shared memory", str(error))
+    if str(directory) != "/dev/shm":
+        advice = "it may be a disk; make /dev/shm writable"
+        return Finding(
+            "note", "shared memory", f"/dev/shm cannot be written to; the weights lie in {directory}, {advice}"
+        )
     text = f"{directory}, {left / 2**30:.1f} GiB left: two slots of up to {left / 2**32:.1f} B parameters in bf16"
     if left < 1 << 30:
         return Finding("note", "shared memory", f"{text}; enlarge it for larger models (--shm-size for a container)")
     return Finding("ok", "shared memory", text)
+
+
+def _leftovers() -> Finding:
+    slots, directories = remove_orphans(default_directory()), remove_orphan_directories()
+    if slots or directories:
+        text = f"removed {slots} slots and {directories} directories of engines that were killed with their trainers"
+        return Finding("note", "leftovers", text)
+    return Finding("ok", "leftovers", "none")
 
 
 def _gpu() -> Finding:

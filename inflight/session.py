@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from time import sleep
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight")
 
 _TELL_EVERY_S = 30.0
+_CLOSE_S = 5.0
+"""For a publisher to send what it has, where the engine is about to end anyway."""
 
 
 def launch(
@@ -256,7 +258,8 @@ class LaunchedEngine:
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
             for publisher in self._publishers:
-                publisher.check()
+                if not publisher.closed:
+                    publisher.check()
             if now_ns() > deadline:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
@@ -274,6 +277,8 @@ class LaunchedEngine:
         *,
         transport: "Transport | None" = None,
         check_finite: bool = False,
+        timeout_s: float | None = None,
+        slot_timeout_s: float = 3600.0,
     ) -> "Publisher":
         """A publisher of this model's parameters to the engine. At most one lives at a time.
 
@@ -283,11 +288,21 @@ class LaunchedEngine:
         transport: `inflight.Slots()` by default, which writes straight to the engine's memory.
         check_finite: refuse versions with NaN or infinite weights; the engine keeps those that it has, and the next
         `publish()` or optimizer step raises NonFiniteWeightsError.
+        timeout_s: how long the engine may be silent while it is waited for, before EngineHungError is raised; None: the
+        `answer_timeout_s` that it was launched with. slot_timeout_s: how long an engine that answers may lend no slot,
+        because requests are pinned to versions, before EngineBusyError is raised.
         Raises LayoutMismatchError, naming the tensors that differ, or PublisherConflictError.
         """
         from inflight.weights.publisher import Publisher
 
-        publisher = Publisher(self.address, model, transport=transport, check_finite=check_finite)
+        publisher = Publisher(
+            self.address,
+            model,
+            transport=transport,
+            check_finite=check_finite,
+            timeout_s=self.answer_timeout_s if timeout_s is None else timeout_s,
+            slot_timeout_s=slot_timeout_s,
+        )
         self._publishers.add(publisher)
         return publisher
 
@@ -318,15 +333,15 @@ class LaunchedEngine:
 
     def close(self) -> None:
         """End the generator and everything attached to it. Safe to call twice."""
-        if self._trace is not None:
-            with suppress(InflightError, OSError):  # it is logged
-                self._trace.close()
-        for publisher in list(self._publishers):
-            publisher.close()
-        self._publishers.clear()
-        if self._stream is not None:
-            self._stream.close()
-        self._launcher.close()
+        with ExitStack() as at_end:  # whatever happens to one of them, the next is ended
+            at_end.callback(self._launcher.close)
+            if self._stream is not None:
+                at_end.callback(self._stream.close)
+            for publisher in list(self._publishers):
+                at_end.callback(publisher.close, _CLOSE_S)
+            if self._trace is not None:
+                with suppress(InflightError, OSError):  # it is logged
+                    self._trace.close()
 
     def __enter__(self) -> "LaunchedEngine":
         return self

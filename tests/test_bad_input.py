@@ -153,7 +153,7 @@ def test_metadata_that_no_message_can_hold_is_named(engine):
 
 
 def test_too_many_samples_in_one_call(engine):
-    with pytest.raises(InvalidRequestError, match="1048576 samples in one call; submit at most 1000000"):
+    with pytest.raises(InvalidRequestError, match="1048576 samples in one call; submit at most 65536"):
         engine.submit([[1]] * 16, SamplingParams(n=65536))
 
 

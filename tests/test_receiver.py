@@ -121,3 +121,25 @@ def test_the_latest_version_wins():
     assert taken is not None
     assert (taken.slot, taken.version) == (second, 2)
     assert sorted(receiver.lend()) == [0, first]
+
+
+def test_the_only_slot_goes_back_where_its_publisher_left_it_untouched():
+    receiver = make_receiver(1)
+    for untouched, live in (([], None), ([0], 0)):
+        receiver.request()
+        receiver.take()
+        assert receiver.lend() == [0]
+        receiver.withdraw(untouched)
+        assert receiver.live == live
+        if live is None:  # who knows what is in it
+            receiver.ready(ready(0, 1))
+            receiver.take()
+    assert (receiver.version, receiver.versions) == (1, [1])
+
+
+def test_a_wish_for_the_only_slot_goes_with_its_publisher():
+    receiver = make_receiver(1)
+    receiver.request()
+    receiver.withdraw()
+    receiver.take()
+    assert receiver.live == 0

@@ -81,6 +81,15 @@ class EngineHungError(InflightError, TimeoutError):
     """The engine process lives and did not answer within a bound; the message gives the bound and how to set it."""
 
 
+class EngineBusyError(InflightError, TimeoutError):
+    """The engine answers, and did not do what was asked within a bound; the message gives the bound and how to set
+    it."""
+
+
+class VersionMismatchError(ProtocolError):
+    """Two processes run different versions of inflight; the message names both and where they lie."""
+
+
 _BY_NAME: dict[str, type[InflightError]] = {
     cls.__name__: cls
     for cls in (
@@ -101,6 +110,8 @@ _BY_NAME: dict[str, type[InflightError]] = {
         StreamGapError,
         EngineDiedError,
         EngineHungError,
+        EngineBusyError,
+        VersionMismatchError,
     )
 }
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -13,6 +13,9 @@ from inflight.core.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 MAX_HEADER_BYTES = 1 << 30
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""What fits into the int64 of a rollout's columns."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 # Columns of a frame: name → (little-endian dtypes, number of dimensions). The first three are always there.
 _COLUMNS = {
@@ -40,9 +43,9 @@ _TOGETHER = (
 class GroupStart(msgspec.Struct, frozen=True):
     """A prompt was accepted: `params.n` requests with the ids first_request_id, first_request_id + 1, …"""
 
-    group_id: int
-    first_request_id: int
-    prompt_token_ids: list[int]
+    group_id: Count
+    first_request_id: Count
+    prompt_token_ids: list[TokenId]
     params: SamplingParams
     metadata: dict[str, Any] = {}
     """What the submitter attached; JSON-like, carried through unread."""
@@ -54,9 +57,9 @@ class TakenOver(msgspec.Struct, frozen=True, array_like=True):
     """The keys and values of a request's first prompt tokens were not computed for it: the prefix cache had them, or
     the request that it is a fork of. `version` is the oldest that computed some of them."""
 
-    request_id: int
-    num_tokens: int
-    version: int
+    request_id: Count
+    num_tokens: Count
+    version: Count
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -70,12 +73,12 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
 class Switch(msgspec.Struct, frozen=True):
     """The engine changed weights just before this frame's forward pass."""
 
-    version: int
-    published_ns: int
+    version: Count
+    published_ns: Count
     """When `publish()` was called."""
-    stall_ns: int
+    stall_ns: Count
     """Time in which the engine had work and ran no forward because of this swap."""
-    num_in_flight: int
+    num_in_flight: Count
     """Requests that had drawn tokens under older weights and went on under these."""
 
 
@@ -87,15 +90,15 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
 
 class FrameHeader(msgspec.Struct, frozen=True):
     engine_id: str
-    sequence: int
+    sequence: Count
     """Counts the frames of this engine from 0 without gaps."""
-    version: int
+    version: Count
     """Weight version under which every token of the frame was drawn."""
-    time_ns: int
+    time_ns: Count
     """CLOCK_MONOTONIC when the tokens were drawn."""
-    step: int
+    step: Count
     """Forward passes of this engine before this one."""
-    num_tokens: int
+    num_tokens: Count
     groups: list[GroupStart] = []
     starts: list[int] = []
     """Ids of requests whose prompt was prefilled in this pass."""
@@ -103,7 +106,7 @@ class FrameHeader(msgspec.Struct, frozen=True):
     """Of requests that joined in this pass, for the first time or again."""
     finishes: list[Finish] = []
     switch: Switch | None = None
-    next_group_id: int = 0
+    next_group_id: Count = 0
     """Groups accepted so far: all with a smaller id were announced in this frame or before it."""
     columns: list[ColumnSpec] = []
 
@@ -156,11 +159,6 @@ class TokenFrame:
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        for part in header.taken_over:
-            if part.num_tokens < 0 or part.version < 0:
-                raise FrameError(
-                    f"request {part.request_id} took {part.num_tokens} tokens over from version {part.version}"
-                )
         required = [columns.pop(name) for name in _REQUIRED]
         return cls(header, *required, extras=columns)
 

@@ -10,15 +10,25 @@ SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the 
 it has the engine fill it (Fill, Filled) before it announces it as it would announce any other.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from inflight.core.errors import ProtocolError
+import inflight
+from inflight.core.errors import InvalidRequestError, ProtocolError, VersionMismatchError
+from inflight.core.frames import Count
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.sampling import SamplingParams
 
 LIVE_VERSION = -1
+PROTOCOL = 2
+"""Of these messages and of frames. To be raised with every change after which two versions do not understand each
+other."""
+PACKAGE = str(Path(inflight.__file__).parent)
+MAX_MESSAGE_BYTES = 32 << 20
+MAX_TEXT = 2000
+"""Characters of an error message on the wire and in a log."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -58,7 +68,12 @@ SlotDescriptor = SharedMemoryDescriptor | CudaIpcDescriptor
 
 
 class Hello(_Message, frozen=True):
-    """Asks for Welcome, or for Failed if the model could not be loaded."""
+    """Asks for Welcome, or for Failed if the model could not be loaded or the asker is of another version."""
+
+    version: str = inflight.__version__
+    protocol: int = PROTOCOL
+    package: str = PACKAGE
+    """Where the asker's inflight lies."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -139,6 +154,8 @@ class Attach(_Message, frozen=True):
     """Whether it publishes adapters, and not weights."""
     aliases: bool = False
     """Whether it wants to know by which other names the tensors go."""
+    lock_token: str = ""
+    """What the publisher wrote into `Welcome.publisher_lock` when it had locked it; "" if it is on another machine."""
 
 
 class SlotRequest(_Message, frozen=True):
@@ -176,7 +193,7 @@ class Fill(_Message, frozen=True):
     """Write a version to a slot that is lent to the publisher."""
 
     slot: int
-    version: int
+    version: Count
     fingerprint: str
     origin: BroadcastOrigin | FileOrigin
     base: int | None
@@ -189,15 +206,18 @@ class SlotReady(_Message, frozen=True):
     """The slot holds a whole version now, its copy done on the device, and belongs to the engine again."""
 
     slot: int
-    version: int
+    version: Count
     fingerprint: str
-    published_ns: int
+    published_ns: Count
     checksum: int | None = None
     """Of the slot, to be compared before anything is drawn with it."""
 
 
 class Detach(_Message, frozen=True):
-    pass
+    """The publisher goes, and gives back what it has."""
+
+    untouched: list[int] = []
+    """Slots that it was lent and did not write to."""
 
 
 # ---- engine → client --------------------------------------------------------------------------------------------
@@ -226,6 +246,12 @@ class Welcome(_Message, frozen=True):
     """CUDA graphs that were recorded."""
     publisher_lock: str
     """File that a publisher locks before it attaches; the kernel frees the lock when the publisher dies."""
+    alive_lock: str
+    """File that the engine holds a lock on; the kernel frees it when the engine dies."""
+    version: str = ""
+    protocol: int = 0
+    package: str = ""
+    """Where the engine's inflight lies."""
 
     def how(self) -> dict[str, Any]:
         """How passes run, for records of measurements."""
@@ -326,11 +352,18 @@ _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    return _ENCODER.encode(message)
+    """Raises InvalidRequestError for a message that is too large, and TypeError, ValueError or OverflowError for
+    metadata that no message can hold."""
+    data = _ENCODER.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(_too_large(len(data)))
+    return data
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
     """Raises ProtocolError."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(_too_large(len(data)))
     return _decode(_TO_ENGINE, data)
 
 
@@ -339,8 +372,29 @@ def decode_from_engine(data: bytes) -> FromEngine:
     return _decode(_FROM_ENGINE, data)
 
 
+def check_same_version(version: str, protocol: int, package: str, *, who: str) -> None:
+    """Raises VersionMismatchError if another process does not run this version of inflight."""
+    if (version, protocol) != (inflight.__version__, PROTOCOL):
+        raise VersionMismatchError(
+            f"{who} runs inflight {shorten(version, 60) or '?'} with protocol {protocol} from {shorten(package, 300)}, "
+            f"this process {inflight.__version__} with protocol {PROTOCOL} from {PACKAGE}; both must be the same"
+        )
+
+
+def shorten(text: str, most: int = MAX_TEXT) -> str:
+    """A text that somebody else had a say in, at most so long."""
+    return text if len(text) <= most else f"{text[: most - 40]}… ({len(text):,} characters in all)"
+
+
+def _too_large(size: int) -> str:
+    return (
+        f"a control message has at most {MAX_MESSAGE_BYTES >> 20} MiB, got {size / 2**20:.1f} MiB; "
+        "submit fewer prompts at a time"
+    )
+
+
 def _decode(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"the control message cannot be read: {error}") from error
+        raise ProtocolError(f"the control message cannot be read: {shorten(str(error))}") from error

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from inflight.observability.environment import replacing
+
 
 @dataclass(slots=True)
 class StepRecord:
@@ -72,5 +74,6 @@ def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: 
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120)
     plt.close(figure)

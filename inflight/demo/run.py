@@ -2,7 +2,8 @@
 
 import gc
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import ModelLoadError
+from inflight.core.errors import InflightError, ModelLoadError
 from inflight.core.sampling import SamplingParams
 from inflight.demo.display import Display
 from inflight.demo.record import StepRecord, append_step, plot
@@ -53,7 +54,7 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
     Ctrl-C ends the run early; what was measured by then is summarised and written all the same.
     """
     disable_progress_bar()  # of Transformers; the run has its own
-    config.out.mkdir(parents=True, exist_ok=True)
+    steps_file = _prepare(config.out)
     torch.manual_seed(config.seed)
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
     began_ns = now_ns()
@@ -67,8 +68,6 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
         highlight=False,
         soft_wrap=True,
     )
-    steps_file = config.out / "steps.jsonl"
-    steps_file.unlink(missing_ok=True)
     with Display(title, console=console) as display, tempfile.TemporaryDirectory(prefix="inflight-demo-") as directory:
         if config.warmup_steps:
             display.phase("warm-up", config.warmup_steps)
@@ -103,10 +102,32 @@ def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]
         "seconds": (now_ns() - began_ns) / 1e9,
         "environment": environment(),
     }
-    write_json(config.out / "summary.json", summary)
-    if run.records and run.accuracy_before is not None:
-        plot(config.out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
+    with _writing(config.out):
+        write_json(config.out / "summary.json", summary)
+        if run.records and run.accuracy_before is not None:
+            plot(config.out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
     return summary
+
+
+def _prepare(out: Path) -> Path:
+    """The file of steps in a directory that can be written to, empty. Raises InflightError now rather than after the
+    run."""
+    steps_file = out / "steps.jsonl"
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        steps_file.write_text("\n")  # of a full file system, an empty file would tell nothing
+        steps_file.write_text("")
+    return steps_file
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InflightError(
+            f"cannot write to {out}: {error.strerror or error}; --out takes another directory"
+        ) from error
 
 
 class _Run:
@@ -198,7 +219,8 @@ class _Run:
             ratio_mean=stats.ratio_mean if stats else None,
         )
         self.records.append(record)
-        append_step(self._steps_file, record)
+        with _writing(self._config.out):
+            append_step(self._steps_file, record)
         self._display.add(record)
 
 

@@ -46,7 +46,8 @@ from inflight.weights.tensors import fill, layout_of, published_tensors, slot_vi
 
 logger = logging.getLogger("inflight.engine")
 
-MAX_REQUESTS_PER_SUBMIT = 1_000_000
+MAX_REQUESTS_PER_SUBMIT = 65536
+"""As many as one prompt may ask for. Accepting them takes about a second, in which there is no forward pass."""
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
 
 

@@ -1,47 +1,62 @@
 """Starts an engine in a process of its own and watches over it."""
 
 import contextlib
+import logging
 import os
 import shutil
+import signal
 import subprocess
-import sys
-import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
+from inflight.core import child
 from inflight.core.errors import EngineDiedError, InflightError
-from inflight.core.messages import Welcome
+from inflight.core.messages import Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
 from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
+from inflight.engine.directory import make_directory, remove_orphan_directories
+from inflight.engine.log import NAME as LOG_NAME
 from inflight.weights.shared_memory import default_directory, remove_orphans
+
+logger = logging.getLogger("inflight.engine")
+
+_SHUTDOWN_S = 5.0
+"""For the answer to Shutdown, and then for the end."""
 
 
 class EngineLauncher:
     """An engine process that belongs to this one: it ends when this one ends, however that happens.
 
-    Its sockets, lock and log lie in a temporary directory. Raises what kept the engine from starting.
+    Its sockets, locks and log lie in a temporary directory. Raises what kept the engine from starting.
     """
 
     def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0, answer_timeout_s: float = ANSWER_TIMEOUT_S):
-        self.directory = _socket_directory()
-        self._log = self.directory / "engine.log"
-        startup = msgspec.json.encode(Startup(options, str(self.directory), os.getpid())).decode()
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "inflight.engine.process", startup],
-                stdin=subprocess.PIPE,  # closes when this process ends; the engine watches it
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
-            )
+        remove_orphan_directories()
+        with _uninterrupted():
+            self.directory, lock = make_directory()
+            self._log = self.directory / LOG_NAME
+            try:
+                self._process = _start(options, self.directory, lock)
+            except BaseException:
+                shutil.rmtree(self.directory, ignore_errors=True)
+                os.close(lock)
+                raise
+            # Also where close() is interrupted or never called, at the end of this process at the latest.
+            self._make_end = weakref.finalize(self, _make_end, self._process, self.directory, lock, os.getpid())
         self.client = EngineClient(
             f"ipc://{self.directory}/control", check_engine=self.check, answer_timeout_s=answer_timeout_s
         )
         try:
             self.welcome: Welcome = self.client.hello(timeout_s=timeout_s)
+            check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
         except BaseException:
-            self.close()
+            self._make_end()
+            self.client.close()
             raise
 
     @property
@@ -55,20 +70,15 @@ class EngineLauncher:
             raise EngineDiedError(f"the engine process ended with code {code}. Its log ends:\n{self._log_tail()}")
 
     def close(self) -> None:
-        """Ask the engine to end, then make it. Safe to call twice."""
-        if self._process.poll() is None:
-            with contextlib.suppress(InflightError, TimeoutError):  # it did not answer: terminate() below
-                self.client.shutdown(timeout_s=5)
-        self.client.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        for stop in (lambda: None, self._process.terminate, self._process.kill):
-            stop()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-                break
-        remove_orphans(default_directory())
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Ask the engine to end, for a few seconds, then make it. Safe to call twice."""
+        try:
+            if self._make_end.alive and self._process.poll() is None:
+                with contextlib.suppress(InflightError, TimeoutError, subprocess.TimeoutExpired):  # then it is made to
+                    self.client.shutdown(timeout_s=_SHUTDOWN_S)
+                    self._process.wait(_SHUTDOWN_S)
+        finally:
+            self._make_end()
+            self.client.close()
 
     def _log_tail(self, lines: int = 20) -> str:
         if not self._log.exists():
@@ -76,10 +86,47 @@ class EngineLauncher:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _socket_directory() -> Path:
-    """A new temporary directory whose path leaves room for a socket's name: Unix allows 107 bytes in all."""
-    directory = Path(tempfile.mkdtemp(prefix="inflight-"))
-    if len(os.fsencode(directory)) > 90:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="inflight-", dir="/tmp"))
-    return directory
+def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Popen:
+    startup = msgspec.json.encode(Startup(options, str(directory), os.getpid())).decode()
+    with open(directory / LOG_NAME, "ab") as log:
+        return subprocess.Popen(
+            child.command("inflight.engine.main", startup),
+            stdin=subprocess.PIPE,  # closes when this process ends; the engine watches it
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock],
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
+        )
+
+
+def _make_end(process: subprocess.Popen, directory: Path, lock: int, owner_pid: int) -> None:
+    """End the process, which cannot refuse even where it was stopped, and remove what it held."""
+    if os.getpid() != owner_pid:  # forked from the owner
+        return
+    with _uninterrupted():
+        process.kill()
+        try:
+            process.wait(_SHUTDOWN_S)
+        except subprocess.TimeoutExpired:  # in the kernel, which waits for a device or a file system
+            logger.warning("the engine process %d was killed and does not end; %s is left", process.pid, directory)
+        if process.stdin is not None:
+            process.stdin.close()
+        remove_orphans(default_directory())
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until a short piece of work is done."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    interrupted: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda *call: interrupted.append(call))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+    if interrupted and callable(before):
+        before(*interrupted[0])

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from inflight.core.errors import InvalidRequestError
-from inflight.core.messages import LIVE_VERSION, Prompt
+from inflight.core.messages import LIVE_VERSION, Prompt, shorten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ def check_prompt(name: str, prompt: Prompt, limits: Limits) -> None:
     if prompt.adapter is not None:
         if prompt.adapter not in limits.adapters:
             raise InvalidRequestError(
-                f"{name} asks for adapter {prompt.adapter!r}; the engine has {', '.join(limits.adapters) or 'none'} "
-                "(launch with lora_rank, and adapters for their names)"
+                f"{name} asks for adapter {shorten(prompt.adapter, 200)!r}; the engine has "
+                f"{', '.join(limits.adapters) or 'none'} (launch with lora_rank, and adapters for their names)"
             )
         if prompt.version is not None:
             raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")

@@ -1,26 +1,22 @@
-"""The engine process: `python -m inflight.engine.process OPTIONS-AS-JSON`.
-
-It answers the control socket between forward passes, sends every frame to the stream, and ends when it is told to or
-when the process that launched it is gone (its standard input closes).
-"""
+"""What the engine process does: it answers the control socket between forward passes, and sends every frame to the
+stream, until it is told to end."""
 
 import contextlib
 import gc
 import logging
 import os
-import select
-import shutil
-import sys
-import threading
 from pathlib import Path
 from queue import SimpleQueue
 
-import msgspec
 import zmq
 
+import inflight
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError
+from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
 from inflight.core.messages import (
+    MAX_MESSAGE_BYTES,
+    PACKAGE,
+    PROTOCOL,
     Attach,
     Attached,
     Cancel,
@@ -51,11 +47,16 @@ from inflight.core.messages import (
     TraceWritten,
     Wake,
     Welcome,
+    check_same_version,
     decode_to_engine,
     encode,
+    shorten,
 )
 from inflight.core.options import Startup
+from inflight.engine.directory import alive_lock
 from inflight.engine.engine import Engine
+from inflight.engine.parent import ParentWatch
+from inflight.engine.seat import PublisherSeat
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
@@ -66,18 +67,28 @@ logger = logging.getLogger("inflight.engine")
 
 _IDLE_POLL_MS = 50
 _MESSAGES_PER_STEP = 16
-_MAX_MESSAGE_BYTES = 32 << 20
+_SHARE_OF_STEP = 0.1
+"""Of the time of a forward pass, that questions may take between two of them, beyond the first."""
+_WORK = (Submit, Fork, Attach, SlotRequest, Join, Fill, SlotReady, Detach)
+"""Messages that are no mere questions."""
+_MAX_WIRE_BYTES = 2 * MAX_MESSAGE_BYTES
+"""Of what is larger nothing is received: its sender is disconnected. Up to here it is told why it is refused."""
+_MAX_UNREAD = 16
+"""Messages of one client that wait here to be read; more wait in the client."""
+_MAX_UNSENT = 10_000
+"""Answers that a client may leave unread; more are dropped."""
 
 
 class EngineProcess:
     """An engine, its control socket and its stream."""
 
-    def __init__(self, engine: Engine, control: zmq.Socket, stream: StreamWriter, publisher_lock: Path):
+    def __init__(self, engine: Engine, control: zmq.Socket, stream: StreamWriter, directory: Path):
+        """directory: for the locks of engine and publisher, and for traces."""
         self._engine = engine
         self._control = control
         self._stream = stream
-        self._publisher_lock = publisher_lock
-        self._publisher: bytes | None = None
+        self._alive_lock = alive_lock(directory)
+        self._seat = PublisherSeat(directory / "publisher.lock", lambda holder: self._send(holder, Done()))
         self._receiver = engine.receiver
         """Of what the publisher publishes: weights or adapters."""
         self._loading: set[tuple[Receiver, int]] = set()
@@ -90,62 +101,75 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
-        self._recorder = Recorder("inflight engine", publisher_lock.parent)
+        self._recorder = Recorder("inflight engine", directory)
         self._bad_messages = 0
+        self._step_ns = 0
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
             self._answer(wait=self._engine.idle)
             self._take_results()
+            began_ns = now_ns()
             frame = self._engine.step()
+            self._step_ns = now_ns() - began_ns
             if frame is not None:
                 self._stream.send(frame)
             else:
                 self._stream.flush()
             self._lend_slots()
 
+    def stop(self) -> None:
+        """End the loop after the pass that is under way. From any thread."""
+        self.stopping = True
+
     # ---- control ------------------------------------------------------------------------------------------------
 
     def _answer(self, *, wait: bool) -> None:
-        """Answer the messages that wait; with `wait`, give the first one a while to come."""
+        """Answer the messages that wait; with `wait`, give the first one a while to come. A flood of questions, or of
+        messages that are refused, takes no more than a share of the generator's time."""
         if wait and self._woken in dict(self._poller.poll(_IDLE_POLL_MS)):
             os.read(self._woken, 4096)
-        for _ in range(_MESSAGES_PER_STEP):  # a flood of messages slows the generator down, but cannot stop it
+        left_ns = self._step_ns * _SHARE_OF_STEP
+        for _ in range(_MESSAGES_PER_STEP):
             if not self._control.poll(0):
                 break
+            began_ns = now_ns()
             sender, *parts = self._control.recv_multipart()
-            self._answer_one(sender, parts)
+            if not self._answer_one(sender, parts):
+                left_ns -= now_ns() - began_ns
+            if left_ns < 0 and not wait:
+                break
 
-    def _answer_one(self, sender: bytes, parts: list[bytes]) -> None:
-        ticket, began_ns = 0, now_ns()
+    def _answer_one(self, sender: bytes, parts: list[bytes]) -> bool:
+        """Whether it brought the generator something to do."""
+        ticket, began_ns, has_work = 0, now_ns(), False
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"a control message has one part, got {len(parts)}")
-            if len(parts[0]) > _MAX_MESSAGE_BYTES:
-                raise ProtocolError(
-                    f"a control message has at most {_MAX_MESSAGE_BYTES >> 20} MiB, "
-                    f"got {len(parts[0]) / 2**20:.1f} MiB; submit fewer prompts at a time"
-                )
             message = decode_to_engine(parts[0])
             ticket = message.ticket
             reply = self._handle(sender, message)
+            has_work = isinstance(message, _WORK)
             if isinstance(message, (SlotReady, SlotRequest)):
                 self._receiver.handling_ns += now_ns() - began_ns
         except InflightError as error:
             reply = self._refusal(ticket, error)
         if reply is not None:
             self._send(sender, reply)
+        return has_work
 
     def _refusal(self, ticket: int, error: InflightError) -> Failed:
         self._bad_messages += 1
-        logger.warning("refused a message: %s", error)
-        return Failed(ticket=ticket, kind=type(error).__name__, message=str(error))
+        text = shorten(str(error))
+        logger.warning("refused a message: %s", text)
+        return Failed(ticket=ticket, kind=type(error).__name__, message=text)
 
     def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
         engine, receiver = self._engine, self._receiver
         match message:
             case Hello():
+                check_same_version(message.version, message.protocol, message.package, who="who says Hello")
                 return self._welcome(message.ticket)
             case Submit():
                 return Submitted(ticket=message.ticket, group_ids=engine.submit(message.prompts))
@@ -180,25 +204,26 @@ class EngineProcess:
             case Attach():
                 return self._attach(sender, message)
             case SlotRequest():
-                self._check_publisher(sender)
+                self._seat.check(sender)
                 receiver.request()
             case Join():
-                self._check_publisher(sender)
+                self._seat.check(sender)
                 self._loader.submit(sender, message)
             case Fill():
-                self._check_publisher(sender)
+                self._seat.check(sender)
                 receiver.check_lent(message.slot, message.fingerprint)
                 self._load(sender, message)
             case SlotReady():
-                self._check_publisher(sender)
+                self._seat.check(sender)
                 if message.checksum is None:
                     receiver.ready(message)
                 else:
                     receiver.check(message)
                     self._load(sender, message)
             case Detach():
-                if sender == self._publisher:
-                    self._publisher = None
+                if sender == self._seat.holder:
+                    receiver.withdraw(message.untouched)
+                self._seat.leave(sender)
         return None
 
     def _welcome(self, ticket: int) -> Welcome:
@@ -220,7 +245,11 @@ class EngineProcess:
             attention=engine.attention,
             fused=engine.runner.unfused_reason is None,
             num_graphs=engine.runner.num_graphs,
-            publisher_lock=str(self._publisher_lock),
+            publisher_lock=str(self._seat.lock),
+            alive_lock=str(self._alive_lock),
+            version=inflight.__version__,
+            protocol=PROTOCOL,
+            package=PACKAGE,
         )
 
     def _status(self, ticket: int) -> Status:
@@ -247,7 +276,7 @@ class EngineProcess:
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
-        """A publisher holds the lock, so any earlier one is gone: it gets all slots that are not in use."""
+        """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
         engine = self._engine
         if message.adapters and engine.adapters is None:
             raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
@@ -255,7 +284,10 @@ class EngineProcess:
         difference = receiver.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
-        self._publisher = sender
+        before = self._seat.take(sender, message.lock_token)
+        if before is not None:
+            error = PublisherConflictError("another publisher took this one's place at the engine")
+            self._send(before, Failed(kind=type(error).__name__, message=str(error)))
         self._receiver = receiver
         self._loader.retire()
         self._loader = Loader(receiver, self._loaded)
@@ -288,7 +320,7 @@ class EngineProcess:
 
     def _take_result(self, result: Result) -> None:
         job, error = result.job, result.error
-        if isinstance(job, SlotReady) and error is None and result.sender == self._publisher:
+        if isinstance(job, SlotReady) and error is None and result.sender == self._seat.holder:
             try:
                 self._receiver.ready(job)
                 self._loading.remove((result.receiver, job.slot))
@@ -302,52 +334,52 @@ class EngineProcess:
             answer = Filled(ticket=job.ticket)
         if error is not None:
             answer = self._refusal(job.ticket, error)
-        if result.sender != self._publisher:  # it is gone, and the next one may have the slot
-            if self._publisher is not None and result.receiver is self._receiver and not isinstance(job, Join):
-                self._send(self._publisher, SlotFree(slot=job.slot))
+        if result.sender != self._seat.holder:  # it is gone, and the next one may have the slot
+            if self._seat.holder is not None and result.receiver is self._receiver and not isinstance(job, Join):
+                self._send(self._seat.holder, SlotFree(slot=job.slot))
         else:
             self._send(result.sender, answer)
             if isinstance(job, SlotReady):
                 self._send(result.sender, SlotFree(slot=job.slot))
 
-    def _check_publisher(self, sender: bytes) -> None:
-        if sender != self._publisher:
-            raise ProtocolError("this publisher is not attached to the engine, or another took its place")
-
     def _lend_slots(self) -> None:
         """No forward pass reads an idle slot any more, unless it is the one that is under way."""
         receiver = self._receiver
-        if self._publisher is not None:
+        if self._seat.holder is not None:
             for slot in receiver.lend(in_use=self._engine.slot_in_use(receiver)):
                 began_ns = now_ns()
-                self._send(self._publisher, SlotFree(slot=slot))
+                if not self._send(self._seat.holder, SlotFree(slot=slot)):  # it does not know that it was lent one
+                    receiver.withdraw([slot])
                 receiver.handling_ns += now_ns() - began_ns
 
-    def _send(self, to: bytes, message: FromEngine) -> None:
-        self._control.send_multipart([to, encode(message)])
+    def _send(self, to: bytes, message: FromEngine) -> bool:
+        """Whether the receiver is there. One that reads nothing misses what is beyond some thousands of messages."""
+        try:
+            self._control.send_multipart([to, encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("a client leaves its answers unread; %s was dropped", type(message).__name__)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def close(self) -> None:
         self._engine.close()
         self._stream.close()
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    startup = msgspec.json.decode(sys.argv[1], type=Startup)
+def serve(startup: Startup, watch: ParentWatch) -> int:
+    """Load the model and serve it until the end; the exit status."""
     directory = Path(startup.directory)
-    control = zmq.Context.instance().socket(zmq.ROUTER)
-    control.sndhwm = 0
-    control.linger = 2000
-    control.bind(f"ipc://{directory}/control")
+    control = _bind(f"ipc://{directory}/control")
     try:
         engine = Engine(startup.options)
     except InflightError as error:
         _refuse(control, error)
         return 1
-    lock = directory / "publisher.lock"
-    lock.touch()
-    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), lock)
-    orphaned = _stop_with_parent(process, startup.parent_pid)
+    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory)
+    watch.stop_with(process.stop)
     gc.collect()
     gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second
     logger.info("engine %s serves %s: %s", engine.engine_id, startup.options.model, engine.describe())
@@ -357,9 +389,17 @@ def main() -> int:
         process.close()
         control.close()
         zmq.Context.instance().term()
-        if orphaned.is_set():  # nobody else will
-            shutil.rmtree(directory, ignore_errors=True)
     return 0
+
+
+def _bind(endpoint: str) -> zmq.Socket:
+    """A control socket that bounds what each client can make it hold."""
+    control = zmq.Context.instance().socket(zmq.ROUTER)
+    control.sndhwm, control.rcvhwm, control.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
+    control.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
+    control.linger = 2000
+    control.bind(endpoint)
+    return control
 
 
 def _refuse(control: zmq.Socket, error: InflightError) -> None:
@@ -370,24 +410,3 @@ def _refuse(control: zmq.Socket, error: InflightError) -> None:
         control.send_multipart([sender, encode(Failed(kind=type(error).__name__, message=str(error)))])
     control.close()
     zmq.Context.instance().term()
-
-
-def _stop_with_parent(process: EngineProcess, parent_pid: int) -> threading.Event:
-    """End the loop when the launcher is gone, and set the event. Its end of our standard input closes then, unless a
-    process that it forked holds it open; so its process id is watched too."""
-    orphaned = threading.Event()
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            readable, _, _ = select.select([0], [], [], 0.5)
-            if readable and not os.read(0, 4096):
-                break
-        orphaned.set()
-        process.stopping = True
-
-    threading.Thread(target=watch, name="inflight-parent-watch", daemon=True).start()
-    return orphaned
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from inflight.core import child
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.spans import start_noting, stop_noting
@@ -161,7 +161,7 @@ class Trace:
         finally:
             ours = self._recorder.stop()
         try:
-            command = [sys.executable, "-m", "inflight.observability.trace_file", self.path, theirs, ours]
+            command = child.command("inflight.observability.trace_file", str(self.path), str(theirs), str(ours))
             subprocess.run(command, check=True, capture_output=True, text=True)
         except subprocess.CalledProcessError as error:
             raise InflightError(f"the trace {str(self.path)!r} was not written: {error.stderr[-2000:]}") from error

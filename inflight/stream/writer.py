@@ -28,6 +28,9 @@ SUBSCRIBE = msgspec.msgpack.encode(Subscribe())
 PROBE = b""
 """Writer → reader: are you there? Means nothing else."""
 REFUSED = msgspec.msgpack.encode(Refused())
+_MAX_WIRE_BYTES = 64 << 10
+"""Of a message to the writer; who sends a larger one is disconnected."""
+_MESSAGES_PER_FLUSH = 16
 _DECODER = msgspec.msgpack.Decoder(Subscribe)
 
 
@@ -37,6 +40,7 @@ class StreamWriter:
     def __init__(self, endpoint: str):
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.sndhwm = 0
+        self._socket.maxmsgsize = _MAX_WIRE_BYTES
         self._socket.linger = 2000
         self._socket.router_mandatory = True  # a reader that is gone is an error, not a silent loss
         self._socket.bind(endpoint)
@@ -50,7 +54,9 @@ class StreamWriter:
 
     def flush(self) -> None:
         """Let a new reader subscribe and send it what waits."""
-        while self._socket.poll(0):
+        for _ in range(_MESSAGES_PER_FLUSH):  # a flood of them does not stop the generator
+            if not self._socket.poll(0):
+                break
             self._take(self._socket.recv_multipart())
         while self._reader is not None and self._waiting:
             if not self._send_to(self._reader, self._waiting[0]):

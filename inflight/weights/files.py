@@ -6,19 +6,26 @@ version of which layout it is.
 """
 
 import errno
+import math
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from inflight.core.errors import WeightFileError
-from inflight.core.layout import WeightLayout
+from inflight.core.layout import DTYPE_BYTES, TensorSpec, WeightLayout
 from inflight.weights.shared_memory import bytes_left
 from inflight.weights.tensors import slot_views
 
 _DELTA = "delta"
+_MAX_HEADER_BYTES = 100_000_000  # that of safetensors itself
+_CHUNK_BYTES = 64 << 20
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"}
 _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
@@ -55,33 +62,112 @@ def read_version(
     path: str, layout: WeightLayout, version: int, slot: torch.Tensor, *, base: int | None = None
 ) -> torch.Tensor | None:
     """Fill a slot from a file, or return the delta that it holds, u8[m], if there is to be a base. Raises
-    WeightFileError, before anything is written, if it is not this version of this layout."""
+    WeightFileError, before anything is written, if it is not this version of this layout.
+
+    A file system that does not answer keeps the calling thread, and no other: nothing here waits with Python's lock
+    held, which safetensors does while it opens a file.
+    """
     try:
-        with safe_open(path, "pt") as file:
-            metadata, wanted = file.metadata() or {}, {"version": str(version), "base": str(base)}
-            wanted |= {"fingerprint": layout.fingerprint}
+        with _regular_file(path) as file:
+            tensors, metadata = _read_header(path, file)
+            wanted = {"version": str(version), "base": str(base), "fingerprint": layout.fingerprint}
             for key, value in wanted.items():
                 if metadata.get(key) != value:
-                    raise WeightFileError(f"{path} has {key} {metadata.get(key)}, expected {value}")
+                    raise WeightFileError(f"{path} has {key} {metadata.get(key, 'none')[:200]}, expected {value}")
             if base is not None:
-                return file.get_tensor(_DELTA)
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            found = WeightLayout.build(
-                (name, tuple(part.get_shape()), _dtype(path, part.get_dtype())) for name, part in slices.items()
-            )
+                return _read_delta(path, file, tensors, layout.total_bytes)
+            found = WeightLayout.build((spec.name, spec.shape, spec.dtype) for spec in tensors.values())
             difference = layout.difference(found, ours="the engine", theirs="the file", dtypes=True)
             if difference is not None:
                 raise WeightFileError(f"{path} does not hold the engine's tensors: {difference}")
-            for name, view in slot_views(slot, layout).items():
-                view.copy_(file.get_tensor(name))
+            for spec in layout.tensors:
+                _read(file, tensors[spec.name].offset, slot[spec.offset : spec.offset + spec.nbytes])
             return None
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         if isinstance(error, WeightFileError):
             raise
         raise WeightFileError(f"{path} cannot be read: {error}") from error
 
 
-def _dtype(path: str, code: str | None) -> str:
+@contextmanager
+def _regular_file(path: str) -> Iterator[int]:
+    """An open file, and never a pipe or a device, which may not have an end."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise WeightFileError(f"{path} cannot be read: it is no regular file")
+        yield file
+    finally:
+        os.close(file)
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor, as the header of a safetensors file describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """Tensors by name, their offsets counted from the file's begin, and metadata. Raises WeightFileError unless the
+    tensors fill the rest of the file, one after another, each with the size that its shape says."""
+    size = os.fstat(file).st_size
+    header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
+    begin = 8 + header_bytes
+    if header_bytes > _MAX_HEADER_BYTES or begin > size:
+        raise WeightFileError(f"{path} cannot be read: it has {size} bytes, too few for its header")
+    try:
+        header = msgspec.json.decode(_pread(file, header_bytes, 8), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
+        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WeightFileError(f"{path} cannot be read: its header is damaged: {str(error)[:200]}") from error
+    tensors, end = {}, 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        dtype, first = _dtype(path, entry.dtype), entry.data_offsets[0]
+        nbytes = math.prod(entry.shape) * DTYPE_BYTES[dtype]
+        if first != end or entry.data_offsets[1] != first + nbytes or min(entry.shape, default=0) < 0:
+            raise WeightFileError(f"{path} cannot be read: {name[:200]} does not lie where its shape says")
+        tensors[name] = TensorSpec(name, entry.shape, dtype, begin + first, nbytes)
+        end = first + nbytes
+    if begin + end != size:
+        raise WeightFileError(f"{path} cannot be read: it has {size} bytes, expected {begin + end}")
+    return tensors, metadata
+
+
+def _read_delta(path: str, file: int, tensors: dict[str, TensorSpec], most: int) -> torch.Tensor:
+    spec = tensors.get(_DELTA)
+    if spec is None or len(tensors) > 1 or spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > most:
+        raise WeightFileError(f"{path} does not hold a difference alone, of at most {most} bytes")
+    changes = torch.empty(spec.nbytes, dtype=torch.uint8)
+    _read(file, spec.offset, changes)
+    return changes
+
+
+def _read(file: int, offset: int, target: torch.Tensor) -> None:
+    """Fill u8[n] from the file."""
+    chunk = torch.empty(min(_CHUNK_BYTES, len(target)), dtype=torch.uint8) if target.is_cuda else None
+    for part in target.split(_CHUNK_BYTES):
+        memory = part if chunk is None else chunk[: len(part)]
+        view, done = memory.numpy().data, 0
+        while done < len(view):
+            count = os.preadv(file, [view[done:]], offset + done)
+            if not count:
+                raise OSError(errno.EIO, "it became shorter while it was read")
+            done += count
+        if memory is not part:
+            part.copy_(memory)
+        offset += len(part)
+
+
+def _pread(file: int, count: int, offset: int) -> bytes:
+    data = bytearray(count)
+    _read(file, offset, torch.frombuffer(data, dtype=torch.uint8)) if count else None
+    return bytes(data)
+
+
+def _dtype(path: str, code: str) -> str:
     if code not in _DTYPES:
-        raise WeightFileError(f"{path} holds tensors of dtype {code}, which no slot can hold")
+        raise WeightFileError(f"{path} holds tensors of dtype {code[:200]}, which no slot can hold")
     return _DTYPES[code]

@@ -4,6 +4,7 @@ They are made without the default group of torch.distributed, which the trainer 
 whenever an engine comes or goes: a group is short-lived and its name is never used twice.
 """
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +16,22 @@ from inflight.core.messages import Join
 
 
 def make_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """The trainer's, on a port that the system picks."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """The trainer's, which listens on this address alone, on a port that the system picks. Raises BroadcastError if the
+    address is not one of this machine."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            file = listener.detach()  # the store closes it
+    except OSError as error:
+        raise BroadcastError(
+            f"cannot listen on {host!r} ({error}); the host of inflight.Broadcast is an address of the trainer's "
+            "machine by which the engines reach it"
+        ) from error
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file)
 
 
 class Group:
@@ -31,7 +46,7 @@ class Group:
         try:
             self._store = store or dist.TCPStore(join.host, join.port, is_master=False, timeout=timeout)
             self._ranks = _make(join, dist.PrefixStore(join.group, self._store), timeout, device)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise BroadcastError(f"rank {join.rank} of {join.size} found no group: {_first_line(error)}") from error
 
     def broadcast(self, buffer: torch.Tensor, bucket_bytes: int) -> None:
@@ -53,11 +68,23 @@ class Group:
 
 def _make(join: Join, store: dist.Store, timeout: timedelta, device: torch.device) -> Any:
     if join.backend == "gloo":
-        return dist.ProcessGroupGloo(store, join.rank, join.size, timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        choices = gloo._Options()
+        choices._timeout = timeout
+        choices._devices = [gloo.create_device(hostname=_own_address(join.host, join.port))]
+        return gloo(store, join.rank, join.size, choices)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     with torch.cuda.device(device):
         return dist.ProcessGroupNCCL(store, join.rank, join.size, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine by which it reaches a host, and on which alone a rank listens for the others."""
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # nothing is sent
+        probe.connect(address)
+        return probe.getsockname()[0]
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -9,8 +11,13 @@ from typing import TypeVar
 
 import zmq
 
-from inflight.core.clock import now_ns
-from inflight.core.errors import ProtocolError, PublisherConflictError, from_wire
+from inflight.core.errors import (
+    EngineDiedError,
+    InflightError,
+    ProtocolError,
+    PublisherConflictError,
+    from_wire,
+)
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
     Attach,
@@ -19,17 +26,21 @@ from inflight.core.messages import (
     Failed,
     Filled,
     FromEngine,
+    GetStatus,
     Hello,
     Joined,
     SlotFree,
     SlotReady,
     SlotRequest,
+    Status,
     ToEngine,
     Welcome,
+    check_same_version,
     decode_from_engine,
     encode,
 )
 from inflight.weights.sources import Source
+from inflight.weights.waiting import Wait
 
 _POLL_MS = 100
 Answer = TypeVar("Answer", Welcome, Attached)
@@ -57,24 +68,39 @@ class Published:
 class EngineLink:
     """An engine that this process publishes to. Making one attaches to it.
 
-    Raises LayoutMismatchError, naming what differs, PublisherConflictError if another publisher lives, TimeoutError, or
-    what `address.check` raises. Not for use from several threads at once.
+    Raises LayoutMismatchError, naming what differs, PublisherConflictError if another publisher lives, EngineHungError,
+    VersionMismatchError, EngineDiedError, or what `address.check` raises. Not for use from several threads at once, but
+    for `check`, `give_up` and `unlock`.
     """
 
     def __init__(self, address: Address, source: Source, *, map_slots: bool, timeout_s: float):
-        """`timeout_s`: for the engine's answers to questions, of which a slot is none."""
+        """`timeout_s`: for how long the engine may be silent while something is waited for. A slot may take longer."""
         self.address = address
         self._timeout_s = timeout_s
         self._tickets = count(1)
+        self._given_up = False
+        self._known = ""
+        """What the engine's last status says about its slots."""
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 1000
         self._socket.connect(address.endpoint)
         self._lock_file: int | None = None
+        self._alive_file: int | None = None
+        self._files = threading.Lock()
+        """Held while these are looked at."""
         try:
             self.welcome = self._ask(Hello(), Welcome)
-            self._lock_file = _lock(self.welcome.publisher_lock)
+            check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
+            self._alive_file = _open(self.welcome.alive_lock)
+            self._lock_file, token = _lock(self.welcome.publisher_lock)
             offer = source.offer(self.welcome)
-            attach = Attach(layout=offer.layout, map_slots=map_slots, adapters=offer.adapters, aliases=offer.aliases)
+            attach = Attach(
+                layout=offer.layout,
+                map_slots=map_slots,
+                adapters=offer.adapters,
+                aliases=offer.aliases,
+                lock_token=token,
+            )
             self.attached = self._ask(attach, Attached)
         except BaseException:
             self.release()
@@ -85,20 +111,32 @@ class EngineLink:
         """The newest that the engine holds."""
         self.free = list(self.attached.free)
         """Slots that may be written to."""
+        self._untouched: set[int] = set()
+        """Those of them that were lent since and not used."""
         self.filled: int | None = None
         """The version that the engine was made to fill a slot with last, and so a base for what comes next."""
 
-    def acquire(self, timeout_s: float = float("inf")) -> int:
+    def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
         """A slot of ours, or the next that the engine frees, which it does at a forward boundary.
 
-        Raises what the engine says that was wrong with a version before, or TimeoutError.
+        timeout_s: how long an engine that answers may keep it (while requests are pinned to versions, for example);
+        `setting` is how a user calls this bound. Raises what the engine says that was wrong with a version before,
+        EngineHungError or EngineBusyError.
         """
-        deadline = now_ns() + timeout_s * 1e9
         if not self.free and self.welcome.num_slots == 1:
             self.send(SlotRequest())
+        wait = self._wait("lent no slot", timeout_s, setting)
         while not self.free:
-            self._take(self._receive(deadline, f"lent no slot within {timeout_s:g} s"))
-        return self.free.pop()
+            self._take(self._receive(wait))
+        slot = self.free.pop()
+        self._untouched.discard(slot)
+        return slot
+
+    def listen(self) -> None:
+        """Take what the engine has said, without waiting. Raises as `acquire` does."""
+        while self._socket.poll(0):
+            self._take(decode_from_engine(self._socket.recv()))
+        self.check()
 
     def announce(self, slot: int, record: Published, checksum: int | None = None) -> None:
         """Give the slot back with a whole version in it."""
@@ -117,10 +155,11 @@ class EngineLink:
         return next(self._tickets)
 
     def wait_for(self, ticket: int, timeout_s: float) -> None:
-        """Return when the engine has joined or filled. Raises what kept it from that, or TimeoutError."""
-        deadline = now_ns() + timeout_s * 1e9
+        """Return when the engine has joined or filled. Raises what kept it from that, EngineHungError or
+        EngineBusyError."""
+        wait = self._wait("has not taken the version", timeout_s, "timeout_s of the transport")
         while True:
-            message = self._receive(deadline, f"did not answer within {timeout_s:g} s")
+            message = self._receive(wait)
             if isinstance(message, (Joined, Filled)) and message.ticket == ticket:
                 return
             if isinstance(message, Failed) and message.ticket not in (0, ticket):
@@ -130,34 +169,74 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         self._socket.send(encode(message))
 
+    def check(self) -> None:
+        """Raise what `address.check` does, or EngineDiedError if the engine runs on this machine and does not live."""
+        self.address.check()
+        with self._files:
+            dead = self._alive_file is not None and _is_free(self._alive_file)
+        if dead:
+            raise EngineDiedError(f"the engine at {self.address.endpoint} has ended")
+
+    def give_up(self) -> None:
+        """Whoever waits for the engine gets an error soon. From any thread."""
+        self._given_up = True
+
+    def unlock(self) -> None:
+        """Let another publisher come. From any thread."""
+        with self._files:
+            if self._lock_file is not None:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # also where a forked process holds the file open
+
     def detach(self) -> None:
-        self.send(Detach())
-        self.release()
+        """Give back what the engine has lent, and end the conversation."""
+        try:
+            while self._socket.poll(0):
+                message = decode_from_engine(self._socket.recv())
+                if isinstance(message, SlotFree):
+                    self._untouched.add(message.slot)
+            self.send(Detach(untouched=sorted(self._untouched)))
+        finally:
+            self.release()
 
     def release(self) -> None:
-        """Let another publisher come."""
+        """End the conversation, and let another publisher come."""
         self._socket.close()
-        if self._lock_file is not None:
-            fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # also where a forked process holds the file open
-            os.close(self._lock_file)
-            self._lock_file = None
+        self.unlock()
+        with self._files:
+            for file in filter(None, (self._lock_file, self._alive_file)):
+                os.close(file)
+            self._lock_file = self._alive_file = None
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, SlotFree):
             self.free.append(message.slot)
+            self._untouched.add(message.slot)
+        elif isinstance(message, Status):
+            pinned = len(message.versions) > 1 and f"; requests are pinned to versions among {message.versions}"
+            self._known = pinned or ("; it is paused" if message.paused else "")
         elif isinstance(message, Failed):
             raise from_wire(message.kind, message.message)
 
-    def _receive(self, deadline_ns: float, what: str) -> FromEngine:
+    def _wait(self, what: str, timeout_s: float, setting: str) -> Wait:
+        silence_s = min(self._timeout_s, timeout_s)
+        return Wait(self.address.endpoint, what, silence_s=silence_s, total_s=timeout_s, setting=setting)
+
+    def _receive(self, wait: Wait, *, signs: bool = True) -> FromEngine:
+        """signs: whether to ask for signs of life meanwhile; `Status` is the answer to that."""
         while not self._socket.poll(_POLL_MS):
-            self.address.check()
-            if now_ns() > deadline_ns:
-                raise TimeoutError(f"the engine at {self.address.endpoint} {what}")
+            if self._given_up:
+                raise InflightError(f"the publisher was closed while the engine at {self.address.endpoint} was silent")
+            self.check()
+            wait.tick(self._known)
+            if signs and wait.wants_sign():
+                self.send(GetStatus())
+        wait.heard()
         return decode_from_engine(self._socket.recv())
 
     def _ask(self, message: ToEngine, expected: type[Answer]) -> Answer:
         self.send(message)
-        answer = self._receive(now_ns() + self._timeout_s * 1e9, f"did not answer within {self._timeout_s:g} s")
+        what = f"did not answer {type(message).__name__}"
+        answer = self._receive(self._wait(what, self._timeout_s, "timeout_s of the publisher"), signs=False)
         if isinstance(answer, Failed):
             raise from_wire(answer.kind, answer.message)
         if not isinstance(answer, expected):
@@ -165,13 +244,30 @@ class EngineLink:
         return answer
 
 
-def _lock(path: str) -> int | None:
-    """Take the publisher's lock, if the engine is on this machine; the kernel gives it back when this process ends,
-    however it ends."""
+def _open(path: str) -> int | None:
+    """None if the engine is on another machine."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+
+
+def _is_free(file: int) -> bool:
+    """Whether nobody holds the lock on a file, which then has ended: the kernel frees it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return True
+
+
+def _lock(path: str) -> tuple[int | None, str]:
+    """Take the publisher's lock, if the engine is on this machine, and write into it what proves to the engine that we
+    have it. The kernel gives the lock back when this process ends, however it ends."""
+    file = _open(path)
+    if file is None:
+        return None, ""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -179,4 +275,6 @@ def _lock(path: str) -> int | None:
         raise PublisherConflictError(
             "another publisher is attached to this engine; close() it first (one engine follows one trainer)"
         ) from error
-    return file
+    token = secrets.token_hex(16)
+    os.pwrite(file, token.encode(), 0)
+    return file, token

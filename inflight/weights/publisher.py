@@ -9,8 +9,10 @@ Weights that are handed to `publish()` are copied before it returns, in the thre
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +33,14 @@ from inflight.weights.streams import use_own_stream
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports import Slots, Transport, map_slot
 
+logger = logging.getLogger("inflight.weights")
+
+_LISTEN_EVERY_S = 0.5
+"""How often an idle publisher takes what its engine says."""
+_TELL_EVERY_S = 10.0
+_GIVE_UP_S = 5.0
+"""For a thread that was told to give up."""
+
 Engine = Any
 """A LaunchedEngine, an Address, or the endpoint of an engine's control socket."""
 
@@ -38,8 +48,8 @@ Engine = Any
 class _EngineSlots:
     """The slots of one engine on this machine, as the publisher's target."""
 
-    def __init__(self, link: EngineLink, with_checksum: bool, refuse: Callable[[Exception], None]):
-        self._link, self._with_checksum, self._refuse = link, with_checksum, refuse
+    def __init__(self, link: EngineLink, with_checksum: bool, timeout_s: float, refuse: Callable[[Exception], None]):
+        self._link, self._with_checksum, self._timeout_s, self._refuse = link, with_checksum, timeout_s, refuse
         self.layout, self.version = link.layout, link.version
         self.sent_bytes = link.layout.total_bytes
         try:
@@ -52,9 +62,16 @@ class _EngineSlots:
     def acquire(self) -> int:
         while True:
             try:
-                return self._link.acquire()
+                return self._link.acquire(self._timeout_s, "slot_timeout_s of the publisher")
             except ChecksumError as error:
                 self._refuse(error)
+
+    def listen(self) -> None:
+        """What the engine says while there is nothing to publish: that a slot is free, or that it took no version."""
+        try:
+            self._link.listen()
+        except ChecksumError as error:
+            self._refuse(error)
 
     def announce(self, slot: int, record: Published) -> None:
         self._link.announce(slot, record, checksum(self._slots[slot].buffer) if self._with_checksum else None)
@@ -63,7 +80,14 @@ class _EngineSlots:
         self._link.free.append(slot)
 
     def check(self) -> None:
-        """The thread learns of the engine's end when it next waits for it."""
+        """Raise EngineDiedError if the engine is known to be dead."""
+        self._link.check()
+
+    def give_up(self) -> None:
+        self._link.give_up()
+
+    def unlock(self) -> None:
+        self._link.unlock()
 
     def close(self) -> None:
         self._link.detach()
@@ -89,6 +113,7 @@ class Publisher:
         transport: Transport | None = None,
         check_finite: bool = False,
         timeout_s: float = 60.0,
+        slot_timeout_s: float = 3600.0,
     ):
         """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
         each `publish()` that is handed none.
@@ -97,7 +122,12 @@ class Publisher:
         check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
         WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
-        weights that they have. timeout_s: for an engine's first answers.
+        weights that they have. So that one with a single slot can do that, versions that are checked so, or handed
+        over, go through a stage to it, too.
+        timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be
+        longer than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its
+        slots, while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several.
+        After one of these errors every call raises it again.
         """
         transport = transport or Slots()
         self._check_finite, self._timeout_s = check_finite, timeout_s
@@ -122,8 +152,11 @@ class Publisher:
             first, *others = self._addresses
             link = self._attach(first, transport)
             self._aliases = link.attached.aliases
-            if isinstance(transport, Slots) and not others and not self._lends_its_only_slot(link):
-                target = _EngineSlots(link, transport.checksum, self._refuse)
+            if isinstance(transport, Slots) and not others:
+                transport = replace(transport, timeout_s=slot_timeout_s)
+            keeps = link.welcome.num_slots > 1 or not (check_finite or isinstance(self._source, NamedSource))
+            if isinstance(transport, Slots) and not others and keeps:
+                target = _EngineSlots(link, transport.checksum, slot_timeout_s, self._refuse)
             else:
                 target = Stage(link, transport, self._source.device, self._refuse)
             self._target: _EngineSlots | Stage = target
@@ -162,6 +195,11 @@ class Publisher:
         """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
         return self._target.sent_bytes
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closing
+
     def publish(self, weights: Weights | None = None) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
@@ -194,14 +232,20 @@ class Publisher:
         """Return when no announced version will read the parameters any more; from then on they may change.
 
         With a slot free that is the time of a copy; else the engine's next forward boundary frees one. On a GPU the
-        caller's stream is made to wait, not the caller. Raises what made the publish fail.
+        caller's stream is made to wait, not the caller. Raises what made the publish fail, EngineHungError and
+        EngineBusyError after the bounds of this publisher.
         """
         with self._condition:
-            self._condition.wait_for(lambda: (self._pending is None and not self._copying) or self._error is not None)
+            while not self._condition.wait_for(lambda: self._is_copied() or self._error is not None, _TELL_EVERY_S):
+                if self._copying:  # else the thread waits for an engine, and says so
+                    logger.warning("waiting for version %d to be copied", self.version)
             self.check()
             copied, self._copied = self._copied, None
         if copied is not None and self._gpu is not None:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
+
+    def _is_copied(self) -> bool:
+        return self._pending is None and not self._copying
 
     def check(self) -> None:
         """Raise what made a publish fail, if one did."""
@@ -213,21 +257,26 @@ class Publisher:
         if refused is not None:
             raise refused
 
-    def close(self) -> None:
-        """Finish what was published and detach. Engines serve on with the newest whole version."""
-        if self._closing:
-            return
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finish what was published and detach; what is not sent after `timeout_s` seconds is dropped, with a warning.
+        Engines serve on with the newest whole version. Safe to call twice."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("closing a publisher that could not send version %d in %g s", self.version, timeout_s)
+            self._target.give_up()
+            self._thread.join(_GIVE_UP_S)
+        if self._thread.is_alive():  # inside a copy or a broadcast, whose end nobody waits for
+            self._target.unlock()
         self._hook.remove()
 
     def __enter__(self) -> "Publisher":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close() if kind is None else self.close(_GIVE_UP_S)
 
     def _publish_named(self, source: NamedSource, weights: Weights | None) -> int:
         """All of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
@@ -260,11 +309,6 @@ class Publisher:
         self.check()
         if self._closing:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
-
-    def _lends_its_only_slot(self, link: EngineLink) -> bool:
-        """Whether weights that are handed over, and may turn out not to fit, would be written over those that the
-        engine has, while it waits for them to be gathered."""
-        return isinstance(self._source, NamedSource) and link.welcome.num_slots == 1
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
@@ -322,9 +366,12 @@ class Publisher:
             self._source.close()
 
     def _wait_for_work(self) -> bool:
-        with self._condition:
-            self._condition.wait_for(lambda: self._pending is not None or self._closing)
-            return self._pending is not None
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._pending is not None or self._closing, _LISTEN_EVERY_S):
+                    return self._pending is not None
+            with self._handing:
+                self._target.listen()
 
     def _claim(self) -> Published:
         """The newest announced version; a later publish() starts another round."""
@@ -355,6 +402,7 @@ class Publisher:
             self.last_copy_s = (now_ns() - began_ns) / 1e9
 
     def _refuse(self, error: Exception) -> None:
+        logger.warning("%s", error)
         self._refused = error
 
     def _fail(self, error: InflightError) -> None:

@@ -23,6 +23,9 @@ from inflight.weights.shared_memory import SharedMemorySlot
 
 Slot = SharedMemorySlot | CudaSlot
 
+MAX_VERSIONS_AT_ONCE = 1 << 32
+"""How far a version may be above the one before: so that after any version another can follow."""
+
 
 def make_slot(nbytes: int, device: torch.device) -> Slot:
     """Memory that holds a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
@@ -101,6 +104,15 @@ class Receiver:
         """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
         self._wanted = len(self.slots) == 1
 
+    def withdraw(self, untouched: Sequence[int] = ()) -> None:
+        """The publisher that wanted to write is gone. If it has the only slot and did not write to it, that is live
+        again; else the engine would have to wait for the next publisher."""
+        self._wanted = False
+        if self.live is None and self._ready is None and self.states == [SlotState.LENT] and 0 in untouched:
+            self.states[0] = SlotState.LIVE
+            self._version_of[0] = self.version
+            self.live = 0
+
     def check_lent(self, slot: int, fingerprint: str) -> None:
         """Raises ProtocolError if the slot is not the publisher's, or the layout is another."""
         if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
@@ -112,10 +124,14 @@ class Receiver:
 
     def check(self, message: SlotReady) -> None:
         """Raises ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
-        newer."""
+        newer or beyond all measure."""
         self.check_lent(message.slot, message.fingerprint)
         if message.version <= self.newest_version:
             raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
+        if message.version > self.newest_version + MAX_VERSIONS_AT_ONCE:
+            raise ProtocolError(
+                f"version {message.version} is more than {MAX_VERSIONS_AT_ONCE} above version {self.newest_version}"
+            )
 
     def ready(self, message: SlotReady) -> None:
         """The publisher gives a slot back with a whole version in it. Raises ProtocolError, as `check` does, and

@@ -8,6 +8,7 @@ FSDP2 makes parameters DTensors, whose parts are rows. DeepSpeed ZeRO-3 leaves p
 part hangs on them as `ds_tensor`, flat and padded to the same length on every rank.
 """
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,10 @@ from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.weights.tensors import published_tensors
 
+logger = logging.getLogger("inflight.weights")
+
 _STOP = -1
+_TELL_EVERY_S = 10.0
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -183,8 +187,11 @@ class ShardSender:
     def wait_copied(self) -> None:
         """Return when no announced version will read the parameters any more. Raises what made sending fail."""
         with self._condition:
-            self._condition.wait_for(lambda: self._copied >= self.version or self._ended)
+            while not self._condition.wait_for(lambda: self._copied >= self.version or self._ended, _TELL_EVERY_S):
+                logger.warning("waiting for rank 0 to take version %d", self.version)
             self.check()
+            if self._copied < self.version:
+                raise InflightError(f"rank 0 ended its Publisher without version {self.version}; it says why")
 
     def check(self) -> None:
         """Raise what made sending fail, if something did."""

@@ -7,6 +7,7 @@ each of its files; the kernel drops the lock when the engine dies, and the next 
 
 import copy
 import fcntl
+import logging
 import mmap
 import os
 import tempfile
@@ -18,13 +19,17 @@ import torch
 from inflight.core.errors import ProtocolError, SharedMemoryError
 from inflight.core.messages import SharedMemoryDescriptor
 
+logger = logging.getLogger("inflight.weights")
+
 _PREFIX = "inflight-slot-"
+_SHM = Path("/dev/shm")
+_own: set[Path] = set()
+"""Of slots that this process made and that still have a name."""
 
 
 def default_directory() -> Path:
-    """/dev/shm where it exists, else the directory for temporary files."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    """/dev/shm where it exists and can be written to, else the directory for temporary files, which may be a disk."""
+    return _SHM if _SHM.is_dir() and os.access(_SHM, os.W_OK) else Path(tempfile.gettempdir())
 
 
 class SharedMemorySlot:
@@ -38,6 +43,7 @@ class SharedMemorySlot:
         memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if owned:  # the open file holds the lock that says that we live
+            _own.add(path)
             self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
         else:
             os.close(file)
@@ -46,7 +52,10 @@ class SharedMemorySlot:
     @classmethod
     def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
         """Raises SharedMemoryError, with the size needed and the size left, if it does not fit."""
-        directory = directory or default_directory()
+        if directory is None:
+            directory = default_directory()
+            if directory != _SHM:
+                logger.warning("%s cannot be written to: the weights lie in %s, which may be slow", _SHM, directory)
         remove_orphans(directory)
         left = bytes_left(directory)
         if nbytes > left:
@@ -98,12 +107,20 @@ class SharedMemorySlot:
 
 def _remove(path: Path, file: int, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # not in a process forked from the owner
+        _own.discard(path)
         path.unlink(missing_ok=True)
         os.close(file)
 
 
-def remove_orphans(directory: Path) -> None:
-    """Remove slots whose engine is dead: those that nobody holds a lock on."""
+def remove_own() -> None:
+    """Remove the names of all slots that this process made, as it is about to end without more ado."""
+    for path in list(_own):
+        path.unlink(missing_ok=True)
+
+
+def remove_orphans(directory: Path) -> int:
+    """Remove slots whose engine is dead: those that nobody holds a lock on. Returns how many those were."""
+    removed = 0
     for path in directory.glob(_PREFIX + "*"):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -112,10 +129,12 @@ def remove_orphans(directory: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
+            removed += 1
         except BlockingIOError:  # its engine lives
             continue
         finally:
             os.close(file)
+    return removed
 
 
 def _make_locked_file(directory: Path) -> tuple[int, str]:

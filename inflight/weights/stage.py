@@ -103,10 +103,29 @@ class Stage:
             self._free.append(slot)
 
     def check(self) -> None:
-        """Raise what became of the last engine, if none is left."""
+        """Raise what made sending fail, or what became of the last engine, if none is left."""
         with self._condition:
+            if self._error is not None:
+                raise self._error
             if not self._num_engines:
                 raise list(self.lost.values())[-1]
+
+    def listen(self) -> None:
+        """Engines are heard when they are sent a version."""
+
+    def give_up(self) -> None:
+        """Whoever waits for an engine gets an error soon. From any thread."""
+        for link in self._links():
+            link.give_up()
+
+    def unlock(self) -> None:
+        """Let other publishers come. From any thread."""
+        for link in self._links():
+            link.unlock()
+
+    def _links(self) -> list[EngineLink]:
+        with self._condition:
+            return [link for feeder in self._feeders for link in feeder.links] + [link for link, _ in self._arriving]
 
     def close(self) -> None:
         """Send what is staged, and let the engines go."""
@@ -141,10 +160,12 @@ class Stage:
             self._condition.wait_for(lambda: self._newest or self._closing or (self._arriving and self._sent))
             if self._newest is None and self._closing:
                 return None
-            arriving, self._arriving = self._arriving, []
+            arriving = list(self._arriving)
             newest, self._newest = self._newest, None
         for link, transport in arriving:
             self._make_feeder(link, transport)
+            with self._condition:
+                self._arriving.remove((link, transport))
         if newest is None:
             assert self._sent is not None
             return *self._sent, None

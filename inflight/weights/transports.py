@@ -19,6 +19,7 @@ from inflight.weights.groups import Group, make_store
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.receiver import Slot
 from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.waiting import telling
 
 _ATTEMPTS = 3
 """Per engine and version; the next version is another chance."""
@@ -29,9 +30,11 @@ class Slots:
     """The trainer writes to the engine's slots: shared memory, or device memory by CUDA IPC. On one machine."""
 
     checksum: bool = False
-    """Whether the engine compares a checksum of the slot before it draws with it."""
+    """Whether the engine compares a checksum of the slot before it draws with it. If it differs, an engine with a
+    single slot waits for the next version."""
     timeout_s: float = 60.0
-    """For a slot, where there are several engines; one that takes longer is let go."""
+    """For a slot, where there are several engines; one that takes longer is let go. For one engine alone the
+    publisher's `slot_timeout_s` counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,8 @@ class Broadcast:
     """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
 
     host: str = "127.0.0.1"
-    """Address of the trainer, as engines see it."""
+    """Address of the trainer, as engines see it. The trainer listens on it alone, and gloo's ranks on the addresses by
+    which they reach it; NCCL's on the interfaces that NCCL_SOCKET_IFNAME names."""
     bucket_bytes: int = 64 << 20
     delta: bool = False
     """Send what changed since the last version to those that have it."""
@@ -137,8 +141,8 @@ class Feeder(ABC):
         slots: dict[EngineLink, int] = {}
 
         def acquire(link: EngineLink) -> None:
-            link.address.check()
-            slots[link] = link.acquire(self._timeout_s)
+            link.check()
+            slots[link] = link.acquire(self._timeout_s, "timeout_s of the transport")
 
         for link in links:
             self._try(link, partial(acquire, link))
@@ -216,7 +220,8 @@ class BroadcastFeeder(Feeder):
         def send() -> None:
             self.sent_bytes += len(payload)
             try:
-                group.broadcast(payload, self._settings.bucket_bytes)
+                with telling(f"engines take a broadcast, each bucket within {self._settings.timeout_s:g} s"):
+                    group.broadcast(payload, self._settings.bucket_bytes)
             except BroadcastError:  # whose fault it was, the engines' answers tell
                 self._drop_group()
 
@@ -245,7 +250,8 @@ class BroadcastFeeder(Feeder):
         for link, message in joins.items():
             link.send(message)
         try:
-            self._group, self._members = Group(join, device, self._store), links
+            with telling(f"engines come together for a broadcast, within {self._settings.timeout_s:g} s"):
+                self._group, self._members = Group(join, device, self._store), links
         except BroadcastError as error:
             self.refused |= dict.fromkeys(links, error)
         joined = [self._try(link, partial(link.wait_for, joins[link].ticket, self._timeout_s)) for link in links]

@@ -1,0 +1,52 @@
+"""Python processes that run parts of inflight, and where they find it.
+
+A child imports the same inflight as its parent, from the same place, and nothing from the working directory, where a
+file may have the name of a module. This file is both: imported, it makes the command line of a child; run by path, it
+is the child's first code (and therefore imports nothing of ours).
+"""
+
+import importlib.util
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+_PACKAGES = ("inflight", "inflight_kernels")
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module of inflight as a program."""
+    packages = {}
+    for name in _PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            packages[name] = str(Path(spec.origin).absolute())
+    paths = [path for path in sys.path if path and os.path.realpath(path) != _working_directory()]
+    return [sys.executable, "-P", __file__, json.dumps({"packages": packages, "paths": paths}), module, *arguments]
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.path.realpath(os.getcwd())
+    except FileNotFoundError:  # somebody has removed it
+        return None
+
+
+def main() -> None:
+    found, module = json.loads(sys.argv[1]), sys.argv[2]
+    sys.path += [path for path in found["paths"] if path not in sys.path]  # last, so that they replace nothing
+    for name, origin in found["packages"].items():
+        spec = importlib.util.spec_from_file_location(
+            name, origin, submodule_search_locations=[str(Path(origin).parent)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = package = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

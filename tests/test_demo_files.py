@@ -1,0 +1,43 @@
+"""What a run writes is there whole or not at all, and what cannot be written is told in a sentence."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight.core.errors import InflightError
+from inflight.demo.run import _prepare
+from inflight.observability.environment import write_json
+
+
+def demo(out: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "inflight.cli", "demo", "--steps", "1", "--warmup-steps", "0", "--out", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "300"})
+
+
+def test_a_directory_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = demo(tmp_path / "file" / "run")
+    assert done.returncode == 2
+    assert f"error: cannot write to {tmp_path}/file/run: Not a directory; --out takes another directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_file_system_is_told_before_the_run(tmp_path):
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InflightError, match=f"cannot write to {tmp_path}: {os.strerror(errno.ENOSPC)}"):
+        _prepare(tmp_path)
+
+
+def test_a_summary_that_does_not_fit_leaves_the_one_before(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"steps": 1})
+    (tmp_path / ".summary.partial.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        write_json(path, {"steps": 2, "long": "x" * 100_000})
+    assert json.loads(path.read_text()) == {"steps": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]

@@ -1,0 +1,143 @@
+"""Whoever dies, and when: no slot, no directory and no process is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inflight.engine.directory import make_directory, remove_orphan_directories
+from inflight.weights.shared_memory import default_directory, remove_orphans
+
+LAUNCH = "import inflight\nengine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu')\n"
+
+
+def start(program: str, **options) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, **options)
+
+
+def wait_until(condition, what: str, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "zombie" in status.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def slots_of(pid: int) -> set[Path]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split()[-1]) for line in lines if "inflight-slot" in line}
+
+
+def directory_of(pid: int) -> Path:
+    """Where the engine's log lies."""
+    return Path(os.readlink(f"/proc/{pid}/fd/2")).parent
+
+
+def running_pair() -> tuple[subprocess.Popen, int, set[Path], Path]:
+    """A trainer, its engine's process id, slots and directory."""
+    trainer = start(LAUNCH + "print(engine.pid)\nimport time; time.sleep(60)")
+    pid = int(trainer.stdout.readline())
+    slots, directory = slots_of(pid), directory_of(pid)
+    assert len(slots) == 2
+    assert directory.name.startswith("inflight-engine-")
+    return trainer, pid, slots, directory
+
+
+def test_sigterm_to_both_leaves_nothing():
+    """As a cluster ends a job."""
+    trainer, pid, slots, directory = running_pair()
+    os.kill(pid, signal.SIGTERM)
+    trainer.terminate()
+    trainer.wait()
+    wait_until(lambda: ended(pid), "the engine lives on")
+    assert not directory.exists()
+    assert not any(slot.exists() for slot in slots)
+
+
+def test_what_sigkill_to_both_leaves_the_next_launch_or_doctor_removes():
+    trainer, pid, slots, directory = running_pair()
+    os.kill(pid, signal.SIGKILL)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: ended(pid), "the engine lives on")
+    assert directory.exists()
+    done = subprocess.run([sys.executable, "-m", "inflight.cli", "doctor"], capture_output=True, text=True)
+    assert "leftovers" in done.stdout
+    assert not directory.exists()
+    assert not any(slot.exists() for slot in slots)
+
+
+def test_a_directory_of_somebody_who_lives_is_no_orphan():
+    directory, lock = make_directory()
+    remove_orphan_directories()
+    assert directory.exists()
+    os.close(lock)
+    remove_orphan_directories()
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("model", ["tiny", "/no/such/model"])
+def test_an_engine_whose_trainer_dies_while_it_loads_ends_at_once(model):
+    trainer = start(LAUNCH.replace("'tiny'", repr(model)))
+    wait_until(lambda: children(trainer.pid), "there is no engine")
+    [pid] = children(trainer.pid)
+    wait_until(lambda: "engine.log" in os.readlink(f"/proc/{pid}/fd/2"), "it has no log")
+    directory = directory_of(pid)
+    wait_until(lambda: (directory / "alive.lock").exists(), "it does not load")
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: ended(pid), "the engine loads on", seconds=20)
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.05, 0.5])
+def test_control_c_twice_during_the_launch_leaves_nothing(pause_s):
+    trainer = start(
+        LAUNCH,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    wait_until(lambda: children(trainer.pid), "there is no engine")
+    [pid] = children(trainer.pid)
+    wait_until(lambda: ended(pid) or "engine.log" in os.readlink(f"/proc/{pid}/fd/2"), "it has no log")
+    directory = directory_of(pid)
+    time.sleep(0.5)
+    for _ in range(3):
+        trainer.send_signal(signal.SIGINT)
+        time.sleep(pause_s)
+    trainer.wait(30)
+    wait_until(lambda: ended(pid), "the engine lives on")
+    wait_until(lambda: not directory.exists(), "its directory is left")
+
+
+def test_orphaned_slots_are_counted(tmp_path):
+    (tmp_path / "inflight-slot-dead").write_bytes(b"x")
+    assert remove_orphans(tmp_path) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slots_that_must_lie_on_a_disk_are_told(monkeypatch, caplog, tmp_path):
+    from inflight.weights import shared_memory
+
+    monkeypatch.setattr(shared_memory, "_SHM", tmp_path / "missing")
+    shared_memory.SharedMemorySlot.create(1 << 12).unlink()
+    assert "cannot be written to: the weights lie in" in caplog.text
+    assert default_directory() != tmp_path
