@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,7 +57,7 @@ ANSWER_TIMEOUT_S = 60.0
 _LONG_TIMEOUT_S = 600.0
 """For what takes the engine long: recording graphs anew, writing what a profiler saw."""
 _CHECK_S = 0.1
-_LOG_EVERY_S = 10.0
+_LOG_EVERY_S = 15.0
 Answer = TypeVar("Answer", Welcome, Submitted, Done, Status, TraceWritten)
 
 
@@ -94,7 +95,7 @@ class EngineClient:
 
     def hello(self, *, timeout_s: float) -> Welcome:
         """Wait until the engine has loaded its model. Raises the error that kept it from doing so."""
-        return self._ask(Hello(ticket=self._next_ticket()), Welcome, timeout_s=timeout_s)
+        return self._ask(Hello(ticket=self._next_ticket()), Welcome, timeout_s=timeout_s, words=_LOADING)
 
     def submit(self, prompts: Sequence[Prompt]) -> list[int]:
         """Queue prompts and return a group id for each. Raises InvalidRequestError; then none was accepted."""
@@ -105,7 +106,7 @@ class EngineClient:
 
         accepted: called with the group ids, unless the task was cancelled."""
         message = Submit(ticket=self._next_ticket(), prompts=list(prompts))
-        future, patience = self._post(message), self._patience(message, None)
+        future, patience = self._post(message), self._patience(message)
         wrapped = asyncio.wrap_future(future)
         try:
             while not (await asyncio.wait([wrapped], timeout=_CHECK_S))[0]:
@@ -179,8 +180,15 @@ class EngineClient:
             self._ticket += 1
             return self._ticket
 
-    def _ask(self, message: ToEngine, expected: type[Answer], *, timeout_s: float | None = None) -> Answer:
-        future, patience = self._post(message), self._patience(message, timeout_s)
+    def _ask(
+        self,
+        message: ToEngine,
+        expected: type[Answer],
+        *,
+        timeout_s: float | None = None,
+        words: "_Words | None" = None,
+    ) -> Answer:
+        future, patience = self._post(message), self._patience(message, timeout_s, words)
         while not wait([future], timeout=_CHECK_S).done:
             patience.check(future)
         return _expect(future.result(), expected)
@@ -190,9 +198,11 @@ class EngineClient:
             with contextlib.suppress(InflightError):  # the connection is closed, and the engine ends
                 self.cancel_soon(answer.group_ids)
 
-    def _patience(self, message: ToEngine, timeout_s: float | None) -> "_Patience":
+    def _patience(
+        self, message: ToEngine, timeout_s: float | None = None, words: "_Words | None" = None
+    ) -> "_Patience":
         bound_s = self.answer_timeout_s if timeout_s is None else timeout_s
-        return _Patience(type(message).__name__, bound_s, self._check_engine)
+        return _Patience(words or _answering(message), bound_s, self._check_engine)
 
     def _post(self, message: ToEngine) -> "Future[FromEngine]":
         """Hand a message to the thread; the future is its answer."""
@@ -264,11 +274,37 @@ class EngineClient:
                 future.set_result(answer)
 
 
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """How a wait is told."""
+
+    waiting: str
+    failed: str
+    reason: str
+
+
+_LOADING = _Words(
+    "waiting for the engine to load its model",
+    "the engine lives and has not loaded its model",
+    "launch with timeout_s for another bound",
+)
+
+
+def _answering(message: ToEngine) -> _Words:
+    what = type(message).__name__
+    return _Words(
+        f"waiting for the engine to answer {what}",
+        f"the engine lives and did not answer {what}",
+        "it is stopped, starved of CPU time, or in a forward pass that takes longer (launch with answer_timeout_s for "
+        "another bound)",
+    )
+
+
 class _Patience:
     """How long a caller waits for an answer, and what it says meanwhile."""
 
-    def __init__(self, what: str, bound_s: float, check_engine: Callable[[], None]):
-        self._what, self._bound_s, self._check_engine = what, bound_s, check_engine
+    def __init__(self, words: _Words, bound_s: float, check_engine: Callable[[], None]):
+        self._words, self._bound_s, self._check_engine = words, bound_s, check_engine
         self._began_ns = now_ns()
         self._log_at_s = _LOG_EVERY_S
         self._dead: EngineDiedError | None = None
@@ -284,13 +320,10 @@ class _Patience:
             return
         waited_s = (now_ns() - self._began_ns) / 1e9
         if waited_s > self._bound_s:
-            raise EngineHungError(
-                f"the engine lives and did not answer {self._what} within {self._bound_s:g} s: it is stopped, starved "
-                "of CPU time, or in a forward pass that takes longer (launch with answer_timeout_s for another bound)"
-            )
+            raise EngineHungError(f"{self._words.failed} within {self._bound_s:g} s: {self._words.reason}")
         if waited_s > self._log_at_s:
             self._log_at_s += _LOG_EVERY_S
-            logger.warning("waiting for the engine to answer %s for %.0f s", self._what, waited_s)
+            logger.warning("%s for %.0f s", self._words.waiting, waited_s)
 
 
 def _expect(answer: FromEngine, expected: type[Answer]) -> Answer:

@@ -55,13 +55,13 @@ def _token_ids(
             ) from error
     if tokenizer is None:
         raise InvalidRequestError(f"{model!r} has no tokenizer; submit token ids, or add its tokenizer files to it")
-    if not is_chat:
+    if isinstance(prompt, str):
         begins = tokenizer.bos_token is not None and prompt.startswith(str(tokenizer.bos_token))
         return list(tokenizer(prompt, add_special_tokens=not begins)["input_ids"])
     if tokenizer.chat_template is None:
         raise InvalidRequestError(f"{name} is chat messages, but the tokenizer of {model!r} has no chat template")
     try:
-        messages = [dict(message) for message in prompt]
+        messages: Any = [dict(message) for message in prompt]
         encoded: Any = tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=True
         )
