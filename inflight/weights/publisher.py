@@ -209,7 +209,8 @@ class Publisher:
 
         weights, of a publisher without a model: pairs of a name and a tensor (an iterator may gather one after
         another, on all ranks), a mapping, or the path of a checkpoint in safetensors. They are copied in this thread,
-        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. All of the
+        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. While the
+        engine has no slot for them (as requests are pinned to versions, for example) this waits. All of the
         engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
         LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming what is wrong; then nothing was published.
         """
