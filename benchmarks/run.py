@@ -107,7 +107,7 @@ def loss() -> None:
 def learning() -> None:
     common = ("bench", "learning", "--device", "cpu")
     inflight(*common, "--json", str(RESULTS / "learning.json"), "--plot", str(DOCS / "learning.png"))
-    lags = ("--steps", "80", "--lags", "1,4,16", "--corrections", "none,tis,icepop,ppo_clip,gspo,m2po")
+    lags = ("--steps", "80", "--lags", "1,4,16", "--corrections", "none,tis,icepop,ppo_clip,gspo,second_moment")
     path, plot = RESULTS / "learning-lags.json", DOCS / "learning-lags.png"
     inflight(*common, *lags, "--json", str(path), "--plot", str(plot))
 

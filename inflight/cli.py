@@ -288,7 +288,7 @@ def learning(
     lags: Annotated[
         str | None, typer.Option(help="In place of modes: corrections at these forced version lags, as in 1,4,16.")
     ] = None,
-    corrections: Annotated[str, typer.Option(help="With --lags.")] = "none,tis,icepop,ppo_clip,gspo,m2po",
+    corrections: Annotated[str, typer.Option(help="With --lags.")] = "none,tis,icepop,ppo_clip,gspo,second_moment",
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves of the reward here, as PNG.")] = None,
 ) -> None:

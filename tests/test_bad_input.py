@@ -33,8 +33,8 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.engine import Engine
+from inflight.engine.layers import probe_layers
 from inflight.engine.loading import context_limit
-from inflight.engine.model_runner import probe_layers
 from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter

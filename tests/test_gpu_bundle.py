@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from inflight.engine.attention import flashinfer
 from inflight.engine.attention.hook import ATTENTION_NAME
-from inflight.engine.model_runner import probe_layers
+from inflight.engine.layers import probe_layers
 from inflight.engine.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]

@@ -22,6 +22,7 @@ from transformers import (
 from inflight.core.rollout import Rollout
 from inflight.training.batch import PackedBatch, pack
 from inflight.training.forward import TokenScores, score_tokens
+from inflight.training.head import PlainHead, plain_head
 from inflight.training.packing import is_packable
 
 SHAPE = {
@@ -42,6 +43,7 @@ SCALED_LOGITS: dict[str, Callable[[], PretrainedConfig]] = {
     "granite-with-small-logits": lambda: GraniteConfig(logits_scaling=3.0, **(SHAPE | {"initializer_range": 1e-3})),
     "cohere": lambda: CohereConfig(logit_scale=0.25, **SHAPE),
 }
+SCALED_LOGITS_FACTORS = {"granite": 1 / 3, "granite-with-small-logits": 1 / 3, "cohere": 0.25}
 HYBRIDS: dict[str, Callable[[], PretrainedConfig]] = {
     "lfm2": lambda: Lfm2Config(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, **SHAPE),
     "qwen3-next": lambda: Qwen3NextConfig(
@@ -121,10 +123,21 @@ def assert_scored_as_one_by_one(model: torch.nn.Module, rollouts: list[Rollout])
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("name", SCALED_LOGITS)
-def test_logits_that_are_not_the_heads_are_materialised(name, kept, caplog):
+def test_a_factor_of_the_logits_is_folded_into_the_temperature(name, kept, caplog):
     model = make_model(SCALED_LOGITS[name]())
     assert is_packable(model)
+    assert plain_head(model) == PlainHead(pytest.approx(SCALED_LOGITS_FACTORS[name]), None)
     assert_scored_as_one_by_one(model, make_rollouts(kept=kept))
+    assert "materialises its logits" not in caplog.text
+
+
+def test_logits_that_are_not_the_heads_are_materialised(caplog):
+    """A head that is no linear layer."""
+    model = make_model(Qwen3Config(head_dim=8, **SHAPE))
+    head = model.lm_head
+    model.lm_head = torch.nn.Sequential(head)
+    model.lm_head.weight, model.lm_head.bias = head.weight, head.bias
+    assert_scored_as_one_by_one(model, make_rollouts(kept=True))
     assert "materialises its logits" in caplog.text
 
 

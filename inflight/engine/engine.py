@@ -22,10 +22,12 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note
 from inflight.engine.adapters import AdapterBank
+from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
 from inflight.engine.attention.backend import GraphBackend, choose_backend
 from inflight.engine.columns import extra_columns, routing_columns
 from inflight.engine.kv_cache import KVCache
+from inflight.engine.layers import probe_layers
 from inflight.engine.limits import Limits, check_prompt
 from inflight.engine.loading import (
     context_limit,
@@ -33,10 +35,11 @@ from inflight.engine.loading import (
     load_model,
     load_tokenizer,
     modules_over_slots,
+    prefill_limit,
     resolve_device,
     resolve_dtype,
 )
-from inflight.engine.model_runner import ModelRunner, probe_layers
+from inflight.engine.model_runner import ModelRunner
 from inflight.engine.routing import RoutingRecorder
 from inflight.engine.sampler import Drawn, Sampler, nothing_drawn, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
@@ -86,6 +89,7 @@ class Engine:
         dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
         model = load_model(options.model, dtype=dtype, device=self.device, seed=options.seed)
         layers = probe_layers(model)
+        unfused_reason = check_model(model, fused=options.fused)
         text_config = model.config.get_text_config()
         self.max_context = context_limit(text_config, options.max_context)
         self.max_sequences = options.max_sequences
@@ -98,7 +102,9 @@ class Engine:
         """Other names under which trainers and checkpoints hold the weights."""
         self.receiver = Receiver(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
-        max_prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type]
+        max_prefill_tokens = prefill_limit(
+            text_config, options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type], options.max_sequences
+        )
         cuda_graphs = options.cuda_graphs and not options.record_routing
         self.adapters: AdapterBank | None = None
         if options.lora_rank:
@@ -136,7 +142,7 @@ class Engine:
             max_sequences=options.max_sequences,
             max_context=self.max_context,
             device=self.device,
-            fused=options.fused,
+            unfused_reason=unfused_reason,
             cuda_graphs=cuda_graphs,
             adapters=self.adapters,
         )

@@ -6,17 +6,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
+from inflight.models.lengths import length_limit, row_limit
+from inflight.models.twin import first_line
 from inflight.weights.receiver import Slot
 from inflight.weights.tensors import published_tensors, slot_views
 
-RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention")
+RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -54,11 +63,29 @@ def load_config(model: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(
-            f"cannot load model {model!r}: {_first_line(error)}; expected a directory with config.json, a Hugging Face "
+            f"cannot load model {model!r}: {first_line(error)}; expected a directory with config.json, a Hugging Face "
             f"hub id, or a built-in shape ({', '.join(SHAPES)})"
         ) from error
-    refuse_unrunnable_layers(config)
+    refuse_other_models(config)
+    refuse_unrunnable_layers(config.get_text_config())
     return config
+
+
+def refuse_other_models(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    kind = config.model_type
+    if getattr(config, "text_config", None) is not None:
+        raise UnsupportedModelError(
+            f"{kind} is multimodal, and Transformers has no causal language model of this kind; the engine runs text "
+            f"alone: save the model's language part ({config.get_text_config().model_type}) as a checkpoint of its own"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{kind} is an encoder and a decoder; the engine runs decoders alone")
+    raise UnsupportedModelError(
+        f"{kind} is no causal language model: Transformers' AutoModelForCausalLM does not take {type(config).__name__}"
+    )
 
 
 def refuse_unrunnable_layers(config: PretrainedConfig) -> None:
@@ -74,25 +101,34 @@ def refuse_unrunnable_layers(config: PretrainedConfig) -> None:
 
 
 def context_limit(config: PretrainedConfig, asked: int) -> int:
-    """Tokens that a sequence may have: what was asked for (0: at most 4096), within what the model was made for.
-
-    The rotary embedding of "longrope" depends on the longest sequence of a batch once one is longer than
-    original_max_position_embeddings, so that sequences would change each other. The context ends there.
-    Raises UnsupportedModelError if more was asked for.
-    """
+    """Tokens that a sequence may have: what was asked for (0: at most 4096), within what the model was made for, and
+    up to where it is computed alike in any company (`length_limit`). Raises UnsupportedModelError if more was asked
+    for than that."""
     limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", limit
-        )
-        if asked > original:
+    found = length_limit(config)
+    if found is not None:
+        length, cause = found
+        if asked > length:
             raise UnsupportedModelError(
-                f"{config.model_type} uses longrope, which the engine can run up to {original} tokens; "
+                f"{config.model_type} uses {cause}, which the engine can run up to {length} tokens; "
                 f"max_context is {asked}"
             )
-        limit = min(limit, int(original))
+        limit = min(limit, length)
     return min(limit, asked or DEFAULT_MAX_CONTEXT)
+
+
+def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> int:
+    """Tokens of prompts in one pass: what was asked for, within what the model takes in a row (`row_limit`). Raises
+    UnsupportedModelError if the drawn tokens alone fill that."""
+    row = row_limit(config)
+    if row is None:
+        return asked
+    if row[0] <= max_sequences:
+        raise UnsupportedModelError(
+            f"{config.model_type} has {row[1]}, so that a pass may have {row[0]} tokens; lower max_sequences, which is "
+            f"{max_sequences}, below that"
+        )
+    return min(asked, row[0] - max_sequences)
 
 
 def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> PreTrainedModel:
@@ -114,7 +150,12 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
             )
             nn.Module.to(loaded, device)
     except Exception as error:  # whatever the libraries below raise, the caller's news is the same
-        raise ModelLoadError(f"cannot load model {model!r}: {_first_line(error)}") from error
+        if ATTENTION_NAME in str(error):  # looked up among the attentions that the family knows
+            raise UnsupportedModelError(
+                f"{_model_class(config)} does not take its attention from Transformers' attention interface, through "
+                "which the engine runs it"
+            ) from error
+        raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}") from error
     return loaded.eval().requires_grad_(False)
 
 
@@ -133,20 +174,21 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
 
 
 def modules_over_slots(model: PreTrainedModel, layout: WeightLayout, slots: Sequence[Slot]) -> list[PreTrainedModel]:
-    """One module per slot whose parameters are views of the slot; all other buffers are shared with `model`.
+    """One module per slot whose parameters are views of the slot; all other buffers are shared with `model`."""
+    return [module_over(model, layout, slot.buffer) for slot in slots]
+
+
+def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tensor) -> PreTrainedModel:
+    """A module whose parameters are views of a slot's u8[total_bytes].
 
     Nothing is copied: deepcopy is told that each parameter's copy is the view.
     """
-    modules = []
-    tensors = published_tensors(model)
-    for slot in slots:
-        views = slot_views(slot.buffer, layout)
-        memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
-        for name, tensor in tensors.items():
-            view = views[name]
-            memo[id(tensor)] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
-        modules.append(copy.deepcopy(model, memo))
-    return modules
+    views = slot_views(buffer, layout)
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for name, tensor in published_tensors(model).items():
+        view = views[name]
+        memo[id(tensor)] = nn.Parameter(view, requires_grad=False) if isinstance(tensor, nn.Parameter) else view
+    return copy.deepcopy(model, memo)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -159,5 +201,6 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _model_class(config: PretrainedConfig) -> str:
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return (found[0] if isinstance(found, tuple) else found).__name__

@@ -5,18 +5,18 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from inflight.core.errors import UnsupportedModelError
 from inflight.engine.adapters import AdapterBank
+from inflight.engine.agreement import check_weights
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
-from inflight.engine.attention.hook import record_layers, run_packed
+from inflight.engine.attention.hook import run_packed
 from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
 from inflight.engine.graphs import DecodeGraphs
-from inflight.engine.kv_cache import NO_BLOCK, KVCache, LayerShape
+from inflight.engine.kv_cache import NO_BLOCK, KVCache
 from inflight.engine.scheduler import Schedule
 from inflight.engine.transfer import to_device
+from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
 
@@ -33,7 +33,7 @@ class ModelRunner:
         max_sequences: int,
         max_context: int,
         device: torch.device,
-        fused: bool,
+        unfused_reason: str | None,
         cuda_graphs: bool,
         adapters: AdapterBank | None = None,
     ):
@@ -42,11 +42,15 @@ class ModelRunner:
         self._cache, self._backend, self._device = cache, backend, device
         self.last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
         """By lane: the token drawn last. It never visits the host on its way into the next pass."""
-        self.unfused_reason = "asked for" if not fused else None
+        self.unfused_reason = unfused_reason
         """Why the model runs as Transformers runs it; None where it runs fused."""
         self._decoders: list[FusedDecoder] = []
-        if fused:
-            self._fuse(max_context)
+        batch = self._probe(min(12, max_context))
+        check_weights(self._modules[0], batch, cache, backend)
+        if unfused_reason is None:
+            self._fuse(batch, max_context)
+        if self.unfused_reason is not None:
+            logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
         self._tables = [_BlockTable(max_sequences, cache.max_blocks) for _ in cache.groups]
         self._max_sequences = max_sequences
         self._wants_graphs = cuda_graphs
@@ -155,22 +159,23 @@ class ModelRunner:
     # ---- fusion -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _fuse(self, max_context: int) -> None:
-        """Use fused decoders if the model is a known one and they compute what it computes."""
+    def _fuse(self, batch: ForwardBatch, max_context: int) -> None:
+        """Use fused decoders if they compute over these weights, in this dtype and on this device, what the model
+        computes. Their parts were compared closely before (`agreement.py`)."""
         try:
             decoders = [FusedDecoder(m, self._cache, self._backend, max_context) for m in self._modules]
-            length = min(12, max_context)
-            batch = self._probe(length)
             self._backend.begin(batch, self._cache)
             theirs = run_packed(self._modules[0], batch, self._cache, self._backend)
-            ours = decoders[0](batch)
-            if not agrees_with(ours, theirs):
-                raise UnknownPartError("the fused decoder and the Transformers model give different logits")
+            agree = agrees_with(decoders[0](batch), theirs)
         except UnknownPartError as error:
             self.unfused_reason = str(error)
-            logger.info("the model runs as Transformers runs it: %s", error)
-            return
-        self._decoders = decoders
+        except Exception as error:  # what is right as Transformers runs it does not fail because it cannot be fused
+            self.unfused_reason = f"fusing it failed ({type(error).__name__}: {first_line(error)})"
+        else:
+            if agree:
+                self._decoders = decoders
+                return
+            self.unfused_reason = "the fused decoder and the Transformers model give different logits"
 
     def _probe(self, length: int) -> ForwardBatch:
         """A batch of one sequence in the first blocks of the cache, which nobody holds yet."""
@@ -213,47 +218,3 @@ def _rank(values: list[int]) -> list[int]:
     """The index of each value among the distinct ones, sorted."""
     order = {value: index for index, value in enumerate(sorted(set(values)))}
     return [order[value] for value in values]
-
-
-@torch.inference_mode()
-def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
-    """What each layer keeps per token, found by a forward pass over two tokens.
-
-    Raises UnsupportedModelError, with their names, if some layers mix tokens without going through the attention
-    interface (linear attention, Mamba, convolutions), or if the model cannot run packed at all.
-    """
-    device = next(model.parameters()).device
-    positions = torch.arange(2, device=device)[None]
-    try:
-        recorded = record_layers(
-            model, input_ids=torch.zeros_like(positions), position_ids=positions, logits_to_keep=positions[0, 1:]
-        )
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot run packed: {error}") from error
-    layers = _decoder_layers(model)
-    silent = [name for index, (name, _) in enumerate(layers) if index not in recorded]
-    if silent or not recorded:
-        named = ", ".join(f"{name} ({_mixer_name(layer)})" for name, layer in layers if name in silent)
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers that the engine cannot run: {named or 'all of them'}; "
-            "it runs full and sliding attention that goes through the Transformers attention interface"
-        )
-    return [recorded[index] for index in range(len(recorded))]
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The longest list of equal length to the config's num_hidden_layers: the decoder's layers with their names."""
-    count = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
-    return []
-
-
-def _mixer_name(layer: nn.Module) -> str:
-    """The class of the layer's first child that is not a norm or an MLP: what mixes its tokens."""
-    for child in layer.children():
-        name = type(child).__name__
-        if not any(word in name for word in ("Norm", "MLP", "Dropout")):
-            return name
-    return type(layer).__name__

@@ -9,10 +9,11 @@
 trl itself is not imported here.
 """
 
+import logging
 from collections import deque
-from collections.abc import Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -24,6 +25,8 @@ from inflight.core.sampling import SamplingParams
 from inflight.session import LaunchedEngine
 from inflight.weights.publisher import Publisher
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | list[dict[str, Any]]
 """Plain text, or chat messages."""
 
@@ -32,23 +35,35 @@ class EngineRollouts:
     """A `rollout_func` for GRPOTrainer: draws the completions that the trainer asks for with an inflight engine.
 
     Sampling parameters are the trainer's own, read at each call: max_completion_length, temperature, top_k, top_p,
-    min_p, and its end-of-sequence ids as stop tokens.
+    min_p, repetition_penalty, its end-of-sequence ids as stop tokens, and of generation_kwargs those that
+    `SamplingParams` has (under Transformers' names too: stop_strings, max_new_tokens, min_new_tokens). What the engine
+    cannot do, or would leave undone without a word, is refused by name. Draws have seeds of their own:
+    `TrainingArguments.seed` decides the order of the prompts alone.
+
+    Text that begins with the token that begins a sequence, as a rendered chat template does, does not get it twice.
+
+    TRL's importance sampling correction (`vllm_importance_sampling_correction`, which is on by default, with its mode
+    and bounds) is applied as it is for vLLM, with the log-probabilities that the engine recorded: it takes TRL a
+    forward pass per generation batch. Set it to False for none. Trainers made by `behaviour_ratio` do without it.
 
     ahead: how many further generation batches stay in flight while the trainer trains on the current one. 0: the
-    engine draws inside the call only, all completions come from the newest weights, and it idles while the trainer
-    trains. With 1 or more it never stops and completions are up to that many batches old; use `behaviour_ratio` then.
-    TRL does not hand out its upcoming prompts. They can be told only when it takes the dataset in order, so `ahead`
-    needs `shuffle_dataset=False` (shuffle the dataset before), a dataset with a length, and one process.
+    engine draws inside the call only, which waits until the newest published weights are live, so that all completions
+    come from them; it idles while the trainer trains. With 1 or more it never stops and completions are up to that many
+    batches old. The prompts to come are told by a sampler like the trainer's own, shuffled as that one is, so `ahead`
+    needs a dataset with a length, and one process.
+    adapter: the LoRA adapter of the engine that draws, where it was launched with `lora_rank`. None: the weights alone,
+    into which PEFT's adapters are merged where they are published to an engine without adapters.
     """
 
-    def __init__(self, engine: LaunchedEngine, *, ahead: int = 0):
+    def __init__(self, engine: LaunchedEngine, *, ahead: int = 0, adapter: str | None = None):
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, got {ahead}")
         self._engine = engine
         self._ahead = ahead
+        self._adapter = adapter
         self._planned: deque[tuple[list[Prompt], list[int]]] = deque()
-        self._epoch: list[list[Prompt]] = []
-        self._position = -1
+        self._upcoming: Iterator[list[Prompt]] | None = None
+        self._warned = False
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list]:
         """One completion for each entry of `prompts`, in its order; TRL repeats a prompt once per completion.
@@ -56,9 +71,12 @@ class EngineRollouts:
         Returns lists of len(prompts): prompt_ids, completion_ids, logprobs (one per completion token), and for the
         reward functions weight_versions (one per completion token) and finish_reason.
         """
+        _refuse_what_would_be_ignored(trainer)
+        _correct_as_for_vllm(trainer)
         training = trainer.model.training
         group_ids = self._foreseen(prompts) if training else None
         if group_ids is None:
+            self._engine.wait_for_version(self._engine.staleness.published_version)
             group_ids = self._submit(prompts, trainer)
         if self._ahead and training:
             self._plan(prompts, trainer)
@@ -81,50 +99,60 @@ class EngineRollouts:
             return group_ids
         stale = [*group_ids, *(group_id for _, ids in self._planned for group_id in ids)]
         self._planned.clear()
+        self._upcoming = None
         self._engine.cancel(stale)
         self._engine.stream.collect(stale)
         return None
 
     def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
         """Each run of equal prompts becomes a group; the group ids, in the order of the prompts."""
-        params = _sampling_params(trainer)
+        params = self._sampling_params(trainer)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
         token_ids = iter(_encode([prompt for prompt, _ in runs], trainer))
         group_ids: list[int] = []
         for n, same_size in groupby(runs, key=lambda run: run[1]):
             ids = [next(token_ids) for _ in same_size]
-            group_ids += self._engine.submit(ids, msgspec.structs.replace(params, n=n))
+            group_ids += self._engine.submit(
+                ids, msgspec.structs.replace(params, n=n), adapter=self._adapter, train=False
+            )
         return group_ids
+
+    def _sampling_params(self, trainer: Any) -> SamplingParams:
+        params = _sampling_params(trainer)
+        if (params.filtered or params.adjusted) and not self._warned:
+            logger.warning(
+                "the trainer's log-probabilities are over the whole vocabulary, the engine's are over what top_k, "
+                "top_p and min_p keep, after repetition_penalty, logit_bias and min_tokens: importance ratios are "
+                "biased, even on-policy"
+            )
+            self._warned = True
+        return params
 
     def _plan(self, prompts: list[Prompt], trainer: Any) -> None:
         """Submit the batches that will follow `prompts`, until `ahead` of them are in flight."""
-        n = trainer.num_generations
-        if not self._epoch:
-            self._epoch = _batches_of_an_epoch(trainer)
-        batch, following = prompts[::n], (self._position + 1) % len(self._epoch)
-        self._position = following if self._epoch[following] == batch else self._epoch.index(batch)
+        if self._upcoming is None:
+            self._upcoming = _after(prompts, trainer)
         args, state = trainer.args, trainer.state
         micro_steps_left = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
         to_come = -(-micro_steps_left // (args.steps_per_generation * args.num_iterations)) - 1
         while len(self._planned) < min(self._ahead, to_come):
-            upcoming = self._epoch[(self._position + 1 + len(self._planned)) % len(self._epoch)]
-            repeated = [prompt for prompt in upcoming for _ in range(n)]
-            self._planned.append((repeated, self._submit(repeated, trainer)))
+            upcoming = next(self._upcoming, None)
+            if upcoming is None:
+                return
+            self._planned.append((upcoming, self._submit(upcoming, trainer)))
 
 
 class PublishCallback(TrainerCallback):
     """Publishes the trainer's weights when training begins and after every optimizer step.
 
-    TRL generates its next batch after `on_step_end`, so the batch starts under weights at least that new. Adapters of
-    PEFT are not merged: a model that has some is refused when training begins.
+    TRL generates its next batch after `on_step_end`, so the batch starts under weights at least that new. Of a model
+    with adapters of PEFT go the adapters, or the weights with them merged in, as the engine was launched.
     """
 
     def __init__(self, publisher: Publisher):
         self._publisher = publisher
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if hasattr(kwargs.get("model"), "merge_adapter"):
-            raise InflightError("the model has PEFT adapters, which cannot be published yet; merge them first")
         self._publisher.publish()  # a checkpoint may have changed what the engine was launched with
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,12 +162,15 @@ class PublishCallback(TrainerCallback):
 def behaviour_ratio(trainer_class: type) -> type:
     """A subclass of GRPOTrainer whose ratio is π_θ / π_b with π_b as the engine recorded it, per token.
 
-    Without vLLM, GRPOTrainer 1.16 takes the log-probabilities of a rollout function and leaves them out of its loss: it
-    divides by its own, which makes the ratio 1 for tokens of older weights. Both sides must mean the same distribution:
-    the trainer's is over the whole vocabulary, so keep top_k, top_p and min_p off.
+    TRL's own correction weighs each answer by π_p / π_b, with π_p computed by another forward pass, and clips the rest
+    of the ratio, π_θ / π_p. Here PPO's clip bounds the whole ratio, and there are no weights. Both sides must mean the
+    same distribution: the trainer's is over the whole vocabulary, so keep top_k, top_p and min_p off.
     """
 
     class BehaviourRatioTrainer(trainer_class):
+        corrects_itself = True
+        """Told to EngineRollouts: weights would count the same difference twice."""
+
         def compute_loss(
             self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
@@ -152,39 +183,133 @@ def behaviour_ratio(trainer_class: type) -> type:
     return BehaviourRatioTrainer
 
 
+class _WeightsArePublished:
+    """In place of TRL's vLLM: its weights come from a Publisher, so that there is nothing to bring up to date."""
+
+    def sync_weights(self) -> None:
+        """Nothing to do."""
+
+
+def _correct_as_for_vllm(trainer: Any) -> None:
+    """TRL weighs tokens by their recorded log-probabilities where `use_vllm` is set, and nowhere else; it asks for
+    nothing more than `sync_weights` then, since `rollout_func` generates."""
+    if trainer.vllm_importance_sampling_correction and not getattr(trainer, "corrects_itself", False):
+        if trainer.loss_type == "vespo" and trainer.vllm_importance_sampling_mode.startswith("sequence"):
+            raise InvalidRequestError(
+                "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', or "
+                "vllm_importance_sampling_correction=False"
+            )
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _WeightsArePublished(), -1
+
+
+def _refuse_what_would_be_ignored(trainer: Any) -> None:
+    if trainer.use_vllm and not isinstance(trainer.vllm_generation, _WeightsArePublished):
+        raise InvalidRequestError("use_vllm=True starts vLLM beside the engine, which generates; leave it off")
+    if getattr(trainer, "tools", None):
+        raise InvalidRequestError(
+            "tools and environments: TRL would generate the turns after a tool's answer without the engine"
+        )
+    for name in ("use_transformers_continuous_batching", "use_transformers_paged", "vllm_structured_outputs_regex"):
+        if getattr(trainer.args, name, None):
+            raise InvalidRequestError(f"{name} is for generation by others than the engine; leave it unset")
+
+
 def _check(rollouts: Sequence[Rollout]) -> None:
     for rollout in rollouts:
         if rollout.finish_reason not in ("stop", "length"):
             raise InflightError(f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it")
 
 
+_TRANSFORMERS_NAMES = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_GENERATION_KWARGS = (
+    "max_tokens",
+    "top_k",
+    "top_p",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "repetition_penalty",
+    "logit_bias",
+)
+
+
 def _sampling_params(trainer: Any) -> SamplingParams:
-    if trainer.repetition_penalty != 1.0 or trainer.args.generation_kwargs:
-        raise InvalidRequestError("the engine has no repetition_penalty and no generation_kwargs; leave them unset")
-    return SamplingParams(
-        max_tokens=trainer.max_completion_length,
-        temperature=trainer.temperature,
-        top_k=trainer.top_k,
-        top_p=trainer.top_p,
-        min_p=trainer.min_p or 0.0,
-        stop_token_ids=tuple(trainer.eos_token_ids),
-    )
+    settings: dict[str, Any] = {
+        "max_tokens": trainer.max_completion_length,
+        "temperature": trainer.temperature,
+        "top_k": trainer.top_k,
+        "top_p": trainer.top_p,
+        "min_p": trainer.min_p,
+        "repetition_penalty": trainer.repetition_penalty,
+        "stop_token_ids": trainer.eos_token_ids,
+    }
+    for name, value in (trainer.args.generation_kwargs or {}).items():
+        ours = _TRANSFORMERS_NAMES.get(name, name)
+        if ours not in _GENERATION_KWARGS:
+            raise InvalidRequestError(
+                f"generation_kwargs has {name!r}, which the engine does not take from there; it takes "
+                f"{', '.join([*_GENERATION_KWARGS, *_TRANSFORMERS_NAMES])}"
+            )
+        if ours == "stop_token_ids":
+            value = [*trainer.eos_token_ids, *value]
+        settings[ours] = [value] if ours == "stop" and isinstance(value, str) else value
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, (list, set)) else value
+        for name, value in settings.items()
+        if value is not None
+    }
+    return SamplingParams(**given)
 
 
 def _encode(prompts: list[Prompt], trainer: Any) -> list[list[int]]:
     """Token ids as GRPOTrainer would make them: the chat template for messages, the plain tokenizer for text."""
-    if isinstance(prompts[0], str):
-        return trainer.processing_class(text=prompts)["input_ids"]
-    return trainer.processing_class.apply_chat_template(
-        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **trainer.chat_template_kwargs
-    )["input_ids"]
+    tokenizer = trainer.processing_class
+    if not isinstance(prompts[0], str):
+        return tokenizer.apply_chat_template(
+            prompts,
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **trainer.chat_template_kwargs,
+        )["input_ids"]
+    token_ids = []
+    for text in cast("list[str]", prompts):
+        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        token_ids += tokenizer(text=[text], **({"add_special_tokens": False} if begins else {}))["input_ids"]
+    return token_ids
 
 
-def _batches_of_an_epoch(trainer: Any) -> list[list[Prompt]]:
-    """The distinct prompts of each generation batch, in the order in which the trainer takes them."""
+def _after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
+    """The generation batches that follow this one; none, with a warning, if the trainer's sampler does not give it."""
+    epochs = 2 + int(trainer.state.epoch or 0)  # a resumed run may be in any of them
+    upcoming, size = _foretold(trainer)
+    for batch in islice(upcoming, epochs * size):
+        if batch == prompts:
+            return upcoming
+    logger.warning("the trainer takes its prompts in an order that its sampler does not tell; nothing is drawn ahead")
+    return iter(())
+
+
+def _foretold(trainer: Any) -> tuple[Iterator[list[Prompt]], int]:
+    """Every generation batch as a sampler like the trainer's gives them, epoch after epoch, and how many an epoch has.
+
+    A sampler of TRL's gives each batch once for every time that it is trained on.
+    """
     args, dataset = trainer.args, trainer.train_dataset
-    if args.shuffle_dataset or trainer.accelerator.num_processes > 1 or not hasattr(dataset, "__len__"):
-        raise ValueError("ahead needs shuffle_dataset=False, a dataset with a length and a single process")
-    prompts = list(dataset["prompt"])
-    size = args.generation_batch_size // trainer.num_generations
-    return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+    if trainer.accelerator.num_processes > 1 or not hasattr(dataset, "__len__"):
+        raise ValueError("ahead needs a dataset with a length and a single process")
+    prompts, sampler = list(dataset["prompt"]), trainer._get_train_sampler()
+    size, repeats = args.generation_batch_size, args.steps_per_generation * args.num_iterations
+
+    def batches() -> Iterator[list[Prompt]]:
+        while True:
+            indices = iter(sampler)
+            block = list(islice(indices, size * repeats))
+            while len(block) == size * repeats:
+                yield [prompts[index] for index in block[:size]]
+                block = list(islice(indices, size * repeats))
+
+    return batches(), len(sampler) // (size * repeats)

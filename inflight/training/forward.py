@@ -1,29 +1,28 @@
 """Log-probabilities of drawn tokens under the trainer's model: packed, and without a tensor of logits.
 
-The model's output head is replaced for the length of one forward pass by one that goes from hidden states straight to
-the log-probabilities of the drawn tokens, inside the model's own `forward`, so that wrappers (DDP, FSDP2, PEFT) see an
-ordinary call. H hidden size, V vocabulary, n drawn tokens.
+n drawn tokens, V vocabulary.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from inflight_kernels import linear_logprobs, selective_logprobs
+from inflight_kernels import selective_logprobs
 from torch import nn
-from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
+from inflight.core.errors import UnsupportedModelError
 from inflight.training.batch import PackedBatch
-from inflight.training.packing import PackedInput, is_packable, pack_input, packed_attention
+from inflight.training.head import PlainHead, plain_head, scoring_head
+from inflight.training.packing import is_packable, pack_input, packed_attention
 from inflight.training.replay import checkpoints, replay_routing
+from inflight.training.ways import Scorer, Way, scoring_way
 from inflight.weights.tensors import unwrap
 
 logger = logging.getLogger(__name__)
-
-_fusable: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class TokenScores(NamedTuple):
@@ -42,40 +41,63 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     """Log-probabilities, and entropies if asked for, of the n drawn tokens, in their order.
 
     They mean what the engine's mean: at the temperature that each token was drawn at, over the tokens that its filters
-    kept, with the experts that it took. The batch may lie on the CPU. Raises what `replay_routing` raises.
+    kept, with the experts that it took. The batch may lie on the CPU. Sequences are packed where the model computes
+    packed what it computes of each alone, else padded or fed one by one (`scoring_way`). Raises what `replay_routing`
+    raises, UnsupportedModelError for a model whose tokens see later ones, and ValueError for a token outside of the
+    vocabulary.
     """
     device = next(model.parameters()).device
     model = getattr(model, "_orig_mod", model)  # compiled for another head, it would be compiled anew at each call
     inner = _transformers_model(model)
-    fused = _is_fusable(inner)
-    if not is_packable(inner):
-        return _score_rows(model, batch.to(device), entropy)
-    packed = pack_input(batch).to(device)
+    _check_tokens(inner, batch)
+    _warn_of_dropout(inner)
+    way = scoring_way(inner, batch, _WAYS)
+    if way in ("fused", "packed"):
+        return _score_packed(model, inner, batch, entropy, plain_head(inner) if way == "fused" else None)
+    if batch.routing is not None:
+        raise ValueError(f"{type(model).__name__} cannot be fed packed sequences, so that its routing is not replayed")
     batch = batch.to(device)
+    logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
+    return _score_logits(logits_nV, batch, entropy)
+
+
+def _score_packed(
+    model: nn.Module, inner: nn.Module, batch: PackedBatch, entropy: bool, head: PlainHead | None
+) -> TokenScores:
+    """Without logits where the head is a plain one."""
+    packed = pack_input(batch).to(next(model.parameters()).device)
+    batch = batch.to(packed.source.device)
     with (
         packed_attention(inner),
         _Replay(model, batch, packed.source) as replay,
-        _head(inner, batch, packed, fused, entropy),
+        scoring_head(inner, head, batch, packed, entropy=entropy) if head else nullcontext(),
     ):
         out = model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
         ).logits[0]
         replay.stay_until_backward(out)
-    if fused:
-        return TokenScores(out[:, 0], out[:, 1] if entropy else None)
-    return _score_logits(out[packed.predicting], batch, entropy)
+    if head is None:
+        return _score_logits(out[packed.predicting], batch, entropy)
+    out = out / head.scale if head.scale != 1 else out
+    return TokenScores(out[:, 0], out[:, 1] if entropy else None)
 
 
-def _score_rows(model: nn.Module, batch: PackedBatch, entropy: bool) -> TokenScores:
-    """For models with other mixing than attention: rows padded on the right, which causality keeps unseen."""
-    if batch.routing is not None:
-        raise ValueError(f"{type(model).__name__} cannot be fed packed sequences, so that its routing is not replayed")
+def _logits_in_rows(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Logits [n, V] from rows padded on the right, which causality keeps unseen."""
     rows, columns = batch.sequence_ids, batch.position_ids
     ids_BS = batch.input_ids.new_zeros(batch.num_sequences, int(columns.max()) + 1)
     ids_BS[rows, columns] = batch.input_ids
     logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
-    drawn = batch.drawn
-    return _score_logits(logits_BSV[rows[drawn], columns[drawn] - 1], batch, entropy)
+    return logits_BSV[rows[batch.drawn], columns[batch.drawn] - 1]
+
+
+def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Logits [n, V], each sequence in a forward pass of its own."""
+    parts = []
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        logits = model(input_ids=batch.input_ids[None, start:end], use_cache=False).logits[0]
+        parts.append(logits[:-1][batch.loss_mask[start + 1 : end]])
+    return torch.cat(parts)
 
 
 def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
@@ -97,91 +119,6 @@ def _without_what_was_cut(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.
     cut = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
     cut[rows, ids] = False
     return logits_nV.masked_fill(cut, -torch.inf)
-
-
-@contextmanager
-def _head(model: nn.Module, batch: PackedBatch, packed: PackedInput, fused: bool, entropy: bool) -> Iterator[None]:
-    """Have the output head give [1, n, 2], log-probabilities and entropies, in place of logits [1, F, V]."""
-    if not fused:
-        yield
-        return
-    head: Any = model.get_output_embeddings()  # pyright: ignore
-    config: Any = model.config.get_text_config()  # pyright: ignore
-    softcap = getattr(config, "final_logit_softcapping", None)
-    drawn = batch.drawn
-
-    def score(hidden_1FH: torch.Tensor) -> torch.Tensor:
-        hidden_nH = hidden_1FH[0][packed.predicting]
-        if isinstance(head.weight, DTensor):  # sharded by tensor parallelism: FSDP has put it together by now
-            raise ValueError(
-                "the output head is a DTensor inside the forward pass; tensor parallelism is not supported"
-            )
-        weight, bias, kind = head.weight, head.bias, hidden_nH.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        logprobs, entropies = linear_logprobs(
-            hidden_nH.to(dtype),
-            weight.to(dtype),
-            batch.input_ids[drawn],
-            batch.temperatures[drawn],
-            bias=bias if bias is None else bias.to(dtype),
-            softcap=softcap,
-            kept=batch.kept,
-            entropy=entropy,
-        )
-        return torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)[None]
-
-    head.forward = score
-    if softcap is not None:
-        config.final_logit_softcapping = None  # what it does to logits, `linear_logprobs` does
-    try:
-        yield
-    finally:
-        del head.forward
-        if softcap is not None:
-            config.final_logit_softcapping = softcap
-
-
-@torch.no_grad()
-def _is_fusable(model: nn.Module) -> bool:
-    """Whether the model's logits are a linear map of what its head is given, softcapped if the config says so.
-
-    Tried once per model on a few tokens; some models scale their logits, and some heads are no `nn.Linear`.
-    """
-    get_head = getattr(model, "get_output_embeddings", None)
-    head: Any = get_head() if get_head else None
-    if head is None or not is_packable(model):
-        return False
-    if head not in _fusable:
-        # Quantized linear layers have a forward of their own.
-        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-        _fusable[head] = plain and _logits_are_the_output_of(model, head)
-        if not _fusable[head]:
-            logger.warning("the loss of %s materialises its logits: they are not a plain head's", type(model).__name__)
-    return _fusable[head]
-
-
-def _logits_are_the_output_of(model: Any, head: nn.Linear) -> bool:
-    """Whether anything that the head gives comes out as logits, softcapped if the config says so."""
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    given = torch.linspace(-2, 2, 8, dtype=head.weight.dtype, device=head.weight.device).view(1, 4, 2)
-    expected = given
-    if softcap is not None:
-        given = given * softcap
-        expected = softcap * torch.tanh(given / softcap)
-    calls = []
-
-    def give(*call: Any) -> torch.Tensor:  # what a forward hook returns takes the output's place
-        calls.append(call)
-        return given
-
-    hook = head.register_forward_hook(give)
-    try:
-        logits = model(input_ids=torch.arange(4, device=head.weight.device)[None], use_cache=False).logits
-    finally:
-        hook.remove()
-    if len(calls) != 1 or logits.shape != expected.shape:
-        return False
-    return torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2 * (softcap or 1))
 
 
 class _Replay:
@@ -219,3 +156,58 @@ def _transformers_model(model: nn.Module) -> nn.Module:
     inner = unwrap(model)
     get_base = getattr(inner, "get_base_model", None)
     return get_base() if get_base else inner
+
+
+def _only_fused(model: Any, batch: PackedBatch) -> torch.Tensor:
+    head = plain_head(model)
+    if head is None:
+        raise UnsupportedModelError("its logits are not a plain head's")
+    return _only_packed(model, batch, head)
+
+
+def _only_packed(model: Any, batch: PackedBatch, head: PlainHead | None = None) -> torch.Tensor:
+    if not is_packable(model):
+        raise UnsupportedModelError("not all of its layers are attention that is computed through an interface")
+    return _score_packed(model, model, batch, False, head).logprobs
+
+
+def _only_rows(model: Any, batch: PackedBatch) -> torch.Tensor:
+    return _score_logits(_logits_in_rows(model, batch), batch, False).logprobs
+
+
+_WAYS: dict[Way, Scorer] = {"fused": _only_fused, "packed": _only_packed, "rows": _only_rows}
+
+_warned: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Say once that a model in train mode scores the same tokens differently each time."""
+    if not model.training or model in _warned:
+        return
+    _warned[model] = None
+    rates = {name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0}
+    config = getattr(model, "config", None)
+    if getattr(config, "attention_dropout", 0):
+        rates["attention_dropout"] = config.attention_dropout  # pyright: ignore
+    if rates:
+        name, rate = next(iter(rates.items()))
+        logger.warning(
+            "%s is in train mode and has dropout (%s: %s%s): each scoring of the same tokens gives other "
+            "log-probabilities than the engine's; set the rates to 0 in its configuration, or call model.eval()",
+            type(model).__name__, name, rate, f", and {len(rates) - 1} more" if len(rates) > 1 else "",
+        )  # fmt: skip
+
+
+def _check_tokens(model: nn.Module, batch: PackedBatch) -> None:
+    """Raise ValueError for a token outside of the vocabulary."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig) or not len(batch.input_ids):
+        return
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    lowest, highest = (int(end) for end in batch.input_ids.aminmax())
+    if isinstance(vocabulary, int) and not 0 <= lowest <= highest < vocabulary:
+        token = highest if highest >= vocabulary else lowest
+        raise ValueError(
+            f"token {token} is not in the vocabulary of {type(model).__name__}, which has {vocabulary} tokens; "
+            "were these rollouts drawn by another model or tokenizer?"
+        )

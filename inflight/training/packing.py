@@ -21,6 +21,8 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from inflight.core.errors import UnsupportedModelError
+from inflight.models.masks import BOTH_SIDES, mask_note, noted
 from inflight.training.batch import PackedBatch
 
 ATTENTION_NAME = "inflight_packed"
@@ -201,12 +203,13 @@ def _bucket(segments: list[Segment], device: torch.device) -> tuple[tuple[Bucket
 
 
 def is_packable(model: nn.Module) -> bool:
-    """Whether attention, through Transformers' interface, is all that mixes the model's tokens."""
+    """Whether the model says that attention, through Transformers' interface, is all that mixes its tokens. Whether
+    that is so is tried (`scoring.py`)."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
         return False
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
-    return set(layer_types) <= {"full_attention", "sliding_attention"}
+    return set(layer_types) <= {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 _replaced: dict[int, str | None] = {}
@@ -248,9 +251,9 @@ def attend(
     """The attention function that Transformers calls: query [1, Hq, F, D] → output [1, F, Hq, Dv]."""
     if packed is None:
         if _packing.get():
-            raise ValueError(
+            raise UnsupportedModelError(
                 f"{type(module).__name__} does not hand keyword arguments on to its attention function, so that packed "
-                "sequences would see one another; such a model cannot be trained with this loss"
+                "sequences would see one another"
             )
         own = ALL_ATTENTION_FUNCTIONS.get(_own_implementation(module.config))
         if own is not None:
@@ -261,6 +264,11 @@ def attend(
         causal = attention_mask is None and query.shape[2] > 1
         out_BHQD = _attention(query, key, value, attention_mask, causal, scale, dropout, softcap, sinks_H)
         return out_BHQD.transpose(1, 2).contiguous(), None
+    note = noted(attention_mask, type(module).__name__)
+    if note is not None:  # what a model tells by its mask holds, as where Transformers computes attention itself
+        window = note or None
+    if note == BOTH_SIDES:
+        raise UnsupportedModelError(f"{type(module).__name__} lets tokens see later ones")
     q_FHD, k_FHD, v_FHD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     parts = []
     for bucket in packed.buckets:
@@ -313,9 +321,9 @@ def _attention(
 
 
 def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Packed inputs need no mask from Transformers; other inputs get that of the model's own attention."""
+    """Packed inputs need a note of the mask alone; other inputs get the mask of the model's own attention."""
     if _packing.get():
-        return None
+        return mask_note(*args, **kwargs)
     own = _own_implementation(kwargs["config"])
     make = ALL_MASK_ATTENTION_FUNCTIONS[own] if own in ALL_ATTENTION_FUNCTIONS else sdpa_mask
     return make(*args, **kwargs)

@@ -154,8 +154,7 @@ class Publisher:
             self._aliases = link.attached.aliases
             if isinstance(transport, Slots) and not others:
                 transport = replace(transport, timeout_s=slot_timeout_s)
-            keeps = link.welcome.num_slots > 1 or not (check_finite or isinstance(self._source, NamedSource))
-            if isinstance(transport, Slots) and not others and keeps:
+            if isinstance(transport, Slots) and not others and not self._may_spoil_the_only_slot(link):
                 target = _EngineSlots(link, transport.checksum, slot_timeout_s, self._refuse)
             else:
                 target = Stage(link, transport, self._source.device, self._refuse)
@@ -311,6 +310,11 @@ class Publisher:
         if self._closing:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
+    def _may_spoil_the_only_slot(self, link: EngineLink) -> bool:
+        """Whether weights that may turn out not to be finite, or not to fit, would be written over the only ones that
+        the engine has."""
+        return link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
         if self._source.is_changed_by(optimizer):
@@ -371,7 +375,7 @@ class Publisher:
             with self._condition:
                 if self._condition.wait_for(lambda: self._pending is not None or self._closing, _LISTEN_EVERY_S):
                     return self._pending is not None
-            with self._handing:
+            with self._handing:  # whoever hands weights over talks to the engine meanwhile
                 self._target.listen()
 
     def _claim(self) -> Published:

@@ -1,0 +1,201 @@
+"""Whether the engine computes what a model computes: in fp32, on a twin of it, and on its own weights if it is small.
+
+Three ways to compute the logits of the same sequences are held against each other: Transformers' own (eager) attention,
+one sequence at a time; the same module with our attention over a paged cache, several sequences to a pass, prompts in
+chunks; and the fused decoder. A model whose module differs is refused, a fused decoder that differs is not used.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, choose_backend
+from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
+from inflight.engine.fused import FusedDecoder, agrees_with
+from inflight.engine.kv_cache import KVCache
+from inflight.engine.layers import probe_layers
+from inflight.engine.loading import module_over
+from inflight.models.twin import TOLERANCE, NoTwinError, first_line, relative_error, try_sequences, twin_of
+from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+
+logger = logging.getLogger("inflight.engine")
+
+_SMALL = 8_000_000
+"""Parameters of a model that is tried itself, beside its twin."""
+_LARGEST = 1_000_000_000
+"""Parameters of a model without a twin that is tried itself."""
+
+
+def check_model(model: PreTrainedModel, *, fused: bool) -> str | None:
+    """Why the model is not to be fused, or None. Raises UnsupportedModelError if it cannot be run at all."""
+    name = type(model).__name__
+    reason = None if fused else "asked for"
+    try:
+        twin = twin_of(model)
+    except NoTwinError as error:
+        logger.warning("%s is tried on its own weights alone: %s", name, error)
+        twin = None
+    if twin is not None:
+        if not twin.is_causal:
+            raise UnsupportedModelError(f"{name} is no causal decoder: what a token gives depends on those behind it")
+        try:
+            packed = twin.with_attention(ATTENTION_NAME)
+        except Exception as error:  # a foreign class may raise anything
+            raise UnsupportedModelError(
+                f"{name} does not take its attention from Transformers' attention interface: {first_line(error)}"
+            ) from error
+        reason = _compare(packed, twin.sequences, twin.logits, fused=fused) or reason
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if getattr(model, "hf_quantizer", None) is None and size <= (_SMALL if twin is not None else _LARGEST):
+        reason = _compare_itself(model, fused=fused and reason is None) or reason
+    elif twin is None:
+        raise UnsupportedModelError(
+            f"{name} cannot be checked: no small model of its kind can be built, and it has {size / 1e9:.1f} billion "
+            "parameters; what the engine computes might be wrong"
+        )
+    return reason
+
+
+@torch.inference_mode()
+def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> None:
+    """Compare a module over its slot with itself under Transformers' own attention, in the dtype and on the device that
+    serve it, for a batch of one sequence. Raises UnsupportedModelError if they differ by more than rounding does."""
+    backend.begin(batch, cache)
+    ours = run_packed(model, batch, cache, backend)
+    try:
+        model.set_attn_implementation("eager")
+        theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    if not agrees_with(ours, theirs):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes something else over these weights ({theirs.dtype} on {theirs.device}) "
+            f"than Transformers: its logits are off by {relative_error(ours, theirs):.0%}"
+        )
+
+
+@torch.inference_mode()
+def _compare_itself(model: PreTrainedModel, *, fused: bool) -> str | None:
+    """As `_compare`, with the model's own weights in fp32 on the CPU."""
+    packed = copy.deepcopy(model).to("cpu", torch.float32)
+    packed.set_attn_implementation("eager")
+    sequences, logits = try_sequences(packed)
+    packed.set_attn_implementation(ATTENTION_NAME)
+    return _compare(packed, sequences, logits, fused=fused)
+
+
+@torch.inference_mode()
+def _compare(
+    model: PreTrainedModel, sequences: list[torch.Tensor], expected: list[torch.Tensor], *, fused: bool
+) -> str | None:
+    """Why the fused decoder of a model (fp32, CPU, our attention) does not give these logits, or None. Raises
+    UnsupportedModelError if the module itself does not."""
+    name = type(model).__name__
+    cpu = torch.device("cpu")
+    layers = probe_layers(model)
+    longest = max(map(len, sequences))
+    backend = choose_backend("cpu", layers, cpu)
+    cache = KVCache(
+        layers,
+        backend,
+        max_sequences=len(sequences),
+        max_context=longest,
+        max_prefill_tokens=sum(map(len, sequences)),
+        device=cpu,
+        fraction=0.5,
+    )
+    theirs = torch.cat(expected)
+    try:
+        ours = _logits(sequences, cache, backend, lambda batch: run_packed(model, batch, cache, backend))
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(f"{name} cannot run packed sequences: {first_line(error)}") from error
+    if ours.shape != theirs.shape:
+        raise UnsupportedModelError(f"{name} does not give logits for the tokens that it is asked for")
+    if not (error := relative_error(ours, theirs)) < TOLERANCE:
+        alone = _whole(sequences[0], cache, backend, model)
+        raise UnsupportedModelError(
+            f"{name} cannot be run: {_why(alone, expected[0])}, its logits are off by {error:.0%}"
+        )
+    if not fused:
+        return None
+    try:
+        layout = layout_of(model)
+        buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        fill(slot_views(buffer, layout), published_tensors(model))
+        module = module_over(model, layout, buffer)
+        ours = _logits(sequences, cache, backend, FusedDecoder(module, cache, backend, longest))
+    except Exception as error:  # an UnknownPartError, or what a foreign model raises on its way into ours
+        return first_line(error)
+    if not relative_error(ours, theirs) < TOLERANCE:
+        return "the fused decoder and the Transformers model give different logits"
+    return None
+
+
+def _whole(ids: torch.Tensor, cache: KVCache, backend: AttentionBackend, model: PreTrainedModel) -> torch.Tensor:
+    """Logits [T, V] of one sequence in one pass."""
+    batch = _batch([ids], [(0, 0, len(ids))], cache)
+    backend.begin(batch, cache)
+    return run_packed(model, batch, cache, backend)
+
+
+def _why(alone: torch.Tensor, expected: torch.Tensor) -> str:
+    if relative_error(alone, expected) < TOLERANCE:
+        return (
+            "where sequences share a pass or go on from cached keys and values (it does not place tokens by "
+            "position_ids, or mixes them outside of its attention)"
+        )
+    return "with the engine's attention (its own does something that it tells by no argument that the engine knows)"
+
+
+def _logits(
+    sequences: list[torch.Tensor],
+    cache: KVCache,
+    backend: AttentionBackend,
+    run: Callable[[ForwardBatch], torch.Tensor],
+) -> torch.Tensor:
+    """Logits [sum of T, V] of all tokens, computed in passes that begin, go on with and end sequences."""
+    rows: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for chunks in _passes([len(ids) for ids in sequences]):
+        batch = _batch(sequences, chunks, cache)
+        backend.begin(batch, cache)
+        parts = run(batch).float().split([end - start for _, start, end in chunks])
+        for (index, _, _), part in zip(chunks, parts, strict=True):
+            rows[index].append(part)
+    return torch.cat([part for parts in rows for part in parts])
+
+
+def _passes(lengths: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """(sequence, start, end) of the chunks of three passes, those of one token first: a part of each prompt, one token
+    of each, the rest."""
+    middles = [max(1, length * 2 // 5) for length in lengths]
+    bounds = [[0, middle, min(middle + 1, length), length] for middle, length in zip(middles, lengths, strict=True)]
+    for step in range(3):
+        chunks = [(i, ends[step], ends[step + 1]) for i, ends in enumerate(bounds) if ends[step] < ends[step + 1]]
+        if chunks:
+            yield sorted(chunks, key=lambda chunk: chunk[2] - chunk[1] > 1)
+
+
+def _batch(sequences: list[torch.Tensor], chunks: list[tuple[int, int, int]], cache: KVCache) -> ForwardBatch:
+    """Sequence i holds the i-th run of `max_blocks` blocks of every group."""
+    size, per_sequence = cache.block_size, cache.max_blocks
+    tables = np.array([[1 + i * per_sequence + block for block in range(per_sequence)] for i, _, _ in chunks], np.int32)
+    positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
+    slots = torch.cat([torch.arange(s, e) + (1 + i * per_sequence) * size for i, s, e in chunks])
+    counts = [end - start for _, start, end in chunks]
+    return ForwardBatch(
+        token_ids=torch.cat([sequences[i][start:end] for i, start, end in chunks]),
+        positions=positions,
+        rows=torch.arange(len(positions)),
+        slots=[slots for _ in cache.groups],
+        tables=[tables for _ in cache.groups],
+        starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+        contexts=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
+        num_single=sum(count == 1 for count in counts),
+    )

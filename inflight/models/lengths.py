@@ -1,0 +1,51 @@
+"""Up to which length a sequence is computed as it would be in any company."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+def length_limit(config: PretrainedConfig) -> tuple[int, str] | None:
+    """Tokens, and what ends there; None where nothing does.
+
+    The frequencies of the rotary embeddings "longrope" and "dynamic" depend on the longest sequence of a batch once
+    one is longer than what the model was trained on first, so that sequences would change each other. Chunked
+    attention (Llama 4) is full attention up to the end of the first chunk.
+    """
+    limits: list[tuple[int, str]] = []
+    positions = getattr(config, "max_position_embeddings", None)
+    for rope in _ropes(config):
+        kind = str(rope.get("rope_type") or rope.get("type") or "")
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if kind == "longrope" and (end := original or positions):
+            limits.append((int(end), "longrope"))
+        if "dynamic" in kind and positions:
+            limits.append((int(positions), f"{kind} rotary embeddings"))
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        chunk = getattr(config, "attention_chunk_size", None)
+        if chunk:
+            limits.append((int(chunk), "chunked attention"))
+    if (row := row_limit(config)) is not None:
+        limits.append(row)
+    return min(limits) if limits else None
+
+
+def row_limit(config: PretrainedConfig) -> tuple[int, str] | None:
+    """Tokens that a row of packed sequences may have, and why; None where that does not matter.
+
+    Llama 4 scales queries by where they are in their row, whatever their positions are, from `floor_scale` on.
+    """
+    if getattr(config, "attn_temperature_tuning", None) and getattr(config, "floor_scale", None):
+        return int(config.floor_scale) - 1, "a query scale that counts the tokens of a row"
+    return None
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of all rotary embeddings, which some models hold by type of layer."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(found, dict):
+        return []
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]

@@ -1,0 +1,275 @@
+"""Configurations made small: a few layers of each kind, narrow, with windows and thresholds of a few tokens.
+
+What a field means is told by its name. Numbers that belong together are divided by the same number, so that the ratios
+that decide how a model computes stay what they are: query heads to KV heads, hidden size to heads, the rotated part of
+a head to the whole.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from transformers import PretrainedConfig
+
+VOCABULARY = 96
+WINDOW = 6
+"""Tokens: sliding windows, steps of a query's scale."""
+CHUNK = 24
+"""Tokens of an attention chunk; no sequence is longer (`length_limit`)."""
+ORIGINAL_CONTEXT = 16
+"""Tokens up to which positions are not scaled."""
+CONTEXT = 64
+"""Positions."""
+_MAX_LAYERS = 8
+_MAX_EXPERTS = 8
+_SOFTCAP = 2.0
+_MIN_HEAD_DIM = 8
+_HIDDEN = 64
+
+_HEAD_COUNT = re.compile(
+    r"(?!.*(dim|size))(.*(num|n|attention)_(attention_|key_value_|kv_|query_|global_|swa_|linear_)*(key_value_|kv_|q_|query_)?"
+    r"(attention_)?heads?(_per_layer)?|n_head(_kv)?|kv_n_heads|.*_num_(key|value)_heads|(en|de)coder_attention_heads)$"
+)
+_HEAD_DIM = re.compile(
+    r".*(head_dim|head_size|kv_channels|rotary_dim|rotary_ndims|mrope_section|d_kv|d_head|dim_head|head_width)$"
+)
+_WIDTH = re.compile(
+    r"(.*hidden_size|.*intermediate_size(_mlp)?|.*ffn_dim|.*ffn_hidden_size|.*_rank|n_embd|n_inner|d_model|d_inner|d_ff|dff|dim|"
+    r"emb_dim|embed_dim|embedding_dim|embedding_size|word_embed_proj_dim|ple_embed_dim|.*hidden_size_per_layer_input|"
+    r".*expansion_dim|lru_width|shared_intermediate_size|feed_forward_size|.*_embd)$"
+)
+_LAYER_COUNT = re.compile(r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers)$")
+_EXPERT_COUNT = re.compile(r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)$")
+_CHOSEN_EXPERTS = re.compile(
+    r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_per_tok(en)?|moe_num_active_.*)$"
+)
+_WINDOW = re.compile(
+    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|"
+    r"local_attention|log_scaling_n_floor)$"
+)
+_POSITIONS = re.compile(
+    r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|context_length|"
+    r"model_max_length|seq_length)$"
+)
+_LAYER_PATTERN = re.compile(
+    r"dense_replace|num_dense_layers|start_index|interleave|interval|period|every|pattern|step$"
+)
+_LAYER_LIST = re.compile(r"(_layers|_idxs|layer_ids|layer_indices|_index)$")
+_VOCABULARY = re.compile(r".*vocab_size(_per_layer_input)?$")
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of a configuration, and of those inside it, that is small in every respect."""
+    return _changed(config, _rules(config), _kept_layers(config), shrink)
+
+
+def shrink_lengths(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy that is as wide as the original, with a small vocabulary, windows and thresholds."""
+    return _changed(config, _length_rules, None, shrink_lengths)
+
+
+def config_numbers(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration that hold one number, or one per layer."""
+    for name, value in vars(config).items():
+        if not name.startswith("_") and _is_count(value[0] if isinstance(value, (list, tuple)) and value else value):
+            yield name, value
+
+
+def _changed(
+    config: PretrainedConfig,
+    rule: Callable[[str, int | float], int | float],
+    layers: list[int] | None,
+    inner: Callable[[PretrainedConfig], PretrainedConfig],
+) -> PretrainedConfig:
+    """A copy whose numbers are what `rule` makes of them, with these layers (None: all), and what `inner` makes of the
+    configurations in it. It is written past the checks of single fields, since they belong together."""
+    small = copy.deepcopy(config)
+    count = _num_layers(config)
+    fields = vars(small)
+    for name, value in list(fields.items()):
+        if name.startswith("_"):
+            continue
+        if isinstance(value, PretrainedConfig):
+            fields[name] = inner(value)
+        elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            fields[name] = _shorter_rope(value, rule, config)
+        elif _is_number(value):
+            fields[name] = rule(name, value)
+        elif layers is not None and _are_indices(name, value):
+            fields[name] = type(value)(layers.index(i) for i in value if i in layers)
+        elif isinstance(value, (list, tuple)):
+            chosen = [value[i] for i in layers] if layers is not None and len(value) == count else list(value)
+            fields[name] = type(value)(rule(name, x) if _is_number(x) else x for x in chosen)
+    if layers is not None:
+        _renumber(small, count, layers)
+    return small
+
+
+def _length_rules(name: str, value: int | float) -> int | float:
+    if isinstance(value, float) or not _is_count(value):
+        return min(value, _SOFTCAP) if "softcap" in name and value > 0 else value
+    if "original_max_position" in name:
+        return min(value, ORIGINAL_CONTEXT)
+    if _POSITIONS.match(name):
+        return min(value, CONTEXT)
+    if _WINDOW.match(name):
+        return min(value, WINDOW)
+    if name.endswith("attention_chunk_size"):
+        return min(value, CHUNK)
+    if _VOCABULARY.match(name):
+        return min(value, VOCABULARY)
+    if name.endswith(("_token_id", "_token_index")):
+        return _special_token(name, value)
+    return value
+
+
+def _rules(config: PretrainedConfig) -> Callable[[str, int | float], int | float]:
+    """What becomes of each number of this configuration."""
+    heads = [n for name, value in config_numbers(config) if _HEAD_COUNT.match(name) for n in _flat(value) if n > 0]
+    dims = [n for name, value in config_numbers(config) if _HEAD_DIM.match(name) for n in _flat(value) if n > 0]
+    hidden, num_heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
+    head_dim = vars(config).get("head_dim") or (hidden // num_heads if hidden and num_heads else 0)
+    if head_dim and head_dim not in dims:
+        dims.append(head_dim)
+    by_heads = _divisor(heads, smallest=2)
+    by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims)), 1)
+    if hidden == num_heads * head_dim:
+        by_width, multiple = by_heads * by_dims, 1
+    else:
+        by_width, multiple = max(1, hidden // _HIDDEN), math.lcm(4, max(1, num_heads // by_heads))
+    groups = getattr(config, "n_group", None) or getattr(config, "num_expert_group", None) or 1
+
+    def rule(name: str, value: int | float) -> int | float:
+        if isinstance(value, float) or not _is_count(value) or value <= 0:
+            return _length_rules(name, value)
+        if _HEAD_COUNT.match(name):
+            return value // by_heads
+        if _HEAD_DIM.match(name):
+            return value // by_dims
+        if _WIDTH.match(name):
+            return _width(value, by_width, multiple if value == hidden else 4)
+        if _EXPERT_COUNT.match(name):
+            return min(value, max(_MAX_EXPERTS, 2 * groups if isinstance(groups, int) else 0))
+        if _CHOSEN_EXPERTS.match(name):
+            return min(value, 2)
+        return _length_rules(name, value)
+
+    return rule
+
+
+def _width(value: int, divisor: int, multiple: int) -> int:
+    """A multiple of 4 numbers for what is no row of heads: grouped products want 16 bytes."""
+    return max(8, multiple * math.ceil(value / divisor / multiple))
+
+
+def _number(config: PretrainedConfig, name: str) -> int:
+    """A field under the name that Transformers gives it in all configurations; 0 where there is none."""
+    value = vars(config).get(config.attribute_map.get(name, name))
+    return value if _is_count(value) else 0
+
+
+def _divisor(counts: list[int], smallest: int) -> int:
+    """The largest number that divides all counts and leaves at least `smallest` of each that has as many."""
+    common = math.gcd(*counts) if counts else 1
+    fitting = [k for k in range(1, common + 1) if common % k == 0 and all(n // k >= min(n, smallest) for n in counts)]
+    return max(fitting)
+
+
+def _divides(k: int, dims: list[int]) -> bool:
+    """Whether dimensions of heads stay even where they are, and large enough to hold several frequencies."""
+    return all(n % k == 0 and n // k >= _MIN_HEAD_DIM and (n // k) % 2 == n % 2 for n in dims)
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def _num_layers(config: PretrainedConfig) -> int:
+    named = [value for name, value in config_numbers(config) if _LAYER_COUNT.match(name) and _is_count(value)]
+    return _number(config, "num_hidden_layers") or max(named, default=0)
+
+
+def _kept_layers(config: PretrainedConfig) -> list[int] | None:
+    """Layers of every kind, the first ones where these are enough: patterns that count from the first hold then."""
+    count = _num_layers(config)
+    if not count:
+        return None
+    lists = [(n, v) for n, v in vars(config).items() if isinstance(v, (list, tuple))]
+    members = [[i in v for i in range(count)] for n, v in lists if _are_indices(n, v)]
+    members += [list(v) for n, v in lists if len(v) == count and not _are_indices(n, v)]
+    kinds = [str([v[i] for v in members]) for i in range(count)]
+    needed = max(kinds.index(kind) for kind in kinds) + 1
+    multiple = 1
+    for name, value in config_numbers(config):  # the first dense layers, every n-th layer
+        if _LAYER_PATTERN.search(name):
+            needed = max([needed, *(n + 1 for n in _flat(value) if 0 < n < count)])
+        if _LAYER_COUNT.match(name) and 0 < value < count and count % value == 0:  # several layers to a block
+            multiple = max(multiple, count // value)
+    needed = min(count, multiple * math.ceil(max(needed, 3) / multiple))
+    if needed <= _MAX_LAYERS:
+        return list(range(needed))
+    chosen = {kinds.index(kind) for kind in kinds} | {count - 1 - kinds[::-1].index(kind) for kind in kinds}
+    return sorted(chosen)[: 2 * _MAX_LAYERS]
+
+
+def _are_indices(name: str, value: Any) -> bool:
+    """Whether a field lists the layers that are of one kind, and does not tell something of every layer."""
+    if not _LAYER_LIST.search(name) or not isinstance(value, (list, tuple)) or not all(map(_is_count, value)):
+        return False
+    return list(value) == sorted(set(value))
+
+
+def _renumber(small: PretrainedConfig, count: int, layers: list[int]) -> None:
+    """Counts of layers."""
+    fields, kept = vars(small), len(layers)
+    for name, value in list(fields.items()):
+        if not _is_count(value) or value <= 0:
+            continue
+        if _LAYER_COUNT.match(name) and count % value == 0:
+            fields[name] = max(1, kept * value // count)
+        elif name == "num_kv_shared_layers":
+            fields[name] = max(1, kept - max(1, round(kept * (count - value) / count)))
+        elif re.search(r"dense_replace|num_dense_layers|max_window_layers", name):
+            fields[name] = sum(i < value for i in layers)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def _shorter_rope(
+    rope: dict[str, Any], rule: Callable[[str, int | float], int | float], config: PretrainedConfig
+) -> dict[str, Any]:
+    short: dict[str, Any] = {}
+    for name, value in rope.items():
+        if isinstance(value, dict):  # by type of layer
+            short[name] = _shorter_rope(value, rule, config)
+        elif name in ("short_factor", "long_factor") and isinstance(value, (list, tuple)):
+            head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+            short[name] = list(value)[:: max(1, head_dim // int(rule("head_dim", head_dim)))]
+        elif isinstance(value, (list, tuple)):
+            short[name] = [rule(name, x) if _is_number(x) else x for x in value]
+        elif _is_number(value):
+            short[name] = rule(name, value)
+        else:
+            short[name] = value
+    return short
+
+
+def _special_token(name: str, value: int) -> int:
+    """Ordinary ones are low, those of images and sounds, which no probe may hold, the last of the vocabulary."""
+    ordinary = ("pad", "bos", "eos", "sep", "cls", "mask", "unk", "decoder_start")
+    kind = next((i for i, word in enumerate(ordinary) if name.startswith(word)), None)
+    return min(value, kind if kind is not None else VOCABULARY - 1) if value >= 0 else value
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _flat(value: Any) -> list[int]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,185 @@
+"""A small model of the same classes and the same kinds of layers as a given one, on which decisions are made.
+
+Whether packed sequences, a paged cache or fused kernels compute what a model computes depends on its classes and its
+configuration, not on its weights or their dtype. A twin has both, and is small enough to be tried in fp32 on a CPU:
+weights that are large enough for every part to show, sequences longer than every window and threshold. What differs
+there would be wrong in every dtype, and what is right there differs elsewhere by rounding only.
+"""
+
+import logging
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inflight.models.lengths import length_limit, row_limit
+from inflight.models.shrink import VOCABULARY, shrink, shrink_lengths
+
+logger = logging.getLogger("inflight.models")
+
+TOLERANCE = 1e-3
+"""Of the norm of a token's logits. Rounding makes 1e-6 to 1e-5; the smallest mistake planted in the tests 5e-3."""
+LENGTHS = (40, 23, 8, 1)
+"""Tokens of the sequences that are tried."""
+_MAX_PARAMETERS = 8_000_000
+_WEIGHT_STD = 0.2
+_STEP = 0.3
+"""Standard deviation of what is added to norms' weights, biases and other parameters that are not matrices."""
+
+
+class NoTwinError(Exception):
+    """A twin of this model cannot be built or run; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A small model and what Transformers' own attention computes with it."""
+
+    plain: PreTrainedModel
+    """fp32, on the CPU, in eval mode, with Transformers' eager attention."""
+    sequences: list[torch.Tensor]
+    """i64[T] each"""
+    logits: list[torch.Tensor]
+    """f32[T, V] each, of a forward pass of its own."""
+    is_causal: bool
+    """Whether the logits of the first tokens are the same without those that follow."""
+
+    def with_attention(self, name: str) -> PreTrainedModel:
+        """The same model, built anew with the attention of this name. Raises whatever building it raises."""
+        model = _build(type(self.plain), self.plain.config, name)
+        model.load_state_dict(self.plain.state_dict())
+        return model
+
+
+_twins: OrderedDict[tuple[type, str], Twin | NoTwinError] = OrderedDict()
+
+
+def twin_of(model: nn.Module) -> Twin:
+    """The twin of a Transformers model; of models alike it is made once. Raises NoTwinError."""
+    config: Any = model.config
+    kind = transformers_class(model)
+    try:
+        key = kind, config.to_json_string(use_diff=False)
+    except Exception as error:  # a configuration that cannot be written is a foreign matter
+        raise NoTwinError(f"its configuration cannot be read: {first_line(error)}") from error
+    if key not in _twins:
+        try:
+            _twins[key] = _make(kind, config)
+        except NoTwinError as error:
+            _twins[key] = error
+        while len(_twins) > 16:
+            _twins.popitem(last=False)
+    found = _twins[key]
+    if isinstance(found, NoTwinError):
+        raise found
+    return found
+
+
+def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
+    """The class that the model's `forward` is of, without the ones that FSDP derives from it."""
+    kind = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
+    return kind if issubclass(kind, PreTrainedModel) else type(model)  # pyright: ignore
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference of a row of logits [T, V], as a part of the norm of that row. NaN where there is one."""
+    difference = (ours.float() - theirs.float()).norm(dim=-1)
+    return float((difference / theirs.float().norm(dim=-1).clamp(min=1e-12)).max())
+
+
+def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Random sequences, and the logits f32[T, V] that the model gives for each of them alone."""
+    config = model.config.get_text_config()  # pyright: ignore
+    vocabulary = int(config.vocab_size)
+    highest = vocabulary - 1 if vocabulary <= VOCABULARY else vocabulary  # what a twin has last stands for an image
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(0, highest, (length,), generator=generator) for length in _lengths(config)]
+    with torch.no_grad():
+        return sequences, [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+
+
+def _lengths(config: PretrainedConfig) -> list[int]:
+    """LENGTHS, or so much shorter that the model can take them one by one and in a row."""
+    shares = [1.0]
+    if isinstance(positions := getattr(config, "max_position_embeddings", None), int) and positions > 0:
+        shares.append(positions / LENGTHS[0])
+    if (length := length_limit(config)) is not None:
+        shares.append(length[0] / LENGTHS[0])
+    if (row := row_limit(config)) is not None:
+        shares.append(row[0] / sum(LENGTHS))
+    return [max(1, int(length * min(shares))) for length in LENGTHS]
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin:
+    reasons = []
+    with torch.random.fork_rng(devices=[]):
+        for make_small in (shrink, shrink_lengths):
+            try:
+                plain = _build(kind, make_small(config), "eager")
+                _randomize(plain)
+                sequences, logits = try_sequences(plain)
+                is_causal = _is_causal(plain, sequences[0], logits[0])
+            except Exception as error:  # whatever a foreign model raises
+                reasons.append(f"{type(error).__name__}: {first_line(error)}")
+                continue
+            if all(bool(one.isfinite().all()) for one in logits):
+                return Twin(plain, sequences, logits, is_causal)
+            reasons.append("its logits are not finite")
+    logger.debug("no twin of %s: %s", kind.__name__, "; ".join(reasons))
+    raise NoTwinError(f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})")
+
+
+@torch.no_grad()
+def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> bool:
+    length = -(-len(ids) * 2 // 3)
+    shorter = model(input_ids=ids[None, :length], use_cache=False).logits[0]
+    return relative_error(shorter, logits[:length]) < TOLERANCE
+
+
+def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _SmallOnly():
+        return (
+            kind._from_config(config, dtype=torch.float32, attn_implementation=attention).eval().requires_grad_(False)
+        )
+
+
+class _SmallOnly(TorchFunctionMode):
+    """Raises MemoryError where a model turns out to be large after all."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_PARAMETERS
+
+    def __torch_function__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.empty:
+            size = args[0] if args and isinstance(args[0], (tuple, list)) else args or (kwargs or {}).get("size", ())
+            self._left -= math.prod(n for n in size if isinstance(n, int))
+            if self._left < 0:
+                raise MemoryError(f"it would have more than {_MAX_PARAMETERS:,} parameters")
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module) -> None:
+    """Weights of which each shows: no norm's is 1, no bias 0."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in dict.fromkeys([*model.parameters(), *_persistent_floats(model)]):
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        if tensor.ndim >= 2:
+            tensor.copy_(noise * _WEIGHT_STD)
+        else:
+            tensor.add_(noise * _STEP)
+
+
+def _persistent_floats(model: nn.Module) -> list[torch.Tensor]:
+    state = model.state_dict(keep_vars=True)
+    return [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]
