@@ -8,12 +8,13 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 
-.PHONY: setup demo test lint format bench peers gpu-bundle gpu-check clean
+.PHONY: setup demo test test-all lint format bench peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
-	@echo 'make test       set up and run the tests'
+	@echo 'make test       set up and run the tests that take less than ten seconds each'
+	@echo 'make test-all   all tests: every family of models, killed processes, short trainings'
 	@echo 'make lint       formatting, lint rules and types'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
@@ -32,6 +33,9 @@ demo: setup
 	$(BIN)/inflight demo
 
 test: setup
+	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadfile
+
+test-all: setup
 	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile
 
 lint: setup

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from inflight.training.objective import Objective
     from inflight.training.probe import VersionProbe
     from inflight.training.replay import replay_routing
+    from inflight.training.scoring import Scorer
     from inflight.training.staleness import StalenessFilter, StalenessRule
     from inflight.training.statistics import LossStats
     from inflight.training.step import clip_and_step
@@ -51,6 +52,7 @@ _HOME = {
     "Objective": "inflight.training.objective",
     "VersionProbe": "inflight.training.probe",
     "replay_routing": "inflight.training.replay",
+    "Scorer": "inflight.training.scoring",
     "StalenessFilter": "inflight.training.staleness",
     "StalenessRule": "inflight.training.staleness",
     "LossStats": "inflight.training.statistics",
@@ -76,6 +78,7 @@ __all__ = [
     "Publisher",
     "Rollout",
     "SamplingParams",
+    "Scorer",
     "ShardSender",
     "Slots",
     "StalenessFilter",

@@ -34,6 +34,16 @@ def test_the_plain_loop_learns():
 
 
 @pytest.mark.slow
+def test_a_slow_judge_and_evaluations_beside_training():
+    done = run_program(str(ROOT / "examples" / "slow_reward.py"))
+    assert done.returncode == 0, done.stderr
+    held_out = [float(reward) for reward in re.findall(r"held out, after step \d+  reward ([\d.]+)", done.stdout)]
+    assert len(held_out) >= 3, done.stdout
+    assert held_out[-1] > 0.5, done.stdout
+    assert "0 answers were left without a reward" in done.stdout
+
+
+@pytest.mark.slow
 def test_trl_learns():
     done = run_program(str(ROOT / "examples" / "trl_grpo.py"))
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,67 @@
+"""A judge that takes its time, and an evaluation beside training: neither stops the generator or the trainer.
+
+    python examples/slow_reward.py [MODEL]
+
+Every answer is judged by an `async` function that waits 200 ms, as one that asks another service would. Held-out
+prompts are answered greedily by every tenth version while training goes on. MODEL is a directory, a Hugging Face hub id
+or a built-in shape (default: tiny, random weights, trained from scratch to answer with digits; half a minute on two
+cores).
+"""
+
+import asyncio
+import sys
+from itertools import islice
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import inflight
+from inflight.engine.shapes import SHAPES, shape_config
+
+STEPS = 40
+
+
+async def judge(rollout: inflight.Rollout) -> float:
+    await asyncio.sleep(0.2)
+    return share_of_digits(rollout)
+
+
+def share_of_digits(rollout: inflight.Rollout) -> float:
+    return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
+
+
+def main(name: str = "tiny") -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the other half of the cores is the generator's
+    torch.manual_seed(0)
+    if name in SHAPES:
+        model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prompts = (f"Number {i}: " for i in range(8 * STEPS))
+    held_out = [f"Number {1000 + i}: " for i in range(32)]
+    params = inflight.SamplingParams(n=8, max_tokens=16)
+    greedy = inflight.SamplingParams(temperature=0, max_tokens=16)
+
+    with inflight.launch(name, threads=torch.get_num_threads(), slots=3) as engine:  # the third keeps a pinned version
+        publisher = engine.publisher(model)
+        version = publisher.publish()
+        evaluations: dict[int, list[int]] = {}
+        engine.submit(islice(prompts, 24), params)
+        for step, batch in enumerate(engine.stream.batches(rollouts=64, score=inflight.Scorer(judge, timeout_s=10)), 1):
+            engine.submit(islice(prompts, 8), params)
+            loss, stats = inflight.policy_loss(model, batch, correction="tis")
+            loss.backward()
+            inflight.clip_and_step(optimizer, max_grad_norm=1.0)
+            version = publisher.publish()
+            if step % 10 == 0:
+                evaluations[step] = engine.submit(held_out, greedy, version=version, train=False)
+                print(f"step {step}  reward {engine.stream.last_reward:.3f}  ESS {stats.ess:.3f}")
+        for step, ids in evaluations.items():
+            scores = [share_of_digits(rollout) for [rollout] in engine.stream.groups(ids)]
+            print(f"held out, after step {step}  reward {sum(scores) / len(scores):.3f}")
+        print(f"{engine.stream.num_unscored} answers were left without a reward")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
