@@ -341,6 +341,9 @@ class LaunchedEngine:
                 at_end.callback(publisher.close, _CLOSE_S)
             if self._trace is not None:
                 with suppress(InflightError, OSError):  # it is logged
+                    self._launcher.client.status(
+                        timeout_s=min(_CLOSE_S, self.answer_timeout_s)
+                    )  # else nobody writes it
                     self._trace.close()
 
     def __enter__(self) -> "LaunchedEngine":

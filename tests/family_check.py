@@ -268,7 +268,7 @@ def _load(directory: str, dtype: torch.dtype) -> PreTrainedModel:
 # ---- trainer ----------------------------------------------------------------------------------------------------
 
 
-def _rollouts() -> list[Rollout]:
+def long_rollouts() -> list[Rollout]:
     """Drawn from nothing: sequences longer than every window, two of which answer one prompt."""
     rng = np.random.default_rng(1)
     rollouts = []
@@ -295,7 +295,7 @@ def _rollouts() -> list[Rollout]:
 
 def _check_trainer(model: PreTrainedModel, names: set[str], truth: PreTrainedModel | None) -> Outcome:
     """`truth`: the model, or None if there is nothing to compare with."""
-    rollouts = _rollouts()
+    rollouts = long_rollouts()
     before = None if truth is None else _differences(truth, rollouts)
     state = _state(model)
     batch = pack(rollouts, [1.0] * len(rollouts))

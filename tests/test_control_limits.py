@@ -32,9 +32,10 @@ from inflight.core.messages import (
     decode_from_engine,
     encode,
 )
-from inflight.engine import log
+from inflight.engine import log, process
 from inflight.engine.seat import PublisherSeat
 from inflight.engine.shapes import shape_config
+from inflight.stream.writer import StreamWriter
 from inflight.weights.link import EngineLink
 from inflight.weights.receiver import MAX_VERSIONS_AT_ONCE
 from inflight.weights.sources import ModelSource
@@ -174,6 +175,34 @@ def test_who_never_reads_its_answers_costs_a_bounded_memory(engine, socket):
 def test_too_many_samples_in_one_call_are_refused(engine):
     with pytest.raises(InvalidRequestError, match="131072 samples in one call; submit at most 65536"):
         engine.submit([[1]] * 2, inflight.SamplingParams(n=65536))
+
+
+def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):
+    """Of many messages that wait between two passes."""
+    control = process._bind(f"ipc://{tmp_path}/control")
+    serving = process.EngineProcess(make_engine(), control, StreamWriter(f"ipc://{tmp_path}/stream"), tmp_path)
+    with zmq.Context.instance().socket(zmq.DEALER) as client:
+        client.connect(f"ipc://{tmp_path}/control")
+
+        def num_answered(message) -> int:
+            for _ in range(10):
+                client.send(encode(message))
+            count = 0
+            time.sleep(0.2)
+            serving._answer(wait=False)
+            while client.poll(200):
+                client.recv()
+                count += 1
+            while control.poll(50):
+                control.recv_multipart()
+            return count
+
+        assert num_answered(GetStatus()) == 1  # a pass took no time yet
+        assert num_answered(Submit(prompts=[Prompt([1], inflight.SamplingParams())])) == 10
+        serving._step_ns = 10**12
+        assert num_answered(GetStatus()) == 10
+    serving.close()
+    control.close()
 
 
 # ---- numbers ----------------------------------------------------------------------------------------------------

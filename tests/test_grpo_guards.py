@@ -143,6 +143,9 @@ def test_check_finite_sees_every_value_and_may_leave_out_what_is_frozen():
     check_finite(model, trainable=True)
     with pytest.raises(NonFiniteWeightsError):
         check_finite(model)
+    quantized = torch.nn.Module()
+    quantized.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    check_finite(quantized)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 100.0])

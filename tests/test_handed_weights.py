@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from test_parity import TOLERANCE, full_forward_logprobs
 from torch import nn
 
 import inflight
-from inflight.core.errors import LayoutMismatchError, NonFiniteWeightsError, WeightFileError
+from inflight.core.errors import EngineHungError, LayoutMismatchError, NonFiniteWeightsError, WeightFileError
 from inflight.engine.aliases import aliases_of
 from inflight.weights.named import copy_named
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
@@ -356,3 +358,61 @@ def test_all_that_a_model_saves_can_be_copied_back(name, tmp_path):
     fill(slot_views(theirs, layout), published_tensors(model))
     copy_named(slot_views(ours, layout), aliases_of(model), iter(load_file(tmp_path / "model.safetensors").items()))
     assert torch.equal(ours, theirs)
+
+
+# ---- waits ------------------------------------------------------------------------------------------------------
+
+
+def test_gathering_may_take_its_time(engine, publisher):
+    """Longer than an idle publisher is silent; what the engine says meanwhile is heard afterwards."""
+    model = changed(seed=13)
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(model.named_parameters()):
+            if index % 10 == 0:
+                time.sleep(0.4)
+            yield pair
+
+    for _ in range(2):
+        version = publisher.publish(gathered())
+    assert serves(engine, model, version)
+
+
+def test_a_publisher_closes_though_what_it_is_handed_never_ends(engine):
+    publisher, model, stuck, raised = engine.publisher(), changed(seed=14), threading.Event(), []
+
+    def endless() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from model.named_parameters()
+        stuck.wait()
+
+    def publish() -> None:
+        try:
+            publisher.publish(endless())
+        except inflight.InflightError as error:
+            raised.append(error)
+
+    before = engine.status().version
+    thread = threading.Thread(target=publish, daemon=True)
+    thread.start()
+    publisher.close(timeout_s=0.5)
+    with engine.publisher() as another:  # the lock is free again
+        assert serves(engine, model, another.publish(model.named_parameters()))
+    stuck.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert engine.status().version == before + 1
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_named(model_dir):
+    with launch(model_dir("qwen3")) as engine:
+        model = changed()
+        publisher = inflight.Publisher(engine, timeout_s=1)
+        os.kill(engine.pid, signal.SIGSTOP)
+        try:
+            publisher.publish(model.named_parameters())  # to the slot that is free
+            with pytest.raises(EngineHungError, match="lent no slot"):
+                publisher.publish(model.named_parameters())
+        finally:
+            os.kill(engine.pid, signal.SIGCONT)
+        publisher.close()

@@ -102,6 +102,15 @@ def test_the_optimizers_step_ends_where_the_copy_cannot(engine):
                 optimizer.step()
 
 
+def test_weights_that_are_handed_over_do_not_wait_for_a_stopped_engine_for_ever(engine):
+    weights = tiny().state_dict()
+    weights.pop("lm_head.weight", None)  # tied
+    with engine.publisher(timeout_s=BOUND_S) as publisher:
+        engine.wait_for_version(publisher.publish(weights))
+        with stopped(engine), ends_within(20), pytest.raises(EngineHungError):
+            repeat(lambda: publisher.publish(weights))
+
+
 def test_what_the_user_raised_comes_out_of_the_with_block(engine):
     def fail_within(publisher: inflight.Publisher) -> None:
         with publisher:

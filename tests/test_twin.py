@@ -230,16 +230,6 @@ def test_a_model_without_a_twin_is_tried_itself(tmp_path, monkeypatch, caplog):
     torch.testing.assert_close(alone, score_tokens(expected, batch).logprobs, atol=1e-4, rtol=1e-4)
 
 
-def test_rounding_is_told_by_the_dtype_of_the_weights():
-    """Some families give fp32 logits from weights in bf16."""
-    logits = torch.randn(5, 9, generator=torch.manual_seed(0))
-    near, far = logits * 1.02, logits.roll(1, 1)
-    for dtype, allowed in ((torch.float32, False), (torch.bfloat16, True)):
-        weights = nn.Linear(2, 2, dtype=dtype)
-        assert fused.agrees_with(near, logits, weights) == allowed
-        assert not fused.agrees_with(far, logits, weights)
-
-
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 

@@ -57,9 +57,9 @@ class TakenOver(msgspec.Struct, frozen=True, array_like=True):
     """The keys and values of a request's first prompt tokens were not computed for it: the prefix cache had them, or
     the request that it is a fork of. `version` is the oldest that computed some of them."""
 
-    request_id: int
-    num_tokens: int
-    version: int
+    request_id: Count
+    num_tokens: Count
+    version: Count
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -159,11 +159,6 @@ class TokenFrame:
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        for part in header.taken_over:
-            if part.num_tokens < 0 or part.version < 0:
-                raise FrameError(
-                    f"request {part.request_id} took {part.num_tokens} tokens over from version {part.version}"
-                )
         required = [columns.pop(name) for name in _REQUIRED]
         return cls(header, *required, extras=columns)
 

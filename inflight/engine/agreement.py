@@ -76,9 +76,9 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, b
         return
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
-    if not agrees_with(ours, theirs, model):
+    if not agrees_with(ours, theirs, model.dtype):
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes something else over these weights on {theirs.device} "
+            f"{type(model).__name__} computes something else over these weights ({model.dtype} on {theirs.device}) "
             f"than Transformers: its logits are off by {relative_error(ours, theirs):.0%}"
         )
 

@@ -150,9 +150,9 @@ class EngineClient:
         """Raises DeviceMemoryError if the memory is not there any more."""
         self._ask(Wake(ticket=self._next_ticket()), Done, timeout_s=max(self.answer_timeout_s, _LONG_TIMEOUT_S))
 
-    def status(self) -> Status:
+    def status(self, *, timeout_s: float | None = None) -> Status:
         """What the engine counts."""
-        return self._ask(GetStatus(ticket=self._next_ticket()), Status)
+        return self._ask(GetStatus(ticket=self._next_ticket()), Status, timeout_s=timeout_s)
 
     def start_trace(self, *, details: bool) -> None:
         """Returns when the engine's process is being recorded. Raises InflightError if it was already."""

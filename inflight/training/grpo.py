@@ -192,8 +192,8 @@ def _steps(
                 num_skipped += update.num_skipped
                 if scheduler is not None and update.num_skipped < config.updates_per_batch:
                     scheduler.step()
-                check_finite(model, trainable=True)
                 staleness = consume(engine.staleness, batch, trainer_version)
+            check_finite(model, trainable=True)
             trainer_version += 1
             if probe is not None:
                 probe.remember(trainer_version)

@@ -46,13 +46,14 @@ class RolloutStream:
         self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
         self._scorer: Scorer | None = None
+        """Who scores groups as they finish: the one that was asked for last."""
         self._own_scorer: Scorer | None = None
         self._scoring: dict[int, tuple[Group, Scorer]] = {}
         """By group: who scores it at the moment."""
         self._scored_by: dict[int, Scorer] = {}
         """By group: whose rewards it has."""
-        self._failed: dict[int, BaseException] = {}
-        """By group: what its score function raised."""
+        self._failed: dict[int, tuple[BaseException, Scorer]] = {}
+        """By group: what a score function raised."""
         self._lock = threading.Lock()
         self._inbox = Inbox(
             endpoint,
@@ -111,16 +112,14 @@ class RolloutStream:
                     wanted.discard(answer[0].group_id)
                     yield self._with_text(answer)
             return
-        self._score_with(score)
-        while (group := self._next()) is not None:
+        scorer = self._score_with(score)
+        while (group := self._next(scorer)) is not None:
             self._hand_out([group])
             yield group
 
     async def agroups(self, group_ids: Collection[int] | None = None) -> AsyncIterator[Group]:
-        """As `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        """As `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`. Without rewards."""
         wanted = None if group_ids is None else self._claim(group_ids)
-        if wanted is None:
-            self._score_with(None)
         while wanted is None or wanted:
             answer = self._inbox.next() if wanted is None else self._inbox.take_any(wanted)
             if answer is None:
@@ -172,13 +171,13 @@ class RolloutStream:
         """
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
-        self._score_with(score)
+        scorer = self._score_with(score)
         more = True
         while more:
             taken: list[Group] = []
             groups: list[Group] = []
             try:
-                while sum(map(len, groups)) < rollouts and (more := (group := self._next()) is not None):
+                while sum(map(len, groups)) < rollouts and (more := (group := self._next(scorer)) is not None):
                     if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
                         self._inbox.reserve([group[0].group_id])
                         continue
@@ -212,8 +211,9 @@ class RolloutStream:
         self._inbox.reserve(group_ids)
         return set(group_ids)
 
-    def _next(self) -> Group | None:
-        """The next group for training, with rewards if some are wanted. It stays outstanding until it is handed out."""
+    def _next(self, scorer: Scorer | None) -> Group | None:
+        """The next group for training, with the rewards of this scorer if there is one. It stays outstanding until it
+        is handed out."""
         while True:
             answer = self._inbox.next()
             if answer is None:
@@ -223,11 +223,12 @@ class RolloutStream:
                 continue
             group_id = answer[0].group_id
             with self._lock:
-                error = self._failed.pop(group_id, None)
-            if error is not None:
+                error, of = self._failed.pop(group_id, (None, None))
+                scored = scorer is None or self._scored_by.get(group_id) is scorer or not _is_scored(answer)
+            if error is not None and of is scorer:
                 self._inbox.put_back([group_id])
                 raise error
-            if (scorer := self._who_scores(answer)) is None:
+            if scored or scorer is None:
                 return self._with_text(answer)
             self._inbox.hold(group_id)
             self._start_scoring(answer, scorer)
@@ -249,37 +250,32 @@ class RolloutStream:
 
     # ---- scores -------------------------------------------------------------------------------------------------
 
-    def _score_with(self, score: "Score | Scorer | None") -> None:
-        """From now on groups are scored with this as they finish."""
+    def _score_with(self, score: "Score | Scorer | None") -> Scorer | None:
+        """From now on groups are scored with this as they finish; None changes nothing. Returns the scorer."""
+        if score is None:
+            return None
         with self._lock:
-            if score is None or isinstance(score, Scorer):
+            if isinstance(score, Scorer):
                 self._scorer = score
-            elif self._own_scorer is None or not self._own_scorer.calls(score):
+            elif self._own_scorer is not None and self._own_scorer.calls(score):
+                self._scorer = self._own_scorer
+            else:
                 if self._own_scorer is not None:
                     self._own_scorer.close()
                 self._scorer = self._own_scorer = Scorer(score)
-            else:
-                self._scorer = self._own_scorer
-            overtaken = [group for group, scorer in self._scoring.values() if scorer is not self._scorer]
-            for group in overtaken:
-                del self._scoring[group[0].group_id]
+            scorer = self._scorer
+            overtaken = [group for group, other in self._scoring.values() if other is not scorer]
         for group in overtaken:
-            if self._score_if_wanted(group):
-                self._inbox.ready(group)
+            self._start_scoring(group, scorer)
+        return scorer
 
     def _score_if_wanted(self, group: Group) -> bool:
-        """Begin to score a group. True if there is nothing to wait for."""
-        scorer = self._who_scores(group)
+        """Begin to score a group that has just finished. True if there is nothing to wait for."""
+        with self._lock:
+            scorer = self._scorer if _is_scored(group) else None
         if scorer is not None:
             self._start_scoring(group, scorer)
         return scorer is None
-
-    def _who_scores(self, group: Group) -> Scorer | None:
-        """None for a group that needs no rewards, or has those that are wanted."""
-        with self._lock:
-            if self._scored_by.get(group[0].group_id) is self._scorer:
-                return None
-            return self._scorer if usable(group) and not group[0].params.greedy else None
 
     def _start_scoring(self, group: Group, scorer: Scorer) -> None:
         with self._lock:
@@ -295,7 +291,7 @@ class RolloutStream:
                 return
             del self._scoring[group_id]
             if error is not None:
-                self._failed[group_id] = error
+                self._failed[group_id] = error, scorer
             else:
                 self._scored_by[group_id] = scorer
                 for rollout, reward in zip(group, scores.result(), strict=True):
@@ -311,6 +307,11 @@ class RolloutStream:
         for rollout, text in zip(group, texts, strict=True):
             rollout.prompt, rollout.text = prompt, text
         return group
+
+
+def _is_scored(group: Group) -> bool:
+    """Whether rewards are wanted for it at all."""
+    return usable(group) and not group[0].params.greedy
 
 
 def usable(group: Group) -> bool:

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from inflight.core.rollout import Rollout
+from inflight.core.spans import span
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +141,14 @@ class _Workers:
             future, function, argument = self._calls.get()
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(function(argument))
+                    with span("score"):
+                        result = function(argument)
+                    future.set_result(result)
                 except Exception as error:  # it is the trainer's to see
                     future.set_exception(error)
                 except BaseException as error:  # SystemExit would end the event loop instead
                     future.set_exception(RuntimeError(f"the score function raised {error!r}"))
-            del future, function, argument
+            future = function = argument = result = None  # nothing is kept while it waits
             with self._lock:
                 self._num_idle += 1
 

@@ -39,7 +39,11 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
 
     trainable: only those that training changes.
     """
-    parameters = {n: p for n, p in model.named_parameters() if p.numel() and (p.requires_grad or not trainable)}
+    parameters = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if (parameter.requires_grad or not trainable) and parameter.numel() and _may_be_infinite(parameter)
+    }
     largest = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values()]  # NaN if one value is
     if not largest:
         return
@@ -52,3 +56,8 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
             "published, and the engine keeps the weights that it has. Go on from a checkpoint, with a smaller learning "
             "rate or max_grad_norm"
         )
+
+
+def _may_be_infinite(parameter: torch.Tensor) -> bool:
+    """Not those of quantized layers, of 4 or 8 bits."""
+    return parameter.is_floating_point() and parameter.element_size() > 1

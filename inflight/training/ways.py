@@ -57,17 +57,48 @@ def _find(model: nn.Module, scorers: dict[Way, Scorer]) -> Way:
     try:
         twin = twin_of(model)
     except NoTwinError as error:
+        _check_itself(model)
         logger.warning("%s is fed one sequence at a time, as packing them cannot be tried: %s", name, error)
         return "alone"
     if not twin.is_causal:
-        raise UnsupportedModelError(
-            f"{transformers_class(model).__name__} is no causal decoder: its tokens see later ones, so that "
-            "log-probabilities of drawn tokens have no meaning (BERT and its family attend to earlier tokens "
-            "alone with is_decoder=True in their configuration)"
-        )
+        raise _not_causal(model)
     if twin.plain not in _ways:
         _ways[twin.plain] = _try(name, twin, scorers)
     return _ways[twin.plain]
+
+
+def _not_causal(model: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{transformers_class(model).__name__} is no causal decoder: its tokens see later ones, so that "
+        "log-probabilities of drawn tokens have no meaning (BERT and its family attend to earlier tokens "
+        "alone with is_decoder=True in their configuration)"
+    )
+
+
+@torch.no_grad()
+def _check_itself(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a model without a twin does not run on tokens alone, or if these see later ones.
+    In 16 bits the latter is told from rounding by its size."""
+    name, weight = transformers_class(model).__name__, next(model.parameters())
+    ids = torch.arange(12, device=weight.device)[None]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        whole, part = (model(input_ids=ids[:, :length], use_cache=False).logits[0] for length in (12, 8))
+        if len(whole) != 12 or len(part) != 8:
+            raise ValueError(f"12 tokens give {len(whole)} rows of logits, 8 give {len(part)}")
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be scored: it does not run on tokens alone ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+    difference = (whole[:8].float() - part.float()).norm(dim=-1) / part.float().norm(dim=-1).clamp(min=1e-12)
+    if difference.median() > (1e-2 if weight.dtype in (torch.float32, torch.float64) else 0.2):
+        raise _not_causal(model)
 
 
 @torch.no_grad()

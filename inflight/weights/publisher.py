@@ -122,7 +122,8 @@ class Publisher:
         check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
         WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
-        weights that they have. So that one with a single slot can do that, its versions go through a stage, too.
+        weights that they have. So that one with a single slot can do that, versions that are checked so, or handed
+        over, go through a stage to it, too.
         timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be
         longer than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its
         slots, while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several.
@@ -207,7 +208,8 @@ class Publisher:
 
         weights, of a publisher without a model: pairs of a name and a tensor (an iterator may gather one after
         another, on all ranks), a mapping, or the path of a checkpoint in safetensors. They are copied in this thread,
-        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. All of the
+        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. While the
+        engine has no slot for them (as requests are pinned to versions, for example) this waits. All of the
         engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
         LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming what is wrong; then nothing was published.
         """

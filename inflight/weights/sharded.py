@@ -198,9 +198,11 @@ class ShardSender:
         if self._error is not None:
             raise self._error
 
-    def close(self) -> None:
-        """Return when rank 0 has closed its Publisher."""
-        self._thread.join()
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Return when rank 0 has closed its Publisher, or, with a warning, after `timeout_s` seconds."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("rank 0 has not closed its Publisher within %g s; this rank goes on without it", timeout_s)
         self._hook.remove()
 
     def __enter__(self) -> "ShardSender":
