@@ -174,7 +174,8 @@ def test_a_fused_decoder_that_raises_is_not_used(tmp_path, monkeypatch, dtype):
         raise TypeError("forward() missing 1 required positional argument")
 
     monkeypatch.setattr(fused._Ropes, "of", fail)
-    assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == "forward() missing 1 required positional argument"
+    reason = "fusing it failed (TypeError: forward() missing 1 required positional argument)"
+    assert serve(tmp_path, CONFIGS["qwen3"](), dtype) == reason
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -227,6 +228,16 @@ def test_a_model_without_a_twin_is_tried_itself(tmp_path, monkeypatch, caplog):
     assert "Qwen3ForCausalLM is fed one sequence at a time" in caplog.text
     monkeypatch.undo()
     torch.testing.assert_close(alone, score_tokens(expected, batch).logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_rounding_is_told_by_the_dtype_of_the_weights():
+    """Some families give fp32 logits from weights in bf16."""
+    logits = torch.randn(5, 9, generator=torch.manual_seed(0))
+    near, far = logits * 1.02, logits.roll(1, 1)
+    for dtype, allowed in ((torch.float32, False), (torch.bfloat16, True)):
+        weights = nn.Linear(2, 2, dtype=dtype)
+        assert fused.agrees_with(near, logits, weights) == allowed
+        assert not fused.agrees_with(far, logits, weights)
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ class ModelRunner:
             decoders = [FusedDecoder(m, self._cache, self._backend, max_context) for m in self._modules]
             self._backend.begin(batch, self._cache)
             theirs = run_packed(self._modules[0], batch, self._cache, self._backend)
-            agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
+            agree = agrees_with(decoders[0](batch), theirs, self._modules[0])
         except UnknownPartError as error:
             self.unfused_reason = str(error)
         except Exception as error:  # what is right as Transformers runs it does not fail because it cannot be fused
