@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from conftest import run
-from family_configs import VOCABULARY, Family
+from family_configs import VOCABULARY, Family, auto_class
 from family_weights import make_model
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -357,9 +357,12 @@ _RAW = re.compile(
 
 
 def _names_of(config: PretrainedConfig) -> set[str]:
+    """By which a refusal may call the model: its type, its classes, and those of its parts."""
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     known = [part for part in parts if isinstance(part, PretrainedConfig)]
-    return {part.model_type for part in known} | {type(part).__name__ for part in known}
+    classes = auto_class(config)._model_mapping.get(type(config), ())
+    classes = classes if isinstance(classes, tuple) else (classes,)
+    return {part.model_type for part in known} | {kind.__name__ for kind in (*map(type, known), *classes)}
 
 
 def _refusal(error: Exception, kinds: tuple[type[Exception], ...], names: set[str]) -> Outcome:

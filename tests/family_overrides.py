@@ -15,7 +15,7 @@ _SPARSE = {"index_n_heads": 32, "index_topk": 8}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk2": _SPARSE,
-    "bailing_hybrid": {"num_experts": 4},
+    "bailing_hybrid": {"num_experts": 16},
     "bamba": {"mamba_d_head": 32, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 3.0, "kv_n_heads": 2}},

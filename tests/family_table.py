@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch
 import transformers
-from family_check import GOOD, Result, check_family
+from family_check import GOOD, NOT_BUILT, Result, check_family
 from family_configs import Family, all_families, causal_families
 from transformers.utils.logging import disable_progress_bar
 
@@ -80,8 +80,8 @@ def main() -> int:
         print("\n## Models that are not made for text alone, encoder-decoders and encoders\n")
         print(f"The engine runs none of them. {len(others)} rows. {_counts(others)}.\n")
         print(_table(others))
-    bad = [r for r in results if r.engine.kind not in GOOD or not r.trainer.good]
-    return int(bool(bad))
+    outcomes = [outcome for result in results for outcome in (result.engine, result.trainer)]
+    return int(any(outcome.kind not in (*GOOD, NOT_BUILT) for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def _slow_but_for_the_most_used():
             yield pytest.param(family, id=family.name, marks=marks)
 
 
-@pytest.mark.parametrize("family", _slow_but_for_the_most_used())
+@pytest.mark.parametrize("family", list(_slow_but_for_the_most_used()))
 def test_a_family_is_right_or_refused_by_name(family: Family):
     result = check_family(family)
     assert result.engine.kind in GOOD, result.engine.reason
@@ -53,7 +53,7 @@ def _others():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", _others())
+@pytest.mark.parametrize("family", list(_others()))
 def test_a_model_that_is_no_causal_decoder_is_refused_by_the_engine(family: Family):
     result = check_family(family)
     assert result.engine.kind == REFUSED, result.engine.reason

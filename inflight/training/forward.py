@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from inflight.core.errors import UnsupportedModelError
+from inflight.models.twin import first_line
 from inflight.training.batch import PackedBatch
 from inflight.training.head import PlainHead, plain_head, scoring_head
 from inflight.training.packing import is_packable, pack_input, packed_attention
@@ -92,10 +93,17 @@ def _logits_in_rows(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """Logits [n, V], each sequence in a forward pass of its own."""
+    """Logits [n, V], each sequence in a forward pass of its own. Raises UnsupportedModelError for a model that takes
+    more than tokens, or not so many of them."""
     parts = []
     for start, end in pairwise(batch.cu_seqlens.tolist()):
-        logits = model(input_ids=batch.input_ids[None, start:end], use_cache=False).logits[0]
+        try:
+            logits = model(input_ids=batch.input_ids[None, start:end], use_cache=False).logits[0]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be scored from a sequence of {end - start} tokens alone "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
         parts.append(logits[:-1][batch.loss_mask[start + 1 : end]])
     return torch.cat(parts)
 
