@@ -40,8 +40,7 @@ def main(name: str = "tiny") -> None:
             engine.submit(islice(prompts, 8), params)
             loss, stats = inflight.policy_loss(model, batch, correction="tis")
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite
             publisher.publish()  # returns at once; the generator never stops
             if step % 10 == 0:
                 print(f"step {step}  reward {engine.stream.last_reward:.3f}  ESS {stats.ess:.3f}")

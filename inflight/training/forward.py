@@ -20,7 +20,7 @@ from inflight.training.batch import PackedBatch
 from inflight.training.head import PlainHead, plain_head, scoring_head
 from inflight.training.packing import is_packable, pack_input, packed_attention
 from inflight.training.replay import checkpoints, replay_routing
-from inflight.training.ways import Scorer, Way, scoring_way
+from inflight.training.ways import ScoreTokens, Way, scoring_way
 from inflight.weights.tensors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _only_rows(model: Any, batch: PackedBatch) -> torch.Tensor:
     return _score_logits(_logits_in_rows(model, batch), batch, False).logprobs
 
 
-_WAYS: dict[Way, Scorer] = {"fused": _only_fused, "packed": _only_packed, "rows": _only_rows}
+_WAYS: dict[Way, ScoreTokens] = {"fused": _only_fused, "packed": _only_packed, "rows": _only_rows}
 
 _warned: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 

@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 Way = Literal["fused", "packed", "rows", "alone"]
 """Packed, from hidden states to log-probabilities without logits; packed; padded on the right, which causality keeps
 unseen; one by one."""
-Scorer = Callable[[Any, PackedBatch], torch.Tensor]
+ScoreTokens = Callable[[Any, PackedBatch], torch.Tensor]
 """Log-probabilities f32[n] of a batch under a model."""
 
 _ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
 
 
-def scoring_way(model: nn.Module, batch: PackedBatch, scorers: dict[Way, Scorer]) -> Way:
+def scoring_way(model: nn.Module, batch: PackedBatch, scorers: dict[Way, ScoreTokens]) -> Way:
     """How to score this batch. `scorers` are the ways to try, the fastest first; "alone" is right by definition.
 
     Raises UnsupportedModelError for a model whose tokens see later ones.
@@ -50,7 +50,7 @@ def scoring_way(model: nn.Module, batch: PackedBatch, scorers: dict[Way, Scorer]
     return way
 
 
-def _find(model: nn.Module, scorers: dict[Way, Scorer]) -> Way:
+def _find(model: nn.Module, scorers: dict[Way, ScoreTokens]) -> Way:
     name = type(model).__name__
     if not isinstance(getattr(model, "config", None), PretrainedConfig):
         return "rows"  # no model of Transformers: nothing is known but that it takes tokens and gives logits
@@ -102,7 +102,7 @@ def _check_itself(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _try(name: str, twin: Twin, scorers: dict[Way, Scorer]) -> Way:
+def _try(name: str, twin: Twin, scorers: dict[Way, ScoreTokens]) -> Way:
     batch, expected = _batch(twin)
     reason = ""
     for way, score in scorers.items():
