@@ -383,6 +383,8 @@ class LaunchedEngine:
     def _ask_engine(self, silent_s: float) -> None:
         """Nothing has come for a while, though something is outstanding. Raises EngineHungError."""
         status = self.status()
+        if silent_s < self._silence_told_s:  # another silence
+            self._silence_told_s = 0.0
         if silent_s > self._silence_told_s + _TELL_EVERY_S:
             self._silence_told_s = silent_s
             logger.warning("no token has come for %.0f s: %s", silent_s, _why_silent(status))

@@ -173,6 +173,21 @@ def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_ther
         assert len(engine.partial(more[0])[0].token_ids) >= 5
 
 
+def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
+    engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=120)
+    engine.stream._inbox._silence_s = 0.1
+    group_ids = engine.submit([[1, 2, 3]] * 50, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))
+    os.kill(engine.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.stream.collect, group_ids)
+        time.sleep(1)
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 60  # and not the two minutes that an answer may take
+        with pytest.raises(InflightError):
+            waiting.result(20)
+
+
 def test_who_waits_when_the_engine_is_closed_is_told(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1)
     group_ids = engine.submit([[1, 2, 3]] * 200, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))

@@ -21,6 +21,7 @@ from inflight.stream.reader import StreamReader
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
+_CLOSE_S = 2.0
 SILENCE_S = 5.0
 """Without a frame while groups are outstanding, after which the engine is asked whether it is there."""
 Group = list[Rollout]
@@ -203,9 +204,12 @@ class Inbox:
             return self._assembler.partial(group_id)
 
     def close(self) -> None:
-        """Read no more. Whoever still waits gets an InflightError."""
+        """Read no more. Whoever still waits gets an InflightError. A thread that waits for a hung engine's answer ends
+        with the engine."""
         self._closing = True
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._end(InflightError("the stream was closed"))
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class Inbox:
             self._reader.close()
 
     def _read(self) -> None:
-        heard_ns = now_ns()
+        heard_ns = asked_ns = now_ns()
         while not self._closing:
             try:
                 frame = self._reader.receive(_POLL_MS)
@@ -237,12 +241,13 @@ class Inbox:
             self._check_engine()
             if not self.outstanding:
                 heard_ns = now_ns()
-            silent_s = (now_ns() - heard_ns) / 1e9
-            if silent_s > self._silence_s:
-                self._ask(silent_s)
+            if (now_ns() - max(heard_ns, asked_ns)) / 1e9 > self._silence_s:
+                self._ask((now_ns() - heard_ns) / 1e9)
+                asked_ns = now_ns()
 
     def _ask(self, silent_s: float) -> None:
-        """Whether the engine is there; while it is silent this is asked again and again."""
+        """Whether the engine is there; while it is silent this is asked again and again. It may take as long as the
+        bound on the engine's answers."""
         try:
             self._ask_engine(silent_s)
         except EngineHungError as error:
