@@ -5,11 +5,14 @@ import logging
 import threading
 import time
 
+import numpy as np
 import pytest
 from conftest import make_frame
 from test_rollouts import Wire, ends, starts
 
-from inflight.training.scoring import Scorer
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.training.scoring import _REMEMBERED, Scorer
 
 
 @pytest.fixture
@@ -195,3 +198,34 @@ def test_settings_that_cannot_be(arguments, message):
         Scorer(by_group, **arguments)
     with pytest.raises(TypeError, match="score must be a function of a rollout, got 3"):
         Scorer(3)
+
+
+def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(wire):
+    """Once the function has been quick for some calls, and until it is slow."""
+    threads, never = [], threading.Event()
+
+    def score(rollout):
+        threads.append(threading.current_thread().name + str(threading.get_ident()))
+        if rollout.group_id == 100 and rollout.sample == 2:
+            never.wait()
+        return float(rollout.sample)
+
+    scorer = Scorer(score, timeout_s=0.5)
+    for group_id in (0, 1, 2, 100):
+        scores = scorer.start(group_of(group_id, _REMEMBERED)).result(20)
+        expected = [None if (group_id, sample) == (100, 2) else sample for sample in range(_REMEMBERED)]
+        assert scores == expected
+    assert len(set(threads[2 * _REMEMBERED : 3 * _REMEMBERED])) == 1
+    assert scorer.num_timeouts == 1
+    never.set()
+    scorer.close()
+
+
+def group_of(group_id, count):
+    nothing = np.empty(0)
+    return [
+        Rollout(
+            index, group_id, index, SamplingParams(n=count), {}, nothing, nothing, nothing, nothing, nothing, "stop"
+        )
+        for index in range(count)
+    ]

@@ -9,9 +9,12 @@ import inspect
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 from inflight.core.rollout import Rollout
@@ -25,6 +28,9 @@ Score = Callable[[Rollout], Reward] | Callable[[Rollout], Awaitable[Reward]]
 Rewards = Sequence[Reward]
 BatchScore = Callable[[Sequence[Rollout]], Rewards] | Callable[[Sequence[Rollout]], Awaitable[Rewards]]
 """The rewards of the rollouts of a group, in their order."""
+
+_QUICK_S = 1e-3
+_REMEMBERED = 9
 
 
 class Scorer:
@@ -59,6 +65,8 @@ class Scorer:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore | None = None
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        """Of the last calls."""
         self.num_timeouts = 0
         """Calls that took longer than `timeout_s`."""
 
@@ -91,7 +99,7 @@ class Scorer:
     async def _score_group(self, group: list[Rollout], prepare: Callable[[list[Rollout]], object]) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._call(group)
+            rewards = await self._call(self._score, group)
             if rewards is None:
                 return [None] * len(group)
             if len(rewards) != len(group):
@@ -99,16 +107,42 @@ class Scorer:
                     f"the score function returned {len(rewards)} rewards for the {len(group)} rollouts of a group"
                 )
             return [_reward(value) for value in rewards]
-        return [_reward(value) for value in await asyncio.gather(*(self._call(rollout) for rollout in group))]
+        first = await self._score_in_turn(group) if self._is_quick() else []
+        rest = await asyncio.gather(*(self._call(self._timed, rollout) for rollout in group[len(first) :]))
+        return [_reward(value) for value in (*first, *rest)]
 
-    async def _call(self, argument: Rollout | list[Rollout]) -> Any:
+    def _is_quick(self) -> bool:
+        """Whether handing a call to a thread would cost more than the call, as it seems from the last ones."""
+        return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
+
+    async def _score_in_turn(self, group: list[Rollout]) -> list[Any]:
+        """The rewards of a group by one call after another in one thread: all of them, or those up to the one that took
+        too long."""
+        rewards: list[Any] = []
+
+        def score(rollouts: list[Rollout]) -> bool:
+            for rollout in rollouts:
+                rewards.append(self._timed(rollout))
+            return True
+
+        if await self._call(score, group):
+            return rewards
+        return [*rewards, None][: len(group)]
+
+    def _timed(self, rollout: Rollout) -> Any:
+        began = perf_counter()
+        reward = self._score(rollout)
+        self._seconds.append(perf_counter() - began)
+        return reward
+
+    async def _call(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
         """None where it takes too long."""
         assert self._places is not None
         async with self._places:
             if self._is_async:
                 call = asyncio.ensure_future(self._score(argument))
             else:
-                call = asyncio.wrap_future(self._workers.start(self._score, argument))
+                call = asyncio.wrap_future(self._workers.start(function, argument))
             done, _ = await asyncio.wait([call], timeout=self._timeout_s)
             if done:
                 return call.result()
