@@ -24,12 +24,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from inflight.core.frames import FrameHeader, TokenFrame
+from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.messages import Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
+from inflight.observability.staleness import StalenessMeter
 from inflight.stream.assembler import Assembler
+from inflight.stream.writer import StreamWriter
+from inflight.training.rollouts import RolloutStream
 from inflight.weights.tensors import fill, published_tensors, slot_views
 
 torch.set_num_threads(1)
@@ -158,3 +162,40 @@ def make_frame(num_tokens: int = 3, sequence: int = 0, time_ns: int = 123, **hea
         np.arange(num_tokens, dtype=np.int32) + 100,
         -np.arange(num_tokens, dtype=np.float32),
     )
+
+
+class Wire:
+    """A writer and a stream that reads from it."""
+
+    def __init__(self, directory):
+        self.writer = StreamWriter(f"ipc://{directory}/stream")
+        self.dead: Exception | None = None
+        self.stream = RolloutStream(
+            self.writer.endpoint, tokenizer=None, meter=StalenessMeter(), check_engine=self.check_engine
+        )
+
+    def check_engine(self) -> None:
+        if self.dead is not None:
+            raise self.dead
+
+    def send(self, *frames: TokenFrame | list[bytes]) -> None:
+        self.writer._waiting.extend(frame if isinstance(frame, list) else frame.encode() for frame in frames)
+        while self.writer._waiting:
+            self.writer.flush()
+
+
+@pytest.fixture
+def wire(tmp_path):
+    wire = Wire(tmp_path)
+    yield wire
+    wire.stream.close()
+    wire.writer.close()
+
+
+def starts(*group_ids: int) -> list[GroupStart]:
+    """Groups of one sample, whose request id is the group's."""
+    return [GroupStart(g, g, [1], SamplingParams()) for g in group_ids]
+
+
+def ends(*request_ids: int) -> list[Finish]:
+    return [Finish(request_id, "stop", 1) for request_id in request_ids]

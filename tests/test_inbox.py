@@ -6,16 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import make_frame
-from test_rollouts import Wire, ends, starts
-
-
-@pytest.fixture
-def wire(tmp_path):
-    wire = Wire(tmp_path)
-    yield wire
-    wire.stream.close()
-    wire.writer.close()
+from conftest import ends, make_frame, starts
 
 
 def arrive(wire, group_ids, sequence):

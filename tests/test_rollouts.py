@@ -1,51 +1,10 @@
 """The stream as the trainer sees it, also when frames are lost."""
 
 import pytest
-from conftest import make_frame
+from conftest import ends, make_frame, starts
 
 from inflight.core.errors import FrameError, StreamGapError
-from inflight.core.frames import Finish, GroupStart, TokenFrame
-from inflight.core.sampling import SamplingParams
-from inflight.observability.staleness import StalenessMeter
-from inflight.stream.writer import StreamWriter
-from inflight.training.rollouts import RolloutStream
-
-
-class Wire:
-    """A writer and a stream that reads from it."""
-
-    def __init__(self, directory):
-        self.writer = StreamWriter(f"ipc://{directory}/stream")
-        self.dead: Exception | None = None
-        self.stream = RolloutStream(
-            self.writer.endpoint, tokenizer=None, meter=StalenessMeter(), check_engine=self.check_engine
-        )
-
-    def check_engine(self) -> None:
-        if self.dead is not None:
-            raise self.dead
-
-    def send(self, *frames: TokenFrame | list[bytes]) -> None:
-        self.writer._waiting.extend(frame if isinstance(frame, list) else frame.encode() for frame in frames)
-        while self.writer._waiting:
-            self.writer.flush()
-
-
-@pytest.fixture
-def wire(tmp_path):
-    wire = Wire(tmp_path)
-    yield wire
-    wire.stream.close()
-    wire.writer.close()
-
-
-def starts(*group_ids: int) -> list[GroupStart]:
-    """Groups of one sample, whose request id is the group's."""
-    return [GroupStart(g, g, [1], SamplingParams()) for g in group_ids]
-
-
-def ends(*request_ids: int) -> list[Finish]:
-    return [Finish(request_id, "stop", 1) for request_id in request_ids]
+from inflight.core.frames import TokenFrame
 
 
 def test_groups_end_when_all_that_was_submitted_was_handed_out(wire):

@@ -7,20 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from conftest import make_frame
-from test_rollouts import Wire, ends, starts
+from conftest import ends, make_frame, starts
 
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.training.scoring import _REMEMBERED, Scorer
-
-
-@pytest.fixture
-def wire(tmp_path):
-    wire = Wire(tmp_path)
-    yield wire
-    wire.stream.close()
-    wire.writer.close()
 
 
 def send_groups(wire, count):
