@@ -1,6 +1,6 @@
 """Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 80 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|swap|kernels|scaling|staleness|loss|learning|demo …]
+    python benchmarks/run.py [throughput|swap|kernels|scaling|staleness|loss|learning|handle|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -116,10 +116,14 @@ def kernels() -> None:
     script("cpu_kernels.py")
 
 
-def script(name: str) -> None:
-    """Run a benchmark that is a script of its own and knows where its results go."""
-    print("$ python", f"benchmarks/{name}", flush=True)
-    subprocess.run([sys.executable, f"benchmarks/{name}"], check=True)
+def handle() -> None:
+    script("handle.py", str(RESULTS / "handle.json"))
+
+
+def script(name: str, *arguments: str) -> None:
+    """Run a benchmark that is a script of its own."""
+    print("$ python", f"benchmarks/{name}", *arguments, flush=True)
+    subprocess.run([sys.executable, f"benchmarks/{name}", *arguments], check=True)
 
 
 def write_json(path: Path, data: dict) -> None:
@@ -128,7 +132,8 @@ def write_json(path: Path, data: dict) -> None:
 
 
 if __name__ == "__main__":
-    benchmarks = {run.__name__: run for run in (throughput, swap, kernels, scaling, staleness, loss, learning, demo)}
+    runs = (throughput, swap, kernels, scaling, staleness, loss, learning, handle, demo)
+    benchmarks = {run.__name__: run for run in runs}
     for name in sys.argv[1:] or benchmarks:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")

@@ -188,6 +188,21 @@ def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
             waiting.result(20)
 
 
+def test_thousands_of_requests_that_a_hung_engine_leaves_unread_do_not_keep_the_client_from_closing(model_dir):
+    with inflight.launch(model_dir("qwen3"), device="cpu", max_context=64, threads=1, answer_timeout_s=1) as engine:
+        client = engine._launcher.client
+        os.kill(engine.pid, signal.SIGSTOP)
+        for _ in range(5000):
+            client.cancel_soon([])
+        with pytest.raises(EngineHungError):
+            engine.status()
+        assert not client._outbox  # all were handed to ZeroMQ
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+
+
 def test_who_waits_when_the_engine_is_closed_is_told(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1)
     group_ids = engine.submit([[1, 2, 3]] * 200, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))

@@ -87,6 +87,7 @@ class EngineClient:
         self._closing = False
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
+        self._socket.sndhwm = 0  # the thread never waits in a send, however much a hung engine leaves unread
         self._socket.connect(endpoint)
         self._woken, self._waking = os.pipe()
         os.set_blocking(self._waking, False)
