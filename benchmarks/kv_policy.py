@@ -54,7 +54,7 @@ def run(policy: str, models: list[torch.nn.Module]) -> tuple[list[Rollout], floa
     draw, assembler, rollouts = random.Random(0), Assembler(), []
     with Engine(options) as engine:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1)
-        layout = engine.receiver.layout
+        layout = engine.slot_table.layout
         engine.submit([Prompt([draw.randrange(8192) for _ in range(PROMPT)], params) for _ in range(SEQUENCES)])
         seconds, passes, version = 0.0, 0, 0
         while engine.has_work:
@@ -65,9 +65,9 @@ def run(policy: str, models: list[torch.nn.Module]) -> tuple[list[Rollout], floa
             passes += 1
             if passes % PASSES_PER_VERSION == 0 and version + 1 < len(models):
                 version += 1
-                [slot] = engine.receiver.lend()
-                fill(slot_views(engine.receiver.slots[slot].buffer, layout), published_tensors(models[version]))
-                engine.receiver.ready(SlotReady(slot, version, layout.fingerprint, 0))
+                [slot] = engine.slot_table.lend()
+                fill(slot_views(engine.slot_table.slots[slot].buffer, layout), published_tensors(models[version]))
+                engine.slot_table.ready(SlotReady(slot, version, layout.fingerprint, 0))
     return rollouts, seconds
 
 

@@ -99,9 +99,9 @@ def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
     with Engine(options) as engine:
         assert engine.adapters is not None
         source = PeftSource(make_model(dtype, adapters=True))
-        receiver = engine.adapters.receiver
-        source.offer_to(receiver.layout)
-        source.fill(slot_views(receiver.slots[receiver.live or 0].buffer, receiver.layout), 0)
+        slot_table = engine.adapters.slot_table
+        source.offer_to(slot_table.layout)
+        source.fill(slot_views(slot_table.slots[slot_table.live or 0].buffer, slot_table.layout), 0)
         for pair in range(PAIRS + 1):
             for name, values in speeds.items():
                 adapter = "default" if name == "with_adapter" else None

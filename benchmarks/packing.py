@@ -21,8 +21,8 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.shapes import shape_config
 from inflight.observability.environment import environment, write_json
-from inflight.training.batch import PackedBatch, pack
-from inflight.training.forward import score_tokens
+from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.model.forward import score_tokens
 
 GROUP_SIZE = 8
 ROUNDS = 3

@@ -11,12 +11,12 @@ from math import inf
 
 import torch
 
-from inflight.training.aggregation import StepTotals
-from inflight.training.batch import PackedBatch
-from inflight.training.corrections import sequence_truncate, token_truncate
-from inflight.training.forward import TokenScores
-from inflight.training.loss import loss_of_scores
-from inflight.training.objective import PRESETS, Objective
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.forward import TokenScores
+from inflight.training.objective.aggregation import StepTotals
+from inflight.training.objective.corrections import sequence_truncate, token_truncate
+from inflight.training.objective.loss import loss_of_scores
+from inflight.training.objective.objective import PRESETS, Objective
 
 VOCABULARY, LENGTH, END = 5, 4, 0
 

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from inflight.core.spans import span
     from inflight.engine.engine import Engine
     from inflight.session import LaunchedEngine, launch
-    from inflight.training.advantages import group_advantages
-    from inflight.training.batch import PackedBatch, pack
-    from inflight.training.forward import score_tokens, token_logprobs
+    from inflight.training.data.advantages import group_advantages
+    from inflight.training.data.batch import PackedBatch, pack
+    from inflight.training.data.scoring import Scorer
+    from inflight.training.data.staleness_filter import StalenessFilter, StalenessRule
     from inflight.training.grpo import GRPOConfig, grpo
-    from inflight.training.loss import policy_loss
-    from inflight.training.objective import Objective
-    from inflight.training.probe import VersionProbe
-    from inflight.training.replay import replay_routing
-    from inflight.training.scoring import Scorer
-    from inflight.training.staleness import StalenessFilter, StalenessRule
-    from inflight.training.statistics import LossStats
+    from inflight.training.model.forward import score_tokens, token_logprobs
+    from inflight.training.model.replay import replay_routed_experts
+    from inflight.training.objective.loss import policy_loss
+    from inflight.training.objective.objective import Objective
+    from inflight.training.objective.probe import VersionProbe
+    from inflight.training.objective.statistics import LossStats
     from inflight.training.step import clip_and_step
     from inflight.weights.publisher import Publisher
     from inflight.weights.sharded import ShardSender
@@ -41,21 +41,21 @@ _HOME = {
     "Engine": "inflight.engine.engine",
     "LaunchedEngine": "inflight.session",
     "launch": "inflight.session",
-    "group_advantages": "inflight.training.advantages",
-    "PackedBatch": "inflight.training.batch",
-    "pack": "inflight.training.batch",
+    "group_advantages": "inflight.training.data.advantages",
+    "PackedBatch": "inflight.training.data.batch",
+    "pack": "inflight.training.data.batch",
     "GRPOConfig": "inflight.training.grpo",
     "grpo": "inflight.training.grpo",
-    "score_tokens": "inflight.training.forward",
-    "token_logprobs": "inflight.training.forward",
-    "policy_loss": "inflight.training.loss",
-    "Objective": "inflight.training.objective",
-    "VersionProbe": "inflight.training.probe",
-    "replay_routing": "inflight.training.replay",
-    "Scorer": "inflight.training.scoring",
-    "StalenessFilter": "inflight.training.staleness",
-    "StalenessRule": "inflight.training.staleness",
-    "LossStats": "inflight.training.statistics",
+    "score_tokens": "inflight.training.model.forward",
+    "token_logprobs": "inflight.training.model.forward",
+    "policy_loss": "inflight.training.objective.loss",
+    "Objective": "inflight.training.objective.objective",
+    "VersionProbe": "inflight.training.objective.probe",
+    "replay_routed_experts": "inflight.training.model.replay",
+    "Scorer": "inflight.training.data.scoring",
+    "StalenessFilter": "inflight.training.data.staleness_filter",
+    "StalenessRule": "inflight.training.data.staleness_filter",
+    "LossStats": "inflight.training.objective.statistics",
     "clip_and_step": "inflight.training.step",
     "Publisher": "inflight.weights.publisher",
     "ShardSender": "inflight.weights.sharded",
@@ -90,7 +90,7 @@ __all__ = [
     "launch",
     "pack",
     "policy_loss",
-    "replay_routing",
+    "replay_routed_experts",
     "score_tokens",
     "span",
     "token_logprobs",

@@ -21,7 +21,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.prompts import PromptLike, encode_prompts
-from inflight.observability.staleness import StalenessMeter
+from inflight.observability.staleness_meter import StalenessMeter
 from inflight.observability.trace import Trace
 from inflight.stream.inbox import SILENCE_S
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from inflight.core.rollout import Rollout
-    from inflight.training.rollouts import RolloutStream
+    from inflight.training.data.rollouts import RolloutStream
     from inflight.weights.link import Address
     from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
@@ -112,7 +112,7 @@ class LaunchedEngine:
         """Finished rollouts, in groups and batches."""
         with self._lock:
             if self._stream is None:
-                from inflight.training.rollouts import RolloutStream
+                from inflight.training.data.rollouts import RolloutStream
 
                 self._stream = RolloutStream(
                     self.info.stream_endpoint,

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import make_model
+from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import make_model
+from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
@@ -146,18 +146,18 @@ def test_one_sample_of_a_group_can_be_cancelled(launch):
 
 
 def test_what_was_asked_for_arrives_with_every_token(launch):
-    engine = launch("qwen3-moe", record_routing=True)
+    engine = launch("qwen3-moe", record_routed_experts=True)
     params = inflight.SamplingParams(
-        n=2, max_tokens=9, top_p=0.8, return_entropy=True, top_logprobs=3, return_kept=True, ignore_eos=True
+        n=2, max_tokens=9, top_p=0.8, return_entropy=True, top_logprobs=3, return_sampling_mask=True, ignore_eos=True
     )
     for rollout in engine.generate([[1, 2, 3, 4]], params)[0]:
         assert rollout.entropies.shape == (9,)
         assert rollout.top_token_ids.shape == rollout.top_logprobs.shape == (9, 3)
-        assert np.diff(rollout.kept_offsets).min() >= 1
-        kept = np.split(rollout.kept_token_ids, rollout.kept_offsets[1:-1])
+        assert np.diff(rollout.mask_offsets).min() >= 1
+        kept = np.split(rollout.mask_token_ids, rollout.mask_offsets[1:-1])
         assert all(token in ids for token, ids in zip(rollout.token_ids, kept, strict=True))
         model = make_model("qwen3-moe").config
-        assert rollout.routing.shape == (4 + 9 - 1, model.num_hidden_layers, model.num_experts_per_tok)
+        assert rollout.routed_experts.shape == (4 + 9 - 1, model.num_hidden_layers, model.num_experts_per_tok)
 
 
 def test_the_engine_says_what_it_runs_on(launch):

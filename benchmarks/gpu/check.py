@@ -106,7 +106,7 @@ def rehearsal_parts() -> list[Part]:
     """The commands of the GPU's, with models and numbers that a CPU gets through."""
     throughput = "throughput --device cpu --dtype bfloat16 --sequences 4 --prompt-tokens 4-8 --tokens 4-8 --pairs 1"
     learning = "learning --device cpu --dtype bfloat16 --seeds 0 --modes inflight,sync --steps 3 --sequences 16"
-    test = "tests/test_swaps.py::test_truth_teller_over_every_transport[slots-cpu]"
+    test = "tests/engine/test_swaps.py::test_truth_teller_over_every_transport[slots-cpu]"
     commands = {
         "environment": "-m inflight.cli doctor",
         "tests": f"-m pytest -q -rP -p no:cacheprovider {spread(2)} {test}",

@@ -31,7 +31,7 @@ from inflight.bench.learning_run import (
     Threads,
     learn,
     learning_title,
-    side_by_side,
+    split_cores,
     trainer_device,
     warm_start,
     written,
@@ -173,7 +173,7 @@ def _ratios(modes: Mapping[str, dict[str, Any]]) -> list[float]:
 
 def _threads_of(schedule: Schedule, settings: LearningBench, start: Start, progress: Progress) -> Threads:
     """Of the schedule on this machine, as the module's docstring says."""
-    half, cores = side_by_side(trainer_device(settings)), torch.get_num_threads()
+    half, cores = split_cores(trainer_device(settings)), torch.get_num_threads()
     if schedule != "sync" or half.engine in (0, cores):
         return half
     short = replace(settings, steps=TRIAL_STEPS)

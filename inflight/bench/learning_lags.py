@@ -19,7 +19,7 @@ from inflight.bench.learning_run import (
     check_correction,
     learn,
     learning_title,
-    side_by_side,
+    split_cores,
     trainer_device,
     warm_start,
     written,
@@ -47,7 +47,7 @@ def measure_lags(settings: LagBench, progress: Progress = lambda _: None) -> dic
     """Final reward and reward curve for each lag, correction and seed, as `ablation`; means over seeds as
     `final_reward`, by correction and lag. Raises InflightError or ValueError."""
     ablation = []
-    threads = side_by_side(trainer_device(settings.learning))
+    threads = split_cores(trainer_device(settings.learning))
     for seed in settings.learning.seeds:
         with warm_start(settings.learning, seed, progress) as start:
             for lag in settings.lags:

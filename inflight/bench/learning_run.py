@@ -22,7 +22,7 @@ from inflight.observability.gpu import BusyMeter
 from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, StepReport, grpo
 from inflight.training.lag import LaggedPublisher
-from inflight.training.objective import resolve
+from inflight.training.objective.objective import resolve
 from inflight.training.schedules import SCHEDULES, Schedule
 
 TASK = "spell_backward"
@@ -212,7 +212,7 @@ def learn(
         )
 
 
-def side_by_side(device: torch.device) -> Threads:
+def split_cores(device: torch.device) -> Threads:
     """Half of the cores each."""
     cores = torch.get_num_threads()
     return Threads(cores, 0) if device.type == "cuda" else Threads(max(1, cores // 2), max(1, cores - cores // 2))

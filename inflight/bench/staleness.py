@@ -11,8 +11,8 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.shapes import SHAPES, shape_config
 from inflight.session import launch
-from inflight.training.batch import PackedBatch, pack
-from inflight.training.loss import policy_loss
+from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.objective.loss import policy_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

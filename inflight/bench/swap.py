@@ -266,13 +266,13 @@ def _round(
     """The version that was published and is not live yet."""
     for frame in _full_passes(launcher, reader, settings.sequences):
         gap = (frame.header.time_ns - last.header.time_ns) / NS_PER_MS if last else 0.0
-        last, switch = frame, frame.header.switch
-        if switch is not None and switch.version == awaited:
+        last, swap = frame, frame.header.swap
+        if swap is not None and swap.version == awaited:
             awaited = 0
             left -= 1
             samples.swap_gaps.append(gap)
-            samples.stalls.append(switch.stall_ns / NS_PER_MS)
-            samples.swaps.append((frame.header.time_ns - switch.published_ns) / NS_PER_MS)
+            samples.stalls.append(swap.stall_ns / NS_PER_MS)
+            samples.swaps.append((frame.header.time_ns - swap.published_ns) / NS_PER_MS)
             samples.copies_s.append(publisher.last_copy_s)
         elif awaited:
             samples.copy_gaps.append(gap)

@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from inflight.bench.learning_run import side_by_side
+from inflight.bench.learning_run import split_cores
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.demo.run import load_trainer
@@ -65,7 +65,7 @@ def measure_trace(settings: TraceBench, progress: Progress = lambda _: None) -> 
     torch.manual_seed(settings.seed)
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    threads, cores = side_by_side(device), torch.get_num_threads()
+    threads, cores = split_cores(device), torch.get_num_threads()
     torch.set_num_threads(threads.trainer)
     groups = max(1, settings.sequences // GROUP_SIZE)
     config = GRPOConfig(

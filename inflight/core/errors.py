@@ -53,7 +53,7 @@ class WeightFileError(InflightError, OSError):
     """A file of weights could not be written or read, or is not what it should be; the message names it."""
 
 
-class RoutingError(InflightError, ValueError):
+class RoutedExpertsError(InflightError, ValueError):
     """Recorded experts cannot be replayed: they are not those of this model or this pass, or its routers take none."""
 
 
@@ -103,7 +103,7 @@ _BY_NAME: dict[str, type[InflightError]] = {
         NonFiniteWeightsError,
         ChecksumError,
         WeightFileError,
-        RoutingError,
+        RoutedExpertsError,
         BroadcastError,
         ProtocolError,
         FrameError,

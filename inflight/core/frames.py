@@ -25,18 +25,18 @@ _COLUMNS = {
     "entropies": (("<f4",), 1),
     "top_token_ids": (("<i4",), 2),
     "top_logprobs": (("<f4",), 2),
-    "kept_offsets": (("<i8",), 1),
-    "kept_token_ids": (("<i4",), 1),
-    "kept_of": (("<i4",), 1),
-    "routing_request_ids": (("<u8",), 1),
-    "routing_positions": (("<i4",), 1),
-    "routing": (("<u1", "<u2"), 3),
+    "mask_offsets": (("<i8",), 1),
+    "mask_token_ids": (("<i4",), 1),
+    "mask_cut_from": (("<i4",), 1),
+    "routed_request_ids": (("<u8",), 1),
+    "routed_positions": (("<i4",), 1),
+    "routed_experts": (("<u1", "<u2"), 3),
 }
 _REQUIRED = tuple(_COLUMNS)[:3]
 _TOGETHER = (
     ("top_token_ids", "top_logprobs"),
-    ("kept_offsets", "kept_token_ids"),
-    ("routing_request_ids", "routing_positions", "routing"),
+    ("mask_offsets", "mask_token_ids"),
+    ("routed_request_ids", "routed_positions", "routed_experts"),
 )
 
 
@@ -70,7 +70,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
-class Switch(msgspec.Struct, frozen=True):
+class Swap(msgspec.Struct, frozen=True):
     """The engine changed weights just before this frame's forward pass."""
 
     version: Count
@@ -105,7 +105,7 @@ class FrameHeader(msgspec.Struct, frozen=True):
     taken_over: list[TakenOver] = []
     """Of requests that joined in this pass, for the first time or again."""
     finishes: list[Finish] = []
-    switch: Switch | None = None
+    swap: Swap | None = None
     next_group_id: Count = 0
     """Groups accepted so far: all with a smaller id were announced in this frame or before it."""
     columns: list[ColumnSpec] = []
@@ -119,11 +119,11 @@ class TokenFrame:
     the distribution it was drawn from. `extras` holds what requests asked for, and only then:
 
     entropies f32[n], NaN where not asked for; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
-    tokens first, −1 and −inf beyond what a request asked for; kept_offsets i64[n + 1] and kept_token_ids i32[…], the
+    tokens first, −1 and −inf beyond what a request asked for; mask_offsets i64[n + 1] and mask_token_ids i32[…], the
     tokens that the filters kept for row i being those from offset i to i + 1, none where nothing was filtered or asked
-    for; kept_of i32[n], 0, or the size of a vocabulary where these ids are those that were cut from it; routing u8 or
-    u16[m, layers, k], the experts of the m tokens that this pass computed, with routing_request_ids u64[m] and
-    routing_positions i32[m], their places in their sequences.
+    for; mask_cut_from i32[n], 0, or the size of a vocabulary where these ids are those that were cut from it;
+    routed_experts u8 or u16[m, layers, k], the experts of the m tokens that this pass computed, with routed_request_ids
+    u64[m] and routed_positions i32[m], their places in their sequences.
     """
 
     header: FrameHeader
@@ -189,25 +189,25 @@ def _check_shapes(columns: dict[str, np.ndarray], num_tokens: int) -> None:
         there = [name for name in family if name in columns]
         if there and len(there) < len(family):
             raise FrameError(f"column {there[0]} comes without {', '.join(sorted(set(family) - set(there)))}")
-    rows = {"kept_offsets": num_tokens + 1, "kept_of": num_tokens}
+    rows = {"mask_offsets": num_tokens + 1, "mask_cut_from": num_tokens}
     for name, column in columns.items():
-        expected = rows.get(name, None if name.startswith(("routing", "kept")) else num_tokens)
+        expected = rows.get(name, None if name.startswith(("routed", "mask")) else num_tokens)
         if expected is not None and len(column) != expected:
             raise FrameError(f"column {name} has {len(column)} rows, expected {expected} for {num_tokens} tokens")
     if "top_token_ids" in columns and columns["top_token_ids"].shape != columns["top_logprobs"].shape:
         raise FrameError("columns top_token_ids and top_logprobs differ in shape")
-    if "routing" in columns and len({len(columns[name]) for name in _TOGETHER[2]}) > 1:
+    if "routed_experts" in columns and len({len(columns[name]) for name in _TOGETHER[2]}) > 1:
         raise FrameError("the columns of the routing differ in length")
-    if "kept_offsets" in columns:
-        offsets = columns["kept_offsets"]
-        if offsets[0] != 0 or offsets[-1] != len(columns["kept_token_ids"]) or (np.diff(offsets) < 0).any():
-            raise FrameError("column kept_offsets does not rise from 0 to the number of kept tokens")
-    if "kept_of" in columns:
-        if "kept_offsets" not in columns:
-            raise FrameError("column kept_of comes without kept_offsets")
-        of, counts = columns["kept_of"], np.diff(columns["kept_offsets"])
+    if "mask_offsets" in columns:
+        offsets = columns["mask_offsets"]
+        if offsets[0] != 0 or offsets[-1] != len(columns["mask_token_ids"]) or (np.diff(offsets) < 0).any():
+            raise FrameError("column mask_offsets does not rise from 0 to the number of kept tokens")
+    if "mask_cut_from" in columns:
+        if "mask_offsets" not in columns:
+            raise FrameError("column mask_cut_from comes without mask_offsets")
+        of, counts = columns["mask_cut_from"], np.diff(columns["mask_offsets"])
         if ((of < 0) | ((of > 0) & (counts >= of))).any():
-            raise FrameError("column kept_of tells of vocabularies of which nothing was kept")
+            raise FrameError("column mask_cut_from tells of vocabularies of which nothing was kept")
 
 
 _HEADER_ENCODER = msgspec.msgpack.Encoder()

@@ -50,7 +50,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Replay decoding passes as CUDA graphs (GPU with FlashInfer)."""
     fused: bool = True
     """Run known architectures with fused kernels; others always run as Transformers runs them."""
-    record_routing: bool = False
+    record_routed_experts: bool = False
     """Record the experts that each token took (mixture-of-experts models). Prompts are not taken from the prefix cache
     then."""
     lora_rank: int = 0
@@ -84,9 +84,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f'prefix_across_versions keeps what older weights computed and needs kv_on_swap="keep", got '
                 f'kv_on_swap="{self.kv_on_swap}"'
             )
-        if self.prefix_across_versions and (self.record_routing or not self.prefix_caching):
+        if self.prefix_across_versions and (self.record_routed_experts or not self.prefix_caching):
             raise ValueError(
-                "prefix_across_versions needs the prefix cache: prefix_caching=True, and record_routing=False"
+                "prefix_across_versions needs the prefix cache: prefix_caching=True, and record_routed_experts=False"
             )
         if self.lora_rank < 0 or self.lora_rank > 512:
             raise ValueError(f"lora_rank must be in [0, 512], got {self.lora_rank}")

@@ -24,7 +24,7 @@ class Rollout:
     token_ids: np.ndarray
     """i32[T], the stop token included where one was drawn."""
     logprobs: np.ndarray
-    """f32[T], behaviour log-probabilities as recorded when each token was drawn."""
+    """f32[T], behavior log-probabilities as recorded when each token was drawn."""
     weight_versions: np.ndarray
     """i64[T], the weights that drew each token."""
     sampled_at_ns: np.ndarray
@@ -37,14 +37,14 @@ class Rollout:
     """i32[T, params.top_logprobs], the most likely tokens first."""
     top_logprobs: np.ndarray | None = None
     """f32[T, params.top_logprobs]"""
-    kept_offsets: np.ndarray | None = None
-    """i64[T + 1]: token t was drawn from kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]]."""
-    kept_token_ids: np.ndarray | None = None
+    mask_offsets: np.ndarray | None = None
+    """i64[T + 1]: token t was drawn from mask_token_ids[mask_offsets[t] : mask_offsets[t + 1]]."""
+    mask_token_ids: np.ndarray | None = None
     """i32[…]"""
-    kept_of: np.ndarray | None = None
+    mask_cut_from: np.ndarray | None = None
     """i32[T]: 0, or where most of a large vocabulary was kept its size; the ids are then those that were cut from it.
     None: 0 everywhere."""
-    routing: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
     """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
     forked_from: tuple[int, int] | None = None
     """(request id, k) if the prompt is another request's prompt and its first k tokens."""

@@ -54,9 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Record so many of the most likely tokens at each position, with their log-probabilities."""
     return_entropy: bool = False
     """Record the entropy, in nats, of each distribution drawn from."""
-    return_kept: bool = False
+    return_sampling_mask: bool = False
     """Record the token ids that top-k, top-p and min-p kept at each position, or where they kept most of a large
-    vocabulary those that they cut (`Rollout.kept_of`)."""
+    vocabulary those that they cut (`Rollout.mask_cut_from`)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:

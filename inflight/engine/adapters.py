@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
-from inflight.weights.receiver import Receiver, Slot
+from inflight.weights.slot_table import Slot, SlotTable
 from inflight.weights.tensors import dtype_name
 
 SLOTS = 2
@@ -67,7 +67,7 @@ class AdapterBank:
         self.names = {name: index for index, name in enumerate(names)}
         self.layout = _layout(targets, names, rank)
         memory = make_slot(SLOTS * self.layout.total_bytes)
-        self.receiver = Receiver(self.layout, memory.split(SLOTS))
+        self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
         self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=memory.buffer.device)
         """Of the pass under way, by token: which adapter of which slot, −1 for none."""
         self.active = self._always = always
@@ -91,7 +91,7 @@ class AdapterBank:
         self.active = self._always or any(adapter is not None for adapter in adapters)
         if not self.active and not self._num_rows:
             return
-        slot = self.receiver.live
+        slot = self.slot_table.live
         assert slot is not None
         indices = [-1 if name is None else slot * len(self.names) + self.names[name] for name in adapters]
         rows = torch.from_numpy(np.repeat(np.array(indices, np.int32), counts))
@@ -116,7 +116,7 @@ def lora_of(module: nn.Module) -> Lora | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
-def side_by_side(parts: Sequence[Lora | None]) -> Lora | None:
+def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
     """The adapters of projections that are computed as one. They lie one after another, as their weights do."""
     loras = [lora for lora in parts if lora is not None]
     if not loras:

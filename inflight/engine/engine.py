@@ -16,7 +16,7 @@ import torch
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InvalidRequestError
-from inflight.core.frames import Finish, FrameHeader, GroupStart, Switch, TokenFrame
+from inflight.core.frames import Finish, FrameHeader, GroupStart, Swap, TokenFrame
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -25,7 +25,7 @@ from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
 from inflight.engine.attention.backend import GraphBackend, choose_backend
-from inflight.engine.columns import extra_columns, routing_columns
+from inflight.engine.columns import extra_columns, routed_experts_columns
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.layers import probe_layers
 from inflight.engine.limits import Limits, check_prompt
@@ -40,11 +40,11 @@ from inflight.engine.loading import (
     resolve_dtype,
 )
 from inflight.engine.model_runner import ModelRunner
-from inflight.engine.routing import RoutingRecorder
+from inflight.engine.routed_experts import RoutedExpertsRecorder
 from inflight.engine.sampler import Drawn, Sampler, nothing_drawn, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
 from inflight.engine.stopping import StopCondition
-from inflight.weights.receiver import Receiver, make_slot
+from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")
@@ -62,10 +62,10 @@ class _Pass:
     version: int
     slot: int
     adapter_slot: int | None
-    switch: Switch | None
+    swap: Swap | None
     drawn: Drawn
     """On the CPU once `done` has happened."""
-    routing: torch.Tensor | None
+    routed_experts: torch.Tensor | None
     done: torch.cuda.Event | torch.Event | None
 
 
@@ -73,7 +73,7 @@ class Engine:
     """Generates tokens in this process. `step()` returns the frame of one forward pass.
 
     Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all;
-    `receiver` is where they arrive. Raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
+    `slot_table` is where they arrive. Raises ModelLoadError, UnsupportedModelError, SharedMemoryError or
     DeviceMemoryError when it is built, InvalidRequestError from `submit`.
     """
 
@@ -100,12 +100,12 @@ class Engine:
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.aliases = aliases_of(model)
         """Other names under which trainers and checkpoints hold the weights."""
-        self.receiver = Receiver(layout, slots)
+        self.slot_table = SlotTable(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
         max_prefill_tokens = prefill_limit(
             text_config, options.max_prefill_tokens or _PREFILL_TOKENS[self.device.type], options.max_sequences
         )
-        cuda_graphs = options.cuda_graphs and not options.record_routing
+        cuda_graphs = options.cuda_graphs and not options.record_routed_experts
         self.adapters: AdapterBank | None = None
         if options.lora_rank:
             self.adapters = AdapterBank(
@@ -132,7 +132,7 @@ class Engine:
             device=self.device,
             fraction=options.kv_cache_fraction,
             max_tokens=options.kv_cache_tokens,
-            prefix_caching=options.prefix_caching and not options.record_routing,
+            prefix_caching=options.prefix_caching and not options.record_routed_experts,
         )
         self.attention = backend.name
         self.runner = ModelRunner(
@@ -155,7 +155,7 @@ class Engine:
         eos_ids = eos_token_ids(modules[0])
         self._sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens)
         self._stop = StopCondition(eos_ids, load_tokenizer(options.model))
-        self._routing = RoutingRecorder(modules, text_config) if options.record_routing else None
+        self._routed_experts = RoutedExpertsRecorder(modules, text_config) if options.record_routed_experts else None
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Pass | None = None
         self._last_served = 0
@@ -170,7 +170,7 @@ class Engine:
         self._next_request_id = 0
         self._next_group_id = 0
         self._stalled_since_ns: int | None = None
-        self._switch: Switch | None = None
+        self._untold_swap: Swap | None = None
         """A swap of which no frame has told yet."""
         self._new_groups: list[GroupStart] = []
         self._finishes: list[Finish] = []
@@ -193,8 +193,8 @@ class Engine:
 
     def close(self) -> None:
         """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
-        for receiver in self.receivers:
-            for slot in receiver.slots:
+        for slot_table in self.slot_tables:
+            for slot in slot_table.slots:
                 slot.unlink()
 
     def __enter__(self) -> "Engine":
@@ -283,7 +283,7 @@ class Engine:
     @property
     def blocked(self) -> bool:
         """Whether no forward pass can run: paused, asleep, or the only slot is lent to the publisher."""
-        return self.paused or self.asleep or self.receiver.live is None
+        return self.paused or self.asleep or self.slot_table.live is None
 
     @property
     def idle(self) -> bool:
@@ -291,25 +291,25 @@ class Engine:
         return not self.has_work or (self.blocked and self._under_way is None and not self._has_news)
 
     @property
-    def receivers(self) -> list[Receiver]:
+    def slot_tables(self) -> list[SlotTable]:
         """Where weights arrive, and where adapters do."""
-        return [self.receiver] if self.adapters is None else [self.receiver, self.adapters.receiver]
+        return [self.slot_table] if self.adapters is None else [self.slot_table, self.adapters.slot_table]
 
     @property
     def version(self) -> int:
         """Of all that is live: versions count publishes, of weights and of adapters."""
-        return max(receiver.version for receiver in self.receivers)
+        return max(slot_table.version for slot_table in self.slot_tables)
 
     @property
     def newest_version(self) -> int:
         """The newest version that the engine holds whole, live or not."""
-        return max(receiver.newest_version for receiver in self.receivers)
+        return max(slot_table.newest_version for slot_table in self.slot_tables)
 
-    def slot_in_use(self, receiver: Receiver) -> int | None:
+    def slot_in_use(self, slot_table: SlotTable) -> int | None:
         """The slot that a pass under way on the device may still read."""
         if self._under_way is None:
             return None
-        return self._under_way.slot if receiver is self.receiver else self._under_way.adapter_slot
+        return self._under_way.slot if slot_table is self.slot_table else self._under_way.adapter_slot
 
     @property
     def _has_news(self) -> bool:
@@ -323,23 +323,23 @@ class Engine:
         Returns a frame, or None if there is nothing to tell. With overlap it launches a pass and returns the frame of
         the one before. No frame that is not None may be dropped: their sequence numbers have no gaps.
         """
-        for receiver in self.receivers:
-            self._swap(receiver)
+        for slot_table in self.slot_tables:
+            self._swap_slot(slot_table)
         launched = self._launch()
         if self._overlap:
             launched, self._under_way = self._under_way, launched
         if launched is not None:
             return self._collect(launched)
-        return self._frame() if self._has_news or self._switch is not None else None
+        return self._frame() if self._has_news or self._untold_swap is not None else None
 
-    def _swap(self, receiver: Receiver) -> None:
+    def _swap_slot(self, slot_table: SlotTable) -> None:
         """At a forward boundary: let the newest whole version go live. What is to be told of it goes with the frame of
         the next pass."""
         began_ns = now_ns()
-        ready = receiver.take()
-        waiting_for_weights = receiver.live is None and self.scheduler.has_work
+        ready = slot_table.take()
+        waiting_for_weights = slot_table.live is None and self.scheduler.has_work
         if ready is None:
-            if receiver is not self.receiver:
+            if slot_table is not self.slot_table:
                 return
             if not waiting_for_weights:
                 self._stalled_since_ns = None
@@ -349,39 +349,39 @@ class Engine:
         num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
         self._name_policies()
         if self._recompute_on_swap:
-            self.scheduler.recompute_unpinned(adapted=receiver is not self.receiver)
+            self.scheduler.recompute_unpinned(adapted=slot_table is not self.slot_table)
         self.num_swaps += 1
         self.num_swaps_in_flight += num_in_flight > 0
         since_ns, self._stalled_since_ns = self._stalled_since_ns or began_ns, None
-        handling_ns, receiver.handling_ns = receiver.handling_ns, 0
+        handling_ns, slot_table.handling_ns = slot_table.handling_ns, 0
         stall_ns = now_ns() - since_ns + handling_ns if self.scheduler.has_work else 0
-        self._switch = Switch(ready.version, ready.published_ns, stall_ns, num_in_flight)
+        self._untold_swap = Swap(ready.version, ready.published_ns, stall_ns, num_in_flight)
         note(f"swap to version {ready.version}", began_ns, in_flight=num_in_flight)
 
     def _launch(self) -> _Pass | None:
         """Put the next pass under way, if there is one."""
         if self.blocked or not self.scheduler.has_work:
             return None
-        live = self.receiver.version
+        live = self.slot_table.version
         version = self._next_version(live)
         stamp = self.version if version == live else version
         schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
         if not schedule.chunks:
             return None
-        slot, began_ns = self.receiver.slot_of(version), now_ns()
+        slot, began_ns = self.slot_table.slot_of(version), now_ns()
         logits = self.runner.forward(schedule, slot)
         forwarded_ns = now_ns()
         drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else nothing_drawn(logits)
-        routing = self._routing.take() if self._routing else None
+        routing = self._routed_experts.take() if self._routed_experts else None
         drawn = drawn.to_host()
         done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         note("sample", forwarded_ns)
         name = "decode" if schedule.num_single == len(schedule.chunks) else "prefill"
         note(name, began_ns, version=version, sequences=len(schedule.chunks))
-        switch, self._switch = (self._switch, None) if version == live else (None, self._switch)
+        swap, self._untold_swap = (self._untold_swap, None) if version == live else (None, self._untold_swap)
         self.step_count += 1
-        adapter_slot = self.adapters.receiver.live if self.adapters is not None else None
-        return _Pass(schedule, stamp, slot, adapter_slot, switch, drawn, routing, done)
+        adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
+        return _Pass(schedule, stamp, slot, adapter_slot, swap, drawn, routing, done)
 
     def _next_version(self, live: int) -> int:
         """Versions that have sequences take turns; there is one, unless requests are pinned."""
@@ -418,9 +418,9 @@ class Engine:
 
     def _frame(self, done: _Pass | None = None, rows: Seq[int] = ()) -> TokenFrame:
         """The frame of a pass, of which these rows count; without a pass, one that only brings news."""
-        switch = done.switch if done else None
+        swap = done.swap if done else None
         if done is None:
-            switch, self._switch = self._switch, None
+            swap, self._untold_swap = self._untold_swap, None
         header = FrameHeader(
             engine_id=self.engine_id,
             sequence=self._num_frames,
@@ -432,7 +432,7 @@ class Engine:
             starts=[s.request_id for s in done.schedule.starts] if done else [],
             taken_over=done.schedule.taken_over if done else [],
             finishes=self._finishes,
-            switch=switch,
+            swap=swap,
             next_group_id=self._next_group_id,
         )
         self._new_groups, self._finishes = [], []
@@ -445,8 +445,8 @@ class Engine:
         if len(rows) < len(sequences):
             request_ids, tokens, logprobs = (column[list(rows)] for column in (request_ids, tokens, logprobs))
         extras = extra_columns(done.drawn, rows)
-        if self._routing is not None and done.routing is not None:
-            extras |= routing_columns(done.schedule.chunks, done.routing, self._routing.dtype)
+        if self._routed_experts is not None and done.routed_experts is not None:
+            extras |= routed_experts_columns(done.schedule.chunks, done.routed_experts, self._routed_experts.dtype)
         return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
@@ -457,8 +457,8 @@ class Engine:
             vocab_size=self.vocab_size,
             can_read_text=self._stop.can_read_text,
             adapters=self.adapters.names if self.adapters is not None else (),
-            versions=self.receiver.versions,
-            has_live_version=self.receiver.live is not None,
+            versions=self.slot_table.versions,
+            has_live_version=self.slot_table.live is not None,
         )
 
     def _accept(self, prompt: Prompt, forked_from: tuple[Sequence, int] | None = None) -> int:
@@ -468,7 +468,7 @@ class Engine:
         self._next_group_id += 1
         self._next_request_id += params.n
         max_tokens = min(params.max_tokens, self.max_context - len(prompt.token_ids))
-        pin = self.receiver.version if prompt.version == LIVE_VERSION else prompt.version
+        pin = self.slot_table.version if prompt.version == LIVE_VERSION else prompt.version
         self._groups[group_id] = set(range(first, first + params.n))
         leader, *followers = (
             Sequence(
@@ -487,8 +487,8 @@ class Engine:
         leader.followers = followers
         self._sequences |= {s.request_id: s for s in (leader, *followers)}
         if pin is not None:
-            self.receiver.pin(pin, params.n)
-        if forked_from is None or self._routing is not None:
+            self.slot_table.pin(pin, params.n)
+        if forked_from is None or self._routed_experts is not None:
             self.scheduler.add(leader)
         else:
             self.scheduler.fork(forked_from[0], leader)
@@ -500,7 +500,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         self.scheduler.remove(sequence)
         if sequence.pin is not None:
-            self.receiver.unpin(sequence.pin)
+            self.slot_table.unpin(sequence.pin)
         del self._sequences[sequence.request_id]
         members = self._groups[sequence.group_id]
         members.remove(sequence.request_id)

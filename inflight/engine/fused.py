@@ -21,7 +21,7 @@ from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, r
 from torch import nn
 from transformers import PreTrainedModel
 
-from inflight.engine.adapters import Lora, lora_of, side_by_side
+from inflight.engine.adapters import Lora, lora_of, merge_lora
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
 from inflight.engine.kv_cache import KVCache
 
@@ -227,7 +227,7 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     else:
         q, k, v, o = (_linear(_part(module, f"{name}_proj", nn.Linear)) for name in "qkvo")
         q_heads, kv_heads = q.weight.shape[0] // head_dim, k.weight.shape[0] // head_dim
-        qkv, out = _side_by_side(q, k, v), o
+        qkv, out = _merge_linear(q, k, v), o
     norms = None
     if hasattr(module, "q_norm"):
         norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
@@ -257,7 +257,7 @@ def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     gate, up = getattr(module, "gate_proj", None), getattr(module, "up_proj", None)
     if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
         return _Opaque(module)
-    return _Mlp(_side_by_side(_linear(gate), _linear(up)), _linear(down), activation)
+    return _Mlp(_merge_linear(_linear(gate), _linear(up)), _linear(down), activation)
 
 
 def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
@@ -276,13 +276,13 @@ def _linear(module: nn.Module) -> _Linear:
     return _Linear(module.weight, module.bias, lora_of(module))
 
 
-def _side_by_side(*parts: _Linear) -> _Linear:
+def _merge_linear(*parts: _Linear) -> _Linear:
     """One product over weights that lie one after another in the slot."""
     biases = [part.bias for part in parts if part.bias is not None]
     if biases and len(biases) < len(parts):
         raise UnknownPartError("some of the sibling projections have a bias, others not")
     weight = _cover([part.weight for part in parts])
-    return _Linear(weight, _cover(biases) if biases else None, side_by_side([part.lora for part in parts]))
+    return _Linear(weight, _cover(biases) if biases else None, merge_lora([part.lora for part in parts]))
 
 
 def _cover(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.models.lengths import length_limit, row_limit
 from inflight.models.twin import first_line
-from inflight.weights.receiver import Slot
+from inflight.weights.slot_table import Slot
 from inflight.weights.tensors import published_tensors, slot_views
 
 RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")

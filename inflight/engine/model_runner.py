@@ -41,7 +41,7 @@ class ModelRunner:
         self._adapters = adapters
         self._cache, self._backend, self._device = cache, backend, device
         self.last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        """By lane: the token drawn last. It never visits the host on its way into the next pass."""
+        """By batch row: the token drawn last. It never visits the host on its way into the next pass."""
         self.unfused_reason = unfused_reason
         """Why the model runs as Transformers runs it; None where it runs fused."""
         self._decoders: list[FusedDecoder] = []
@@ -115,19 +115,19 @@ class ModelRunner:
         rows = starts[1:][drawing] - 1
         used = -(-int((begins + counts).max()) // size)
         owner = np.repeat(np.arange(len(chunks)), counts)
-        lanes_S = np.array([chunk.sequence.lane for chunk in chunks])
+        rows_S = np.array([chunk.sequence.batch_row for chunk in chunks])
         tables, slots = [], []
-        for group, table_of_lanes in enumerate(self._tables):
+        for group, table_of_rows in enumerate(self._tables):
             for chunk in chunks:
-                table_of_lanes.update(chunk.sequence.lane, chunk.sequence.blocks[group])
-            table = table_of_lanes.blocks[lanes_S, :used]
+                table_of_rows.update(chunk.sequence.batch_row, chunk.sequence.blocks[group])
+            table = table_of_rows.blocks[rows_S, :used]
             slots.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
             tables.append(table)
         num_single = schedule.num_single
-        ids, positions, rows, lanes, *slots = self._to_device(
-            [token_ids, positions, rows, lanes_S[:num_single], *slots]
+        ids, positions, rows, batch_rows, *slots = self._to_device(
+            [token_ids, positions, rows, rows_S[:num_single], *slots]
         )
-        ids[:num_single] = self.last_tokens[lanes]
+        ids[:num_single] = self.last_tokens[batch_rows]
         return ForwardBatch(
             token_ids=ids,
             positions=positions,
@@ -196,22 +196,22 @@ class ModelRunner:
 
 
 class _BlockTable:
-    """The blocks of the running sequences by lane, brought up to date and not made anew for each pass. Of a block that
-    a sliding window has left behind the old number stays; nothing looks at it."""
+    """The blocks of the running sequences by batch row, brought up to date and not made anew for each pass. Of a block
+    that a sliding window has left behind the old number stays; nothing looks at it."""
 
-    def __init__(self, lanes: int, max_blocks: int):
-        self.blocks = np.full((lanes, max_blocks), NO_BLOCK, np.int32)
-        self._lists: list[list[int]] = [[] for _ in range(lanes)]
-        self._lengths = [0] * lanes
+    def __init__(self, batch_rows: int, max_blocks: int):
+        self.blocks = np.full((batch_rows, max_blocks), NO_BLOCK, np.int32)
+        self._lists: list[list[int]] = [[] for _ in range(batch_rows)]
+        self._lengths = [0] * batch_rows
 
-    def update(self, lane: int, blocks: list[int]) -> None:
+    def update(self, batch_row: int, blocks: list[int]) -> None:
         """`blocks` only ever grows; a sequence that gave its own back holds another list."""
-        if self._lists[lane] is not blocks:
-            self._lists[lane], self._lengths[lane] = blocks, 0
-        known = self._lengths[lane]
+        if self._lists[batch_row] is not blocks:
+            self._lists[batch_row], self._lengths[batch_row] = blocks, 0
+        known = self._lengths[batch_row]
         if len(blocks) > known:
-            self.blocks[lane, known : len(blocks)] = blocks[known:]
-            self._lengths[lane] = len(blocks)
+            self.blocks[batch_row, known : len(blocks)] = blocks[known:]
+            self._lengths[batch_row] = len(blocks)
 
 
 def _rank(values: list[int]) -> list[int]:

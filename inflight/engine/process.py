@@ -61,7 +61,7 @@ from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
 from inflight.weights.loader import Loader, Result
-from inflight.weights.receiver import Receiver
+from inflight.weights.slot_table import SlotTable
 
 logger = logging.getLogger("inflight.engine")
 
@@ -89,15 +89,15 @@ class EngineProcess:
         self._stream = stream
         self._alive_lock = alive_lock(directory)
         self._seat = PublisherSeat(directory / "publisher.lock", lambda holder: self._send(holder, Done()))
-        self._receiver = engine.receiver
+        self._receiver = engine.slot_table
         """Of what the publisher publishes: weights or adapters."""
-        self._loading: set[tuple[Receiver, int]] = set()
+        self._loading: set[tuple[SlotTable, int]] = set()
         """Slots that loaders work on."""
         self._woken, self._waking = os.pipe()
         """The loader writes to it when it has done something, which ends a wait for messages."""
         os.set_blocking(self._waking, False)
         self._results: SimpleQueue[Result] = SimpleQueue()
-        self._loader = Loader(engine.receiver, self._loaded)
+        self._loader = Loader(engine.slot_table, self._loaded)
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -166,7 +166,7 @@ class EngineProcess:
         return Failed(ticket=ticket, kind=type(error).__name__, message=text)
 
     def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
-        engine, receiver = self._engine, self._receiver
+        engine, slot_table = self._engine, self._receiver
         match message:
             case Hello():
                 check_same_version(message.version, message.protocol, message.package, who="who says Hello")
@@ -205,24 +205,24 @@ class EngineProcess:
                 return self._attach(sender, message)
             case SlotRequest():
                 self._seat.check(sender)
-                receiver.request()
+                slot_table.request()
             case Join():
                 self._seat.check(sender)
                 self._loader.submit(sender, message)
             case Fill():
                 self._seat.check(sender)
-                receiver.check_lent(message.slot, message.fingerprint)
+                slot_table.check_lent(message.slot, message.fingerprint)
                 self._load(sender, message)
             case SlotReady():
                 self._seat.check(sender)
                 if message.checksum is None:
-                    receiver.ready(message)
+                    slot_table.ready(message)
                 else:
-                    receiver.check(message)
+                    slot_table.check(message)
                     self._load(sender, message)
             case Detach():
                 if sender == self._seat.holder:
-                    receiver.withdraw(message.untouched)
+                    slot_table.withdraw(message.untouched)
                 self._seat.leave(sender)
         return None
 
@@ -232,11 +232,11 @@ class EngineProcess:
             ticket=ticket,
             engine_id=engine.engine_id,
             stream_endpoint=self._stream.endpoint,
-            layout=engine.receiver.layout,
+            layout=engine.slot_table.layout,
             adapter_layout=engine.adapters.layout if engine.adapters is not None else None,
             device=str(engine.device),
             device_uuid=uuid_of(engine.device),
-            num_slots=len(engine.receiver.slots),
+            num_slots=len(engine.slot_table.slots),
             max_sequences=engine.max_sequences,
             max_context=engine.max_context,
             vocab_size=engine.vocab_size,
@@ -266,7 +266,7 @@ class EngineProcess:
             bad_messages=self._bad_messages,
             paused=engine.paused,
             asleep=engine.asleep,
-            versions=engine.receiver.versions,
+            versions=engine.slot_table.versions,
             num_preemptions=engine.scheduler.num_preemptions,
             kv_blocks_used=engine.cache.num_used_blocks,
             kv_blocks=engine.cache.num_blocks,
@@ -280,25 +280,27 @@ class EngineProcess:
         engine = self._engine
         if message.adapters and engine.adapters is None:
             raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
-        receiver = engine.adapters.receiver if message.adapters and engine.adapters is not None else engine.receiver
-        difference = receiver.layout.difference(message.layout, ours="the engine", theirs="the publisher")
+        slot_table = (
+            engine.adapters.slot_table if message.adapters and engine.adapters is not None else engine.slot_table
+        )
+        difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
         before = self._seat.take(sender, message.lock_token)
         if before is not None:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._send(before, Failed(kind=type(error).__name__, message=str(error)))
-        self._receiver = receiver
+        self._receiver = slot_table
         self._loader.retire()
-        self._loader = Loader(receiver, self._loaded)
-        free = receiver.attach(in_use=engine.slot_in_use(receiver))
+        self._loader = Loader(slot_table, self._loaded)
+        free = slot_table.attach(in_use=engine.slot_in_use(slot_table))
         return Attached(
             ticket=message.ticket,
-            layout=receiver.layout,
-            slots=[slot.descriptor() for slot in receiver.slots] if message.map_slots else [],
-            free=[slot for slot in free if (receiver, slot) not in self._loading],
+            layout=slot_table.layout,
+            slots=[slot.descriptor() for slot in slot_table.slots] if message.map_slots else [],
+            free=[slot for slot in free if (slot_table, slot) not in self._loading],
             version=engine.newest_version,
-            aliases=engine.aliases if message.aliases and receiver is engine.receiver else [],
+            aliases=engine.aliases if message.aliases and slot_table is engine.slot_table else [],
         )
 
     def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
@@ -323,19 +325,19 @@ class EngineProcess:
         if isinstance(job, SlotReady) and error is None and result.sender == self._seat.holder:
             try:
                 self._receiver.ready(job)
-                self._loading.remove((result.receiver, job.slot))
+                self._loading.remove((result.slot_table, job.slot))
                 return
             except ProtocolError as overtaken:  # a newer version was announced while this one was compared
                 error = overtaken
         if isinstance(job, Join):
             answer = Joined(ticket=job.ticket)
         else:
-            self._loading.remove((result.receiver, job.slot))
+            self._loading.remove((result.slot_table, job.slot))
             answer = Filled(ticket=job.ticket)
         if error is not None:
             answer = self._refusal(job.ticket, error)
         if result.sender != self._seat.holder:  # it is gone, and the next one may have the slot
-            if self._seat.holder is not None and result.receiver is self._receiver and not isinstance(job, Join):
+            if self._seat.holder is not None and result.slot_table is self._receiver and not isinstance(job, Join):
                 self._send(self._seat.holder, SlotFree(slot=job.slot))
         else:
             self._send(result.sender, answer)
@@ -344,16 +346,16 @@ class EngineProcess:
 
     def _lend_slots(self) -> None:
         """No forward pass reads an idle slot any more, unless it is the one that is under way."""
-        receiver = self._receiver
+        slot_table = self._receiver
         if self._seat.holder is not None:
-            for slot in receiver.lend(in_use=self._engine.slot_in_use(receiver)):
+            for slot in slot_table.lend(in_use=self._engine.slot_in_use(slot_table)):
                 began_ns = now_ns()
                 if not self._send(self._seat.holder, SlotFree(slot=slot)):  # it does not know that it was lent one
-                    receiver.withdraw([slot])
-                receiver.handling_ns += now_ns() - began_ns
+                    slot_table.withdraw([slot])
+                slot_table.handling_ns += now_ns() - began_ns
 
     def _send(self, to: bytes, message: FromEngine) -> bool:
-        """Whether the receiver is there. One that reads nothing misses what is beyond some thousands of messages."""
+        """Whether the slot_table is there. One that reads nothing misses what is beyond some thousands of messages."""
         try:
             self._control.send_multipart([to, encode(message)], zmq.NOBLOCK)
         except zmq.Again:

@@ -21,7 +21,7 @@ from inflight.engine.transfer import to_device
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
 _TENSORS = ("tokens", "logprobs", "entropies", "top_token_ids", "top_logprobs")
-_TENSORS += ("kept_counts", "kept_token_ids", "kept_of")
+_TENSORS += ("mask_counts", "mask_token_ids", "mask_cut_from")
 _MANY = 512
 """Candidates that are tried before a whole vocabulary is sorted."""
 _LAST_ID = 2**31 - 1
@@ -41,20 +41,20 @@ def sample_seed(seed: int, sample: int) -> int:
 class Drawn:
     """What a pass drew, on the device: tokens i64[M], logprobs f32[M], and where some row asked for them entropies
     f32[M], top_token_ids i64[M, k] and top_logprobs f32[M, k], and the tokens that were kept for the rows
-    `kept_rows`."""
+    `mask_rows`."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     entropies: torch.Tensor | None = None
     top_token_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
-    kept_rows: list[int] = field(default_factory=list)
-    kept_counts: torch.Tensor | None = None
-    """i64[len(kept_rows)]"""
-    kept_token_ids: torch.Tensor | None = None
-    """i64[sum of kept_counts]"""
-    kept_of: torch.Tensor | None = None
-    """i32[len(kept_rows)]: 0, or the size of the vocabulary where the ids are those that were cut from it."""
+    mask_rows: list[int] = field(default_factory=list)
+    mask_counts: torch.Tensor | None = None
+    """i64[len(mask_rows)]"""
+    mask_token_ids: torch.Tensor | None = None
+    """i64[sum of mask_counts]"""
+    mask_cut_from: torch.Tensor | None = None
+    """i32[len(mask_rows)]: 0, or the size of the vocabulary where the ids are those that were cut from it."""
 
     def to_host(self) -> "Drawn":
         """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
@@ -63,7 +63,7 @@ class Drawn:
         copied = {
             name: value.to("cpu", non_blocking=True) for name in _TENSORS if (value := getattr(self, name)) is not None
         }
-        return Drawn(**copied, kept_rows=self.kept_rows)
+        return Drawn(**copied, mask_rows=self.mask_rows)
 
 
 def nothing_drawn(logits: torch.Tensor) -> Drawn:
@@ -78,7 +78,7 @@ class _Rows:
     key: list[int]
     temperatures: torch.Tensor
     seeds: torch.Tensor
-    lanes: torch.Tensor
+    batch_rows: torch.Tensor
     adjusted: list[int]
     filtered: list[int]
     entropy: bool
@@ -86,7 +86,7 @@ class _Rows:
 
 
 class Sampler:
-    """Draws for the sequences of one engine; `last_tokens` (by lane) receives what was drawn."""
+    """Draws for the sequences of one engine; `last_tokens` (by batch row) receives what was drawn."""
 
     def __init__(self, vocab_size: int, eos_ids: frozenset[int], last_tokens: torch.Tensor):
         self._vocab_size, self._eos_ids = vocab_size, sorted(eos_ids)
@@ -94,7 +94,7 @@ class Sampler:
         self._device = last_tokens.device
         self._rows: _Rows | None = None
         self._seen: torch.Tensor | None = None
-        """bool[lanes, V]: tokens of the prompt or drawn, for sequences with a repetition penalty."""
+        """bool[batch_rows, V]: tokens of the prompt or drawn, for sequences with a repetition penalty."""
         self._seen_by: dict[int, tuple[int, int]] = {}
         """Lane → request whose tokens `_seen` holds, and how many of them."""
 
@@ -109,27 +109,27 @@ class Sampler:
             drawn = self._draw_plain(logits_MV, rows, positions)
         else:
             drawn = self._draw_filtered(logits_MV.float(), sequences, rows, positions)
-        self._last_tokens[rows.lanes] = drawn.tokens
+        self._last_tokens[rows.batch_rows] = drawn.tokens
         if self._seen is not None:
             watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
             if watched:
                 index = self._tensor(watched, torch.int64)
-                self._seen[rows.lanes[index], drawn.tokens[index]] = True
+                self._seen[rows.batch_rows[index], drawn.tokens[index]] = True
                 for sequence in (sequences[i] for i in watched):
-                    self._seen_by[sequence.lane] = (sequence.request_id, sequence.length)
+                    self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return drawn
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
     def _rows_of(self, sequences: Seq[Sequence]) -> _Rows:
-        key = [s.request_id * 65536 + s.lane for s in sequences]
+        key = [s.request_id * 65536 + s.batch_row for s in sequences]
         if self._rows is None or self._rows.key != key:
             params = [s.params for s in sequences]
             self._rows = _Rows(
                 key=key,
                 temperatures=self._tensor([p.temperature for p in params], torch.float32),
                 seeds=self._tensor([s.seed for s in sequences], torch.int64),
-                lanes=self._tensor([s.lane for s in sequences], torch.int64),
+                batch_rows=self._tensor([s.batch_row for s in sequences], torch.int64),
                 adjusted=[i for i, p in enumerate(params) if p.adjusted],
                 filtered=[i for i, p in enumerate(params) if p.filtered],
                 entropy=any(p.return_entropy for p in params),
@@ -168,10 +168,10 @@ class Sampler:
 
     def _seen_tokens(self, sequence: Sequence) -> torch.Tensor:
         if self._seen is None:
-            lanes = len(self._last_tokens)
-            self._seen = torch.zeros(lanes, self._vocab_size, dtype=torch.bool, device=self._device)
-        seen_V = self._seen[sequence.lane]
-        if self._seen_by.get(sequence.lane) != (sequence.request_id, sequence.length - 1):
+            batch_rows = len(self._last_tokens)
+            self._seen = torch.zeros(batch_rows, self._vocab_size, dtype=torch.bool, device=self._device)
+        seen_V = self._seen[sequence.batch_row]
+        if self._seen_by.get(sequence.batch_row) != (sequence.request_id, sequence.length - 1):
             seen_V.zero_()
             seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
         return seen_V
@@ -215,9 +215,9 @@ class Sampler:
                 drawn.top_token_ids[index, :top] = order_FK[:, :top]
                 drawn.top_logprobs[index] = float("-inf")
                 drawn.top_logprobs[index, :top] = logprobs_FK[:, :top]
-        asked = [f for f, p in enumerate(params) if p.return_kept]
+        asked = [f for f, p in enumerate(params) if p.return_sampling_mask]
         if asked:
-            drawn.kept_rows = [rows.filtered[f] for f in asked]
+            drawn.mask_rows = [rows.filtered[f] for f in asked]
             if len(asked) < len(params):
                 among = self._tensor(asked, torch.int64)
                 order_FK, kept_FK = order_FK[among], kept_FK[among]
@@ -230,11 +230,11 @@ def _tell_kept(drawn: Drawn, order_AK: torch.Tensor, kept_AK: torch.Tensor, voca
     counts_A = kept_AK.sum(-1)
     if kept_AK.shape[1] == vocabulary > _LARGE_SET:
         by_cut_A = counts_A > max(_LARGE_SET, vocabulary // 2)
-        drawn.kept_of = by_cut_A.int() * vocabulary
+        drawn.mask_cut_from = by_cut_A.int() * vocabulary
         counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
         kept_AK = kept_AK ^ by_cut_A[:, None]
-    drawn.kept_counts = counts_A
-    drawn.kept_token_ids = order_AK[kept_AK]
+    drawn.mask_counts = counts_A
+    drawn.mask_token_ids = order_AK[kept_AK]
 
 
 def _candidates(

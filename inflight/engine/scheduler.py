@@ -38,9 +38,9 @@ class Sequence:
     """A pass has computed some of it."""
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt that wait for this one to compute it."""
-    has_drawn_in_lane: bool = False
-    """Its last token is in the device state of its lane."""
-    lane: int = -1
+    has_drawn_in_row: bool = False
+    """Its last token is in the device state of its batch row."""
+    batch_row: int = -1
     """Row of the per-sequence device state while it runs, −1 else."""
     computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served, within the lanes, the blocks and a budget of prompt tokens per pass.
+    """First come, first served, within the batch rows, the blocks and a budget of prompt tokens per pass.
 
     Running sequences come before waiting ones. When blocks run out, the sequence that was admitted last gives back its
     own and waits at the front of the queue; its tokens are computed again later and never drawn again. Samples of one
@@ -120,7 +120,7 @@ class Scheduler:
         self._cache = cache
         self._prefix_across_versions = prefix_across_versions
         self._max_prefill_tokens = max_prefill_tokens
-        self._free_lanes = list(range(max_sequences - 1, -1, -1))
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
         self.running: dict[int, Sequence] = {}
         """By request id, in order of admission."""
         self._waiting: dict[int | None, deque[Sequence]] = {}
@@ -160,7 +160,7 @@ class Scheduler:
         """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
         self.add(leader)
         shared = min(parent.computed, leader.length - 1)
-        if shared > 0 and parent.lane >= 0 and self._cache.share(parent, leader, shared):
+        if shared > 0 and parent.batch_row >= 0 and self._cache.share(parent, leader, shared):
             leader.computed = leader.taken_over = shared
             leader.taken_over_version = leader.kv_oldest
             self._holding[leader.request_id] = leader
@@ -169,7 +169,7 @@ class Scheduler:
         """The sequence ended, running or waiting; what it held is free again."""
         sequence.finished = True
         self._count(sequence, -1)
-        if sequence.lane >= 0:
+        if sequence.batch_row >= 0:
             self._leave(sequence)
         else:
             self.num_waiting -= 1
@@ -181,7 +181,7 @@ class Scheduler:
             self._queue(sequence).appendleft(followers[0])
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's lane and blocks away; it waits at the front of the queue."""
+        """Take a running sequence's batch row and blocks away; it waits at the front of the queue."""
         self.num_preemptions += 1
         self._send_back(sequence)
 
@@ -201,7 +201,7 @@ class Scheduler:
             return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
 
         for sequence in reversed(list(self.running.values())):
-            if is_meant(sequence) and sequence.has_drawn_in_lane:
+            if is_meant(sequence) and sequence.has_drawn_in_row:
                 self._send_back(sequence)
         for fork in list(self._holding.values()):
             if is_meant(fork):
@@ -217,22 +217,22 @@ class Scheduler:
         single: list[Chunk] = []
         several: list[Chunk] = []
         for sequence in list(self.running.values()):
-            if sequence.lane < 0 or sequence.pin not in pins:
+            if sequence.batch_row < 0 or sequence.pin not in pins:
                 continue
             todo = sequence.length - sequence.computed
             if len(sequence.tokens) + sequence.num_pending >= sequence.max_tokens:
                 continue  # its last token is drawn, but not read yet
-            count = 1 if todo == 1 and sequence.has_drawn_in_lane else min(todo, budget)
+            count = 1 if todo == 1 and sequence.has_drawn_in_row else min(todo, budget)
             if not count or not self._make_room(sequence, sequence.computed + count):
                 continue
-            drew_it = sequence.has_drawn_in_lane and todo == 1
+            drew_it = sequence.has_drawn_in_row and todo == 1
             (single if drew_it else several).append(self._advance(sequence, count, version, stamp))
             budget -= 0 if drew_it else count
         starts: list[Sequence] = []
         followers: dict[int, list[Sequence]] = {}
         for chunk in several:
             followers[chunk.sequence.request_id] = self._let_follow(chunk.sequence)
-        while budget > 0 and self._free_lanes:
+        while budget > 0 and self._free_rows:
             sequence = self._first_waiting(pins)
             if sequence is None or not self._admit(sequence, version, stamp):
                 break
@@ -253,7 +253,7 @@ class Scheduler:
                 starts += drawing[1:]
         for sequence, _ in draws:
             sequence.num_pending += 1
-            sequence.has_drawn_in_lane = True
+            sequence.has_drawn_in_row = True
         new = [s for s in starts if not s.started]
         for sequence in new:
             sequence.started = True
@@ -286,7 +286,7 @@ class Scheduler:
         followers, leader.followers = [s for s in leader.followers if not s.finished], []
         joined = 0
         for follower in followers:
-            if not self._free_lanes or not self._cache.share(leader, follower, leader.computed):
+            if not self._free_rows or not self._cache.share(leader, follower, leader.computed):
                 break
             follower.computed = leader.computed
             follower.taken_over, follower.taken_over_version = leader.taken_over, leader.taken_over_version
@@ -310,7 +310,8 @@ class Scheduler:
         return None if first is None or first.num_pending else first
 
     def _admit(self, sequence: Sequence, version: int, stamp: int) -> bool:
-        """Give a lane to the first of its queue if all of it fits, with a block to spare for each that may grow."""
+        """Give a batch row to the first of its queue if all of it fits, with a block to spare for each that may
+        grow."""
         matched = not sequence.computed
         if matched:
             policy, computed_by = self._policy(sequence, version, stamp)
@@ -356,8 +357,8 @@ class Scheduler:
         self._holding.pop(sequence.request_id, None)
 
     def _enter(self, sequence: Sequence) -> None:
-        sequence.lane = self._free_lanes.pop()
-        sequence.has_drawn_in_lane = False
+        sequence.batch_row = self._free_rows.pop()
+        sequence.has_drawn_in_row = False
         self.running[sequence.request_id] = sequence
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -367,8 +368,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.request_id]
-        self._free_lanes.append(sequence.lane)
-        sequence.lane = -1
+        self._free_rows.append(sequence.batch_row)
+        sequence.batch_row = -1
         self._cache.release(sequence)
 
     def _queue(self, sequence: Sequence) -> deque[Sequence]:

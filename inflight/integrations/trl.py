@@ -44,7 +44,7 @@ class EngineRollouts:
 
     TRL's importance sampling correction (`vllm_importance_sampling_correction`, which is on by default, with its mode
     and bounds) is applied as it is for vLLM, with the log-probabilities that the engine recorded: it takes TRL a
-    forward pass per generation batch. Set it to False for none. Trainers made by `behaviour_ratio` do without it.
+    forward pass per generation batch. Set it to False for none. Trainers made by `behavior_ratio` do without it.
 
     ahead: how many further generation batches stay in flight while the trainer trains on the current one. 0: the
     engine draws inside the call only, which waits until the newest published weights are live, so that all completions
@@ -159,7 +159,7 @@ class PublishCallback(TrainerCallback):
         self._publisher.publish()
 
 
-def behaviour_ratio(trainer_class: type) -> type:
+def behavior_ratio(trainer_class: type) -> type:
     """A subclass of GRPOTrainer whose ratio is π_θ / π_b with π_b as the engine recorded it, per token.
 
     TRL's own correction weighs each answer by π_p / π_b, with π_p computed by another forward pass, and clips the rest
@@ -167,7 +167,7 @@ def behaviour_ratio(trainer_class: type) -> type:
     same distribution: the trainer's is over the whole vocabulary, so keep top_k, top_p and min_p off.
     """
 
-    class BehaviourRatioTrainer(trainer_class):
+    class BehaviorRatioTrainer(trainer_class):
         corrects_itself = True
         """Told to EngineRollouts: weights would count the same difference twice."""
 
@@ -180,7 +180,7 @@ def behaviour_ratio(trainer_class: type) -> type:
             inputs = {**inputs, "old_per_token_logps": recorded}
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    return BehaviourRatioTrainer
+    return BehaviorRatioTrainer
 
 
 class _WeightsArePublished:

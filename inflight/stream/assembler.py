@@ -22,8 +22,8 @@ class _Partial:
     top_token_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
-    kept_of: list[int] = field(default_factory=list)
-    routing: dict[int, np.ndarray] = field(default_factory=dict)
+    mask_cut_from: list[int] = field(default_factory=list)
+    routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
     """By position; the first time that a token was computed counts."""
     prefix_tokens: int = 0
     prefix_version: int | None = None
@@ -33,7 +33,7 @@ class _Partial:
 class _Group:
     start: GroupStart
     finished: list[Rollout] = field(default_factory=list)
-    prompt_routing: dict[int, np.ndarray] = field(default_factory=dict)
+    prompt_routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
     """By position: whichever sample computed the prompt did it for all."""
 
 
@@ -116,7 +116,7 @@ class Assembler:
             partial.times_ns.append(time_ns)
             if frame.extras:
                 self._append_extras(partial, frame.extras, row)
-        if "routing" in frame.extras:
+        if "routed_experts" in frame.extras:
             self._append_routing(frame.extras)
         self.num_tokens += frame.header.num_tokens
 
@@ -127,19 +127,21 @@ class Assembler:
         if params.top_logprobs and "top_logprobs" in extras:
             partial.top_token_ids.append(extras["top_token_ids"][row, : params.top_logprobs])
             partial.top_logprobs.append(extras["top_logprobs"][row, : params.top_logprobs])
-        if params.return_kept and params.filtered and "kept_offsets" in extras:
-            start, end = extras["kept_offsets"][row : row + 2]
-            partial.kept.append(extras["kept_token_ids"][start:end])
-            partial.kept_of.append(int(extras["kept_of"][row]) if "kept_of" in extras else 0)
+        if params.return_sampling_mask and params.filtered and "mask_offsets" in extras:
+            start, end = extras["mask_offsets"][row : row + 2]
+            partial.kept.append(extras["mask_token_ids"][start:end])
+            partial.mask_cut_from.append(int(extras["mask_cut_from"][row]) if "mask_cut_from" in extras else 0)
 
     def _append_routing(self, extras: Mapping[str, np.ndarray]) -> None:
-        ids, positions = extras["routing_request_ids"].tolist(), extras["routing_positions"].tolist()
+        ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()
         for row, (request_id, position) in enumerate(zip(ids, positions, strict=True)):
             partial = self._partials.get(request_id)
             if partial is not None:
                 group = self._groups[partial.group.group_id]
                 in_prompt = position < len(partial.group.prompt_token_ids)
-                (group.prompt_routing if in_prompt else partial.routing).setdefault(position, extras["routing"][row])
+                (group.prompt_routed_experts if in_prompt else partial.routed_experts).setdefault(
+                    position, extras["routed_experts"][row]
+                )
 
 
 def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) -> Rollout:
@@ -166,11 +168,11 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
     if num_tokens and len(partial.top_logprobs) == num_tokens:
         rollout.top_token_ids, rollout.top_logprobs = np.stack(partial.top_token_ids), np.stack(partial.top_logprobs)
     if num_tokens and len(partial.kept) == num_tokens:
-        rollout.kept_offsets = np.cumsum([0, *map(len, partial.kept)], dtype=np.int64)
-        rollout.kept_token_ids = np.concatenate(partial.kept)
-        rollout.kept_of = np.array(partial.kept_of, np.int32) if any(partial.kept_of) else None
-    routing = siblings.prompt_routing | partial.routing
+        rollout.mask_offsets = np.cumsum([0, *map(len, partial.kept)], dtype=np.int64)
+        rollout.mask_token_ids = np.concatenate(partial.kept)
+        rollout.mask_cut_from = np.array(partial.mask_cut_from, np.int32) if any(partial.mask_cut_from) else None
+    routing = siblings.prompt_routed_experts | partial.routed_experts
     places = range(len(group.prompt_token_ids) + num_tokens - 1)
     if num_tokens and routing and all(place in routing for place in places):
-        rollout.routing = np.stack([routing[place] for place in places])
+        rollout.routed_experts = np.stack([routing[place] for place in places])
     return rollout

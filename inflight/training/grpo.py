@@ -19,20 +19,20 @@ from inflight.core.errors import NonFiniteLossError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
-from inflight.training.advantages import group_advantages
-from inflight.training.aggregation import StepTotals
-from inflight.training.batch import PackedBatch
-from inflight.training.forward import token_logprobs
-from inflight.training.loss import policy_loss
-from inflight.training.objective import Objective, resolve
-from inflight.training.probe import VersionProbe
+from inflight.training.data.advantages import group_advantages
+from inflight.training.data.batch import PackedBatch
+from inflight.training.data.rollouts import consume, pack_groups
+from inflight.training.data.scoring import Score, Scorer
+from inflight.training.data.staleness_filter import StalenessFilter, StalenessRule
+from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.aggregation import StepTotals
+from inflight.training.objective.loss import policy_loss
+from inflight.training.objective.objective import Objective, resolve
+from inflight.training.objective.probe import VersionProbe
+from inflight.training.objective.statistics import LossStats
 from inflight.training.reference import ReferenceScorer, reference_scorer
 from inflight.training.report import StepReport
-from inflight.training.rollouts import consume, pack_groups
 from inflight.training.schedules import SCHEDULES, Admission, Example, RolloutEngine, Schedule, WeightPublisher, batches
-from inflight.training.scoring import Score, Scorer
-from inflight.training.staleness import StalenessFilter, StalenessRule
-from inflight.training.statistics import LossStats
 from inflight.training.step import check_finite, clip_and_step
 
 logger = logging.getLogger(__name__)

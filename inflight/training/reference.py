@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from inflight.training.batch import PackedBatch
-from inflight.training.forward import token_logprobs
-from inflight.training.objective import Objective
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.objective import Objective
 from inflight.weights.lora import is_peft
 from inflight.weights.tensors import unwrap
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from inflight.core.rollout import Rollout
-from inflight.observability.staleness import TokenStaleness
-from inflight.training.probe import RatioCauses
-from inflight.training.staleness import StalenessCounts
-from inflight.training.statistics import LossStats, known
+from inflight.observability.staleness_meter import TokenStaleness
+from inflight.training.data.staleness_filter import StalenessCounts
+from inflight.training.objective.probe import RatioCauses
+from inflight.training.objective.statistics import LossStats, known
 
 
 @dataclass(frozen=True, slots=True)

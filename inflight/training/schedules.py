@@ -23,9 +23,9 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.observability.staleness import StalenessMeter
-from inflight.training.rollouts import RolloutStream, num_unscored, usable, with_rewards
-from inflight.training.scoring import Score, Scorer
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.training.data.rollouts import RolloutStream, num_unscored, usable, with_rewards
+from inflight.training.data.scoring import Score, Scorer
 
 Schedule = Literal["inflight", "sync", "one_step_off"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)

@@ -15,7 +15,7 @@ from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.files import read_version
 from inflight.weights.groups import Group
-from inflight.weights.receiver import Receiver
+from inflight.weights.slot_table import SlotTable
 from inflight.weights.streams import use_own_stream
 
 Job = Join | Fill | SlotReady
@@ -25,7 +25,7 @@ Job = Join | Fill | SlotReady
 class Result:
     """What became of a job."""
 
-    receiver: Receiver
+    slot_table: SlotTable
     sender: bytes
     job: Job
     error: InflightError | None
@@ -34,10 +34,10 @@ class Result:
 class Loader:
     """The jobs of one publisher, one after another. `done` is called from the thread with what became of each."""
 
-    def __init__(self, receiver: Receiver, done: Callable[[Result], None]):
-        """`receiver` is only looked at for its slots."""
-        self._receiver, self._done = receiver, done
-        self._layout, self._slots = receiver.layout, receiver.slots
+    def __init__(self, slot_table: SlotTable, done: Callable[[Result], None]):
+        """`slot_table` is only looked at for its slots."""
+        self._receiver, self._done = slot_table, done
+        self._layout, self._slots = slot_table.layout, slot_table.slots
         self._retired = False
         self._jobs: SimpleQueue[tuple[bytes, Job] | None] = SimpleQueue()
         self._device = self._slots[0].buffer.device

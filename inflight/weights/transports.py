@@ -17,8 +17,8 @@ from inflight.weights.cuda_ipc import CudaSlot, uuid_of
 from inflight.weights.files import write_version
 from inflight.weights.groups import Group, make_store
 from inflight.weights.link import EngineLink, Published
-from inflight.weights.receiver import Slot
 from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.slot_table import Slot
 from inflight.weights.waiting import telling
 
 _ATTEMPTS = 3

@@ -46,12 +46,12 @@ def split_rows(
     dense, kept = ((lengths == 0).nonzero()[:, 0], lengths.nonzero()[:, 0])
     if not len(kept):
         return Split(dense=slice(None))
-    kept_offsets = torch.cat((offsets[kept], offsets[-1:]))
+    mask_offsets = torch.cat((offsets[kept], offsets[-1:]))
     row_E = torch.repeat_interleave(torch.arange(len(kept)), lengths[kept], output_size=len(token_ids))
     return Split(
         dense=dense.to(device) if len(dense) else None,
         kept=kept.to(device) if len(dense) else slice(None),
-        offsets=kept_offsets.to(device),
+        offsets=mask_offsets.to(device),
         token_ids=token_ids,
         row_E=row_E.to(device),
     )

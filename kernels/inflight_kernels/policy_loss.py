@@ -59,7 +59,7 @@ def policy_loss_terms(
 
     The gradient is that of PyTorch's autograd, ties included: of the two sides of a minimum that are equal each has
     half, and a bound belongs to what it bounds. A token is clipped if its gradient differs from the one with every
-    bound of c and L open, whatever its weight. Sources of the formulas: `inflight.training.surrogates` and
+    bound of c and L open, whatever its weight. Sources of the formulas: `inflight.training.objective.surrogates` and
     `corrections`.
 
     Results repeat to the bit. On a GPU float32 runs in one kernel; everything else takes the reference. Raises

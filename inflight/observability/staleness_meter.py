@@ -1,0 +1,142 @@
+"""How old the tokens were, in milliseconds. The names are defined here and used everywhere.
+
+| name | per token |
+|---|---|
+| weight_lag_ms | time drawn − time at which a newer version than the token's was first published; 0 if none was |
+| policy_age_ms | time drawn − time at which the token's version was published |
+| token_age_ms | time consumed by an optimizer step − time drawn |
+| version_lag | the trainer's version when consumed − the token's version |
+
+and per swap: swap_ms, `publish()` called → first token drawn with that version; stall_ms, time in which the engine had
+work and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
+"""
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inflight.core.clock import NS_PER_MS, now_ns
+from inflight.core.frames import TokenFrame
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStaleness:
+    """Columns over the tokens of a batch, f64[n] in milliseconds; version_lag i64[n]."""
+
+    weight_lag_ms: np.ndarray
+    policy_age_ms: np.ndarray
+    token_age_ms: np.ndarray
+    version_lag: np.ndarray
+
+
+class Histogram:
+    """Counts of non-negative values in buckets 1 % apart: percentiles of any number of values in constant memory."""
+
+    _LEAST = 1e-4
+    _LOG_STEP = np.log(1.01)
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(3200, np.int64)  # up to 1e-4 · 1.01^3199 ≈ 6.6e9; bucket 0 holds what is below 1e-4
+
+    def add(self, values: np.ndarray | Sequence[float]) -> None:
+        clipped = np.maximum(np.asarray(values, np.float64), self._LEAST)
+        buckets = np.ceil(np.log(clipped / self._LEAST) / self._LOG_STEP).astype(np.int64)
+        self._counts += np.bincount(np.minimum(buckets, len(self._counts) - 1), minlength=len(self._counts))
+
+    def percentiles(self) -> dict[str, float]:
+        """{"p50": …, "p90": …, "p99": …}, each at most 1 % too high; empty if there are no values."""
+        total = int(self._counts.sum())
+        if not total:
+            return {}
+        ranks = np.searchsorted(np.cumsum(self._counts), np.array([0.5, 0.9, 0.99]) * total)
+        values = np.where(ranks == 0, 0.0, self._LEAST * np.exp(ranks * self._LOG_STEP))
+        return {f"p{point}": float(f"{value:.4g}") for point, value in zip((50, 90, 99), values, strict=True)}
+
+
+class StalenessMeter:
+    """Learns of publishes and frames, and measures tokens and swaps against them, in constant memory. Safe to use from
+    several threads at once.
+
+    Version 0, the weights that the engine was launched with, counts as published when the meter was made.
+    """
+
+    _REMEMBERED_VERSIONS = 4096
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._published: deque[tuple[int, int]] = deque([(0, now_ns())], maxlen=self._REMEMBERED_VERSIONS)
+        self._histograms = {
+            name: Histogram() for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms", "stall_ms")
+        }
+        self._version_lags: Counter[int] = Counter()
+        self._swap_published_ns: int | None = None
+        self.num_swaps = 0
+        self.num_swaps_in_flight = 0
+        """Swaps while requests that had drawn tokens under older weights went on."""
+        self.last_swap_ms: float | None = None
+
+    @property
+    def published_version(self) -> int:
+        """The last version that was published: the trainer's own, between two optimizer steps."""
+        return self._published[-1][0]
+
+    def published(self, version: int, called_ns: int) -> None:
+        """`publish()` was called for this version. A publisher that follows one that died may count on from less than
+        what that one had announced; what was announced and never drawn is forgotten then."""
+        with self._lock:
+            while self._published and self._published[-1][0] >= version:
+                self._published.pop()
+            self._published.append((version, called_ns))
+
+    def frame(self, frame: TokenFrame) -> None:
+        """Note the swap that a frame reports, and the first token drawn after it."""
+        header = frame.header
+        with self._lock:
+            if header.swap is not None:
+                self.num_swaps += 1
+                self.num_swaps_in_flight += header.swap.num_in_flight > 0
+                self._histograms["stall_ms"].add([header.swap.stall_ns / NS_PER_MS])
+                self._swap_published_ns = header.swap.published_ns
+            if header.num_tokens and self._swap_published_ns is not None:
+                self.last_swap_ms = (header.time_ns - self._swap_published_ns) / NS_PER_MS
+                self._histograms["swap_ms"].add([self.last_swap_ms])
+                self._swap_published_ns = None
+
+    def consume(
+        self, weight_versions: np.ndarray, sampled_at_ns: np.ndarray, *, consumed_ns: int, trainer_version: int
+    ) -> TokenStaleness:
+        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens."""
+        with self._lock:
+            versions, published = np.array(self._published).T
+        own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)
+        newer = np.minimum(own + 1, len(versions) - 1)
+        newer_ns = np.where(newer > own, published[newer], sampled_at_ns)
+        staleness = TokenStaleness(
+            weight_lag_ms=np.maximum(sampled_at_ns - newer_ns, 0) / NS_PER_MS,
+            policy_age_ms=(sampled_at_ns - published[own]) / NS_PER_MS,
+            token_age_ms=(consumed_ns - sampled_at_ns) / NS_PER_MS,
+            version_lag=trainer_version - weight_versions,
+        )
+        with self._lock:
+            for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
+                self._histograms[name].add(getattr(staleness, name))
+            self._version_lags.update(staleness.version_lag.tolist())
+        return staleness
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """{name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
+        with self._lock:
+            summary = {name: histogram.percentiles() for name, histogram in self._histograms.items()}
+            summary["version_lag"] = self._version_lag()
+        return summary
+
+    def _version_lag(self) -> dict[str, float]:
+        half, below = sum(self._version_lags.values()) / 2, 0
+        for lag in sorted(self._version_lags):
+            below += self._version_lags[lag]
+            if below >= half:
+                return {"p50": float(lag), "max": float(max(self._version_lags))}
+        return {}

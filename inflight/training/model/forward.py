@@ -1,0 +1,221 @@
+"""Log-probabilities of drawn tokens under the trainer's model: packed, and without a tensor of logits.
+
+n drawn tokens, V vocabulary.
+"""
+
+import logging
+from contextlib import ExitStack, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from inflight_kernels import selective_logprobs
+from torch import nn
+from transformers import PretrainedConfig
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.models.twin import first_line
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.head import PlainHead, plain_head, scoring_head
+from inflight.training.model.packing import is_packable, pack_input, packed_attention
+from inflight.training.model.replay import checkpoints, replay_routed_experts
+from inflight.training.model.ways import ScoreTokens, Way, scoring_way
+from inflight.weights.tensors import unwrap
+
+logger = logging.getLogger(__name__)
+
+
+class TokenScores(NamedTuple):
+    logprobs: torch.Tensor
+    """f32[n], with gradient."""
+    entropies: torch.Tensor | None
+    """f32[n], with gradient, of the distributions that the tokens were drawn from."""
+
+
+def token_logprobs(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Log-probabilities f32[n] of the drawn tokens, with gradient; as `score_tokens`."""
+    return score_tokens(model, batch).logprobs
+
+
+def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False) -> TokenScores:
+    """Log-probabilities, and entropies if asked for, of the n drawn tokens, in their order.
+
+    They mean what the engine's mean: at the temperature that each token was drawn at, over the tokens that its filters
+    kept, with the experts that it took. The batch may lie on the CPU. Sequences are packed where the model computes
+    packed what it computes of each alone, else padded or fed one by one (`scoring_way`). Raises what
+    `replay_routed_experts` raises, UnsupportedModelError for a model whose tokens see later ones, and ValueError for a
+    token outside of the vocabulary.
+    """
+    device = next(model.parameters()).device
+    model = getattr(model, "_orig_mod", model)  # compiled for another head, it would be compiled anew at each call
+    inner = _transformers_model(model)
+    _check_tokens(inner, batch)
+    _warn_of_dropout(inner)
+    way = scoring_way(inner, batch, _WAYS)
+    if way in ("fused", "packed"):
+        return _score_packed(model, inner, batch, entropy, plain_head(inner) if way == "fused" else None)
+    if batch.routed_experts is not None:
+        raise ValueError(f"{type(model).__name__} cannot be fed packed sequences, so that its routing is not replayed")
+    batch = batch.to(device)
+    logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
+    return _score_logits(logits_nV, batch, entropy)
+
+
+def _score_packed(
+    model: nn.Module, inner: nn.Module, batch: PackedBatch, entropy: bool, head: PlainHead | None
+) -> TokenScores:
+    """Without logits where the head is a plain one."""
+    packed = pack_input(batch).to(next(model.parameters()).device)
+    batch = batch.to(packed.source.device)
+    with (
+        packed_attention(inner),
+        _Replay(model, batch, packed.source) as replay,
+        scoring_head(inner, head, batch, packed, entropy=entropy) if head else nullcontext(),
+    ):
+        out = model(
+            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
+        ).logits[0]
+        replay.stay_until_backward(out)
+    if head is None:
+        return _score_logits(out[packed.predicting], batch, entropy)
+    out = out / head.scale if head.scale != 1 else out
+    return TokenScores(out[:, 0], out[:, 1] if entropy else None)
+
+
+def _logits_in_rows(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Logits [n, V] from rows padded on the right, which causality keeps unseen."""
+    rows, columns = batch.sequence_ids, batch.position_ids
+    ids_BS = batch.input_ids.new_zeros(batch.num_sequences, int(columns.max()) + 1)
+    ids_BS[rows, columns] = batch.input_ids
+    logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+    return logits_BSV[rows[batch.drawn], columns[batch.drawn] - 1]
+
+
+def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
+    """Logits [n, V], each sequence in a forward pass of its own. Raises UnsupportedModelError for a model that takes
+    more than tokens, or not so many of them."""
+    parts = []
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        try:
+            logits = model(input_ids=batch.input_ids[None, start:end], use_cache=False).logits[0]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be scored from a sequence of {end - start} tokens alone "
+                f"({type(error).__name__}: {first_line(error)})"
+            ) from error
+        parts.append(logits[:-1][batch.loss_mask[start + 1 : end]])
+    return torch.cat(parts)
+
+
+def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
+    temperatures = batch.temperatures[batch.drawn]
+    logits_nV = _without_what_was_cut(logits_nV, batch)
+    logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.drawn], temperatures)
+    if not entropy:
+        return TokenScores(logprobs, None)
+    log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
+    return TokenScores(logprobs, -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1))
+
+
+def _without_what_was_cut(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    if batch.kept is None:
+        return logits_nV
+    offsets, ids = batch.kept
+    counts = offsets.diff()
+    rows = torch.repeat_interleave(torch.arange(len(counts)), counts).to(ids.device)
+    cut = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
+    cut[rows, ids] = False
+    return logits_nV.masked_fill(cut, -torch.inf)
+
+
+class _Replay:
+    """Replays a batch's routing, if it has any: during the forward pass, and where activations are checkpointed until
+    backward is done, since that runs the routers again."""
+
+    _left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
+
+    def __init__(self, model: nn.Module, batch: PackedBatch, source: torch.Tensor):
+        self._model = model
+        self._routing = None if batch.routed_experts is None else batch.routed_experts[source]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Replay":
+        if self._model in self._left_open:  # of a loss that nobody went backward from
+            self._left_open.pop(self._model).close()
+        if self._routing is not None:
+            self._stack.enter_context(replay_routed_experts(self._model, self._routing))
+        return self
+
+    def stay_until_backward(self, out: torch.Tensor) -> None:
+        if self._routing is None or not out.requires_grad or not checkpoints(self._model):
+            return
+        stack = self._left_open[self._model] = self._stack.pop_all()
+        engine = torch.autograd.Variable._execution_engine
+        # The hook is called where backward begins, and what it queues where backward ends.
+        out.register_hook(lambda _: engine.queue_callback(stack.close))
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+
+def _transformers_model(model: nn.Module) -> nn.Module:
+    """The Transformers model inside wrappers, PEFT's among them."""
+    inner = unwrap(model)
+    get_base = getattr(inner, "get_base_model", None)
+    return get_base() if get_base else inner
+
+
+def _only_fused(model: Any, batch: PackedBatch) -> torch.Tensor:
+    head = plain_head(model)
+    if head is None:
+        raise UnsupportedModelError("its logits are not a plain head's")
+    return _only_packed(model, batch, head)
+
+
+def _only_packed(model: Any, batch: PackedBatch, head: PlainHead | None = None) -> torch.Tensor:
+    if not is_packable(model):
+        raise UnsupportedModelError("not all of its layers are attention that is computed through an interface")
+    return _score_packed(model, model, batch, False, head).logprobs
+
+
+def _only_rows(model: Any, batch: PackedBatch) -> torch.Tensor:
+    return _score_logits(_logits_in_rows(model, batch), batch, False).logprobs
+
+
+_WAYS: dict[Way, ScoreTokens] = {"fused": _only_fused, "packed": _only_packed, "rows": _only_rows}
+
+_warned: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Say once that a model in train mode scores the same tokens differently each time."""
+    if not model.training or model in _warned:
+        return
+    _warned[model] = None
+    rates = {name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout) and part.p > 0}
+    config = getattr(model, "config", None)
+    if getattr(config, "attention_dropout", 0):
+        rates["attention_dropout"] = config.attention_dropout  # pyright: ignore
+    if rates:
+        name, rate = next(iter(rates.items()))
+        logger.warning(
+            "%s is in train mode and has dropout (%s: %s%s): each scoring of the same tokens gives other "
+            "log-probabilities than the engine's; set the rates to 0 in its configuration, or call model.eval()",
+            type(model).__name__, name, rate, f", and {len(rates) - 1} more" if len(rates) > 1 else "",
+        )  # fmt: skip
+
+
+def _check_tokens(model: nn.Module, batch: PackedBatch) -> None:
+    """Raise ValueError for a token outside of the vocabulary."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig) or not len(batch.input_ids):
+        return
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    lowest, highest = (int(end) for end in batch.input_ids.aminmax())
+    if isinstance(vocabulary, int) and not 0 <= lowest <= highest < vocabulary:
+        token = highest if highest >= vocabulary else lowest
+        raise ValueError(
+            f"token {token} is not in the vocabulary of {type(model).__name__}, which has {vocabulary} tokens; "
+            "were these rollouts drawn by another model or tokenizer?"
+        )

@@ -1,0 +1,119 @@
+"""The output head in the forward pass of a loss: from hidden states straight to log-probabilities, without logits.
+
+The model's head is replaced for the length of one forward pass, inside the model's own `forward`, so that wrappers
+(DDP, FSDP2, PEFT) see an ordinary call. What models do to the logits of their head, a factor and a softcap, is done to
+the temperatures and by the kernel. H hidden size, V vocabulary, n drawn tokens.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from inflight_kernels import linear_logprobs
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.packing import PackedInput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainHead:
+    """A head whose output times `scale`, softcapped, is the model's logits."""
+
+    scale: float
+    softcap: float | None
+
+
+_found: WeakKeyDictionary[nn.Module, PlainHead | None] = WeakKeyDictionary()
+
+
+def plain_head(model: Any) -> PlainHead | None:
+    """What the model does to its head's output, or None if it is more than a factor and a softcap.
+
+    Tried once per model on a few tokens; some models do other things, and some heads are no `nn.Linear`.
+    """
+    get_head = getattr(model, "get_output_embeddings", None)
+    head: Any = get_head() if get_head else None
+    if head is None:
+        return None
+    if head not in _found:
+        # Quantized linear layers have a forward of their own.
+        plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        _found[head] = _try(model, head) if plain else None
+        if _found[head] is None:
+            logger.warning("the loss of %s materialises its logits: they are not a plain head's", type(model).__name__)
+    return _found[head]
+
+
+@torch.no_grad()
+def _try(model: Any, head: nn.Linear) -> PlainHead | None:
+    """Have the head give numbers, and see what comes out as logits."""
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    given = torch.linspace(-2, 2, 8, device=head.weight.device).view(1, 4, 2)
+    calls = []
+
+    def give(*call: Any) -> torch.Tensor:  # what a forward hook returns takes the output's place
+        calls.append(call)
+        return given
+
+    hook = head.register_forward_hook(give)
+    try:
+        logits = model(input_ids=torch.arange(4, device=head.weight.device)[None], use_cache=False).logits
+    finally:
+        hook.remove()
+    if len(calls) != 1 or logits.shape != given.shape:
+        return None
+    logits = logits.float()
+    uncapped = logits if softcap is None else softcap * torch.atanh((logits / softcap).clamp(-0.999999, 0.999999))
+    scale = float((uncapped * given).sum() / given.square().sum())
+    if not torch.allclose(uncapped, scale * given, rtol=1e-2, atol=1e-2 * abs(scale)) or scale <= 0:
+        return None
+    return PlainHead(1.0 if abs(scale - 1) < 1e-3 else scale, softcap)
+
+
+@contextmanager
+def scoring_head(
+    model: Any, head: PlainHead, batch: PackedBatch, packed: PackedInput, *, entropy: bool
+) -> Iterator[None]:
+    """Inside, the model gives [1, n, 2] as logits: `scale` times the log-probabilities and the entropies."""
+    module: Any = model.get_output_embeddings()
+    config: Any = model.config.get_text_config()
+    drawn = batch.drawn
+
+    def score(hidden_1FH: torch.Tensor) -> torch.Tensor:
+        hidden_nH = hidden_1FH[0][packed.predicting]
+        if isinstance(module.weight, DTensor):  # sharded by tensor parallelism: FSDP has put it together by now
+            raise ValueError(
+                "the output head is a DTensor inside the forward pass; tensor parallelism is not supported"
+            )
+        weight, bias, kind = module.weight, module.bias, hidden_nH.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        logprobs, entropies = linear_logprobs(
+            hidden_nH.to(dtype),
+            weight.to(dtype),
+            batch.input_ids[drawn],
+            batch.temperatures[drawn] / head.scale,  # softcap(s·x) / T is softcap / s of x, over T / s
+            bias=bias if bias is None else bias.to(dtype),
+            softcap=head.softcap if head.softcap is None else head.softcap / head.scale,
+            kept=batch.kept,
+            entropy=entropy,
+        )
+        return torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)[None]
+
+    fields = vars(config)  # past the types that configurations check, which know no softcap that is off for a while
+    try:
+        module.forward = score
+        if head.softcap is not None:
+            fields["final_logit_softcapping"] = None
+        yield
+    finally:
+        vars(module).pop("forward", None)
+        if head.softcap is not None:
+            fields["final_logit_softcapping"] = head.softcap

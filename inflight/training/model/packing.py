@@ -1,0 +1,337 @@
+"""Packed sequences inside Transformers models: no padding between them, and a prompt computed once for its samples.
+
+The model sees one row of F fed tokens, [1, F]; everything but attention treats tokens one by one. Attention, through
+`AttentionInterface`, lets every token see its own sequence only: segments of similar length are padded to buckets and
+attend there. D head dimension.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.models.masks import BOTH_SIDES, mask_note, noted
+from inflight.training.data.batch import PackedBatch
+
+ATTENTION_NAME = "inflight_packed"
+_WASTE = 1.5
+"""A bucket may cost so many times what its segments cost without padding."""
+
+
+class Segment(NamedTuple):
+    """Fed tokens that see one another, and a prefix before them."""
+
+    start: int
+    size: int
+    prefix_start: int
+    prefix: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.prefix + self.size
+
+
+_packing: ContextVar[bool] = ContextVar("inflight_packing", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments that attend together: n of them, padded to Q queries and K keys. Prefix first, then the segment."""
+
+    queries: torch.Tensor
+    """i64[n, Q], rows of the fed tokens; 0 where padded."""
+    keys: torch.Tensor
+    """i64[n, K]"""
+    is_query: torch.Tensor
+    """bool[n, Q], false where padded."""
+    prefixes: torch.Tensor
+    """i64[n], tokens before the first query."""
+    has_prefixes: bool
+    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    _biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> "Bucket":
+        tensors = (self.queries, self.keys, self.is_query, self.prefixes)
+        return Bucket(*(tensor.to(device) for tensor in tensors), has_prefixes=self.has_prefixes)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """bool[n, 1, Q, K] for layers with this sliding window; None for plain causality: keys behind a segment's end
+        only meet padding then."""
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        return self._masks[window]
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask as numbers to add to scores, 0 or −∞ [n, 1, Q, K] in rows that lie 16 numbers apart or a multiple of
+        it. Fused attention on a GPU reads it as it is; of any other mask it makes such a one in every layer."""
+        mask = self.mask(window)
+        if mask is None:
+            return None
+        if (window, dtype) not in self._biases:
+            n, _, q, k = mask.shape
+            bias = mask.new_zeros((n, 1, q, -(-k // 16) * 16), dtype=dtype)[..., :k]
+            self._biases[window, dtype] = bias.masked_fill_(~mask, float("-inf"))
+        return self._biases[window, dtype]
+
+    def _mask(self, window: int | None) -> torch.Tensor | None:
+        q, k = self.queries.shape[1], self.keys.shape[1]
+        if not self.has_prefixes and (window is None or k <= window):
+            return None
+        device = self.queries.device
+        q_nQ1 = (self.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
+        k_11K = torch.arange(k, device=device)[None, None]
+        seen = k_11K <= q_nQ1
+        if window is not None:
+            seen &= q_nQ1 - k_11K < window
+        return (seen | ~self.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """What is fed to the model for a batch."""
+
+    input_ids: torch.Tensor
+    """i64[1, F]"""
+    position_ids: torch.Tensor
+    """i64[1, F]"""
+    source: torch.Tensor
+    """i64[F], the token of the batch that each fed token is."""
+    predicting: torch.Tensor
+    """i64[n], the fed token whose logits each drawn token was drawn from."""
+    buckets: tuple[Bucket, ...]
+    order: torch.Tensor
+    """i64[F], where each fed token is among the queries of all buckets, padding included."""
+
+    def to(self, device: torch.device) -> "PackedInput":
+        """With all tensors on `device`."""
+        if self.source.device == device:
+            return self
+        return PackedInput(
+            self.input_ids.to(device),
+            self.position_ids.to(device),
+            self.source.to(device),
+            self.predicting.to(device),
+            tuple(bucket.to(device) for bucket in self.buckets),
+            self.order.to(device),
+        )
+
+
+def pack_input(batch: PackedBatch, *, share_prompts: bool = True) -> PackedInput:
+    """Lay out a batch for a packed forward pass; prompts that samples of a group have in common are fed once."""
+    device = batch.input_ids.device
+    drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
+    bounds, groups = batch.cu_seqlens.tolist(), batch.groups.tolist()
+    source: list[np.ndarray] = []
+    fed_row = np.empty(len(ids), np.int64)  # of each token of the batch
+    segments: list[Segment] = []
+    num_fed = 0
+
+    def feed(start: int, end: int, prefix: tuple[int, int] = (0, 0)) -> int:
+        nonlocal num_fed
+        first, size = num_fed, end - start
+        segments.append(Segment(first, size, *prefix))
+        source.append(np.arange(start, end))
+        fed_row[start:end] = np.arange(first, first + size)
+        num_fed += size
+        return first
+
+    prompts = [start + _prompt_length(drawn[start:end]) for start, end in pairwise(bounds)]
+    keys = [(groups[s], ids[start : prompts[s]].tobytes()) for s, start in enumerate(bounds[:-1])]
+    shared = {key for key, count in Counter(keys).items() if count > 1 and key[1] and share_prompts}
+    first_row: dict[tuple[int, bytes], int] = {}
+    for (start, end), prompt, key in zip(pairwise(bounds), prompts, keys, strict=True):
+        if key not in shared:
+            feed(start, end)
+            continue
+        if key not in first_row:
+            first_row[key] = feed(start, prompt)
+        prefix = (first_row[key], prompt - start)
+        fed_row[start:prompt] = np.arange(prefix[0], sum(prefix))
+        feed(prompt, end, prefix)
+    rows = torch.from_numpy(np.concatenate(source)).to(device)
+    # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
+    predicting = torch.from_numpy(fed_row[np.flatnonzero(drawn) - 1]).to(device)
+    buckets, order = _bucket(segments, device)
+    return PackedInput(batch.input_ids[rows][None], batch.position_ids[rows][None], rows, predicting, buckets, order)
+
+
+def _prompt_length(drawn: np.ndarray) -> int:
+    """Tokens before the first drawn one; all where none is."""
+    return int(drawn.argmax()) if drawn.any() else len(drawn)
+
+
+def _bucket(segments: list[Segment], device: torch.device) -> tuple[tuple[Bucket, ...], torch.Tensor]:
+    """Buckets of segments of similar size, and where each fed token is among their queries."""
+    members: list[list[Segment]] = []
+    needed = longest_query = longest_key = 0
+    for segment in sorted(segments, key=lambda s: (s.prefix > 0, s.num_keys, s.size)):
+        longest_query, longest_key = max(longest_query, segment.size), max(longest_key, segment.num_keys)
+        needed += segment.size * segment.num_keys
+        fits = bool(members) and (members[-1][0].prefix > 0) == (segment.prefix > 0)
+        if fits and longest_query * longest_key * (len(members[-1]) + 1) <= _WASTE * needed:
+            members[-1].append(segment)
+        else:
+            members.append([segment])
+            longest_query, longest_key = segment.size, segment.num_keys
+            needed = longest_query * longest_key
+    buckets: list[Bucket] = []
+    order = np.empty(sum(segment.size for segment in segments), np.int64)
+    num_padded = 0
+    for chosen in members:
+        starts, sizes, prefix_starts, prefixes = (np.array(column)[:, None] for column in zip(*chosen, strict=True))
+        q, k = np.arange(sizes.max())[None], np.arange((sizes + prefixes).max())[None]
+        is_query = q < sizes
+        queries = np.where(is_query, starts + q, 0)
+        keys = np.where(k < prefixes, prefix_starts + k, np.where(k < prefixes + sizes, starts + k - prefixes, 0))
+        order[queries[is_query]] = num_padded + np.flatnonzero(is_query)
+        num_padded += is_query.size
+        tensors = (torch.from_numpy(array).to(device) for array in (queries, keys, is_query, prefixes[:, 0]))
+        buckets.append(Bucket(*tensors, has_prefixes=bool(prefixes.max())))
+    return tuple(buckets), torch.from_numpy(order).to(device)
+
+
+def is_packable(model: nn.Module) -> bool:
+    """Whether the model says that attention, through Transformers' interface, is all that mixes its tokens. Whether
+    that is so is tried (`scoring.py`)."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
+        return False
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return set(layer_types) <= {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+_replaced: dict[int, str | None] = {}
+"""The attention that ours stands in for, by the id of the model's config."""
+
+
+@contextmanager
+def packed_attention(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's attention understands `packed=PackedInput`.
+
+    With gradient it stays so, since backward may run forward passes again (activation checkpointing); for any other
+    input it then does what the model's own attention does.
+    """
+    config: Any = model.config
+    replacing = config._attn_implementation != ATTENTION_NAME
+    if replacing:
+        _replaced[id(config)] = config._attn_implementation
+        config._attn_implementation = ATTENTION_NAME
+    token = _packing.set(True)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+        if replacing and not torch.is_grad_enabled():
+            config._attn_implementation = _replaced[id(config)]
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed: PackedInput | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attention function that Transformers calls: query [1, Hq, F, D] → output [1, F, Hq, Dv]."""
+    if packed is None:
+        if _packing.get():
+            raise UnsupportedModelError(
+                f"{type(module).__name__} does not hand keyword arguments on to its attention function, so that packed "
+                "sequences would see one another"
+            )
+        own = ALL_ATTENTION_FUNCTIONS.get(_own_implementation(module.config))
+        if own is not None:
+            return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    softcap, sinks_H, window = (options.get(name) for name in ("softcap", "s_aux", "sliding_window"))
+    if packed is None:  # "eager" is a function of each model's own
+        causal = attention_mask is None and query.shape[2] > 1
+        out_BHQD = _attention(query, key, value, attention_mask, causal, scale, dropout, softcap, sinks_H)
+        return out_BHQD.transpose(1, 2).contiguous(), None
+    note = noted(attention_mask, type(module).__name__)
+    if note is not None:  # what a model tells by its mask holds, as where Transformers computes attention itself
+        window = note or None
+    if note == BOTH_SIDES:
+        raise UnsupportedModelError(f"{type(module).__name__} lets tokens see later ones")
+    q_FHD, k_FHD, v_FHD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    parts = []
+    for bucket in packed.buckets:
+        q_nHQD, k_nHKD, v_nHKD = (
+            tensor[rows].transpose(1, 2)
+            for tensor, rows in ((q_FHD, bucket.queries), (k_FHD, bucket.keys), (v_FHD, bucket.keys))
+        )
+        by_sdpa = softcap is None and sinks_H is None
+        mask = bucket.bias(window, query.dtype) if query.is_cuda and by_sdpa else bucket.mask(window)
+        out_nHQD = _attention(q_nHQD, k_nHKD, v_nHKD, mask, mask is None, scale, dropout, softcap, sinks_H)
+        parts.append(out_nHQD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).index_select(0, packed.order)[None], None
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """[n, Hq, Q, D], [n, Hk, K, D] → [n, Hq, Q, Dv]; mask bool, true where a key is seen, or for SDPA what is added."""
+    groups = query.shape[1] // key.shape[1]
+    # Flash attention takes no mask and no float32, and the other fused one no groups: else all scores are written out.
+    if query.is_cuda and groups > 1 and (mask is not None or query.dtype == torch.float32):
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
+    if softcap is None and sinks_H is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=causal, scale=scale, enable_gqa=groups > 1
+        )
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores_nHQK = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores_nHQK = softcap * torch.tanh(scores_nHQK / softcap)
+    if causal:
+        mask = torch.ones(scores_nHQK.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores_nHQK = scores_nHQK.masked_fill(~mask, torch.finfo(scores_nHQK.dtype).min)
+    if sinks_H is not None:
+        sinks = sinks_H[None, :, None, None].expand(*scores_nHQK.shape[:3], 1).to(scores_nHQK.dtype)
+        scores_nHQK = torch.cat([scores_nHQK, sinks], -1)
+    precise = torch.promote_types(query.dtype, torch.float32)
+    probs_nHQK = torch.softmax(scores_nHQK, -1, dtype=precise)[..., : key.shape[2]].to(query.dtype)
+    return F.dropout(probs_nHQK, dropout) @ value
+
+
+def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Packed inputs need a note of the mask alone; other inputs get the mask of the model's own attention."""
+    if _packing.get():
+        return mask_note(*args, **kwargs)
+    own = _own_implementation(kwargs["config"])
+    make = ALL_MASK_ATTENTION_FUNCTIONS[own] if own in ALL_ATTENTION_FUNCTIONS else sdpa_mask
+    return make(*args, **kwargs)
+
+
+def _own_implementation(config: Any) -> str | None:
+    return _replaced.get(id(config))
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+AttentionMaskInterface.register(ATTENTION_NAME, _make_mask)

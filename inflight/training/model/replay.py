@@ -1,0 +1,287 @@
+"""Replays the experts that the engine recorded, so that the trainer computes each token with the experts that drew it.
+
+Only the selection is replayed: the gate weights are computed from the current logits at the recorded experts, by the
+router's own formula, so that the router gets its gradient. Source: R3, arXiv 2510.11370.
+
+A router runs as it is, but the call of torch.topk by which it selects is answered with the recorded experts. T tokens,
+L layers with a router, E experts, k of them per token.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from inflight.core.errors import RoutedExpertsError
+from inflight.core.rollout import Rollout
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_router_classes")
+_TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")
+_DTYPES = (torch.int16, torch.int32, torch.int64)
+_PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
+
+
+@contextmanager
+def replay_routed_experts(model: nn.Module, routing: torch.Tensor) -> Iterator["RoutingReplay"]:
+    """Within the context, every router of `model` takes the recorded experts in place of its own top k.
+
+    routing: i16, i32 or i64 [T, layers, k], for the T tokens in the order of the model's flattened input; a row of −1
+    leaves a token to the router of that layer. Each pass through the model within the context replays all of it.
+
+    With activation checkpointing, which runs routers again during backward, keep the context open until backward is
+    done; a backward that comes later raises. Without checkpointing the context may end before backward. Of nested
+    contexts the innermost counts. Under torch.compile the routers run uncompiled.
+
+    Raises RoutedExpertsError if the model has no routers or the routing is not one of this model; in the pass, if the
+    number of tokens differs or a router selects in another way than by torch.topk; at the end, if no router ran.
+    """
+    layers = _routers(model)
+    replay = RoutingReplay([routers[0] for routers in layers.values()], routing)
+    first = next(iter(layers))
+    watch = cast(Callable[..., None], torch.compiler.disable(replay._watch))
+    with ExitStack() as stack:
+        stack.callback(replay._close)
+        for layer, routers in enumerate(layers.values()):
+            for router in routers:
+                stack.callback(_patch(router, replay, layer))
+        for module in _ancestors(model, first):
+            stack.callback(module.register_forward_hook(watch).remove)
+        yield replay
+    if not replay.num_layers_run:
+        raise RoutedExpertsError(
+            "no router ran while its routing was replayed: run the forward pass of this model within the context"
+        )
+
+
+class RoutingReplay:
+    """What a replay did; the counts are of the last pass within the context."""
+
+    def __init__(self, routers: Sequence[nn.Module], routing: torch.Tensor):
+        parameter = next(routers[0].parameters(), None)
+        if parameter is not None and not parameter.is_meta:
+            routing = routing.to(parameter.device)
+        _check(routers, routing)
+        self._routing = routing
+        self._num_experts = [_sizes(router, _NUM_EXPERTS) for router in routers]
+        self._replayed_TL = routing[..., 0] >= 0
+        self._changed: dict[int, torch.Tensor] = {}
+        self._ran_without_grad = False  # in the current pass
+        self._checkpointed = False
+        self._closed = False
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the replayed and those left to their routers."""
+        return self._routing.shape[0]
+
+    @property
+    def num_layers_run(self) -> int:
+        """Layers whose router ran."""
+        return len(self._changed)
+
+    @property
+    def num_replayed(self) -> int:
+        """Token-layer pairs that took the recorded experts."""
+        return int(self._replayed_TL[:, list(self._changed)].sum())
+
+    @property
+    def num_changed(self) -> int:
+        """Replayed token-layer pairs for which the router by itself would have chosen another set of experts."""
+        return sum(int(changed) for changed in self._changed.values())
+
+    def _run(self, router: nn.Module, bare: Callable[..., Any], layer: int, args: tuple, kwargs: dict) -> Any:
+        """What `bare`, the router's own forward, returns with the recorded experts."""
+        with _Selection(self._routing[:, layer], self._replayed_TL[:, layer], self._num_experts[layer]) as selection:
+            output = bare(*args, **kwargs)
+        if selection.num_changed is None:
+            raise RoutedExpertsError(
+                f"{type(router).__name__} does not select {self._routing.shape[-1]} of {_either(router)} experts by "
+                f"torch.topk{selection.seen}; its routing cannot be replayed"
+            )
+        self._changed[layer] = selection.num_changed
+        self._ran_without_grad = not torch.is_grad_enabled() or (layer > 0 and self._ran_without_grad)
+        return output
+
+    def _watch(self, module: nn.Module, _: object, output: object) -> None:
+        """Have the backward pass through a module's output look whether the replay is still open."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        # Checkpointing of the reentrant kind runs the layers without gradient though their output has one.
+        self._checkpointed |= bool(tensors) and (self._ran_without_grad or checkpoints(module))
+        for tensor in tensors:
+            tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, _: torch.Tensor) -> None:
+        if self._closed and self._checkpointed:
+            raise RoutedExpertsError(
+                "backward came after the end of replay_routed_experts, and activation checkpointing would now run the "
+                "routers again without the replay; call backward within the context"
+            )
+
+    def _close(self) -> None:
+        self._closed = True
+
+
+class _Selection(TorchFunctionMode):
+    """Answers a router's selecting call of topk with the recorded experts, where they are to be replayed."""
+
+    def __init__(self, recorded_Tk: torch.Tensor, replayed_T: torch.Tensor, num_experts: Sequence[int]):
+        self._recorded_Tk, self._replayed_T, self._num_experts = recorded_Tk, replayed_T, num_experts
+        self._unmasked: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._calls: list[str] = []
+        self.num_changed: torch.Tensor | None = None
+        """i64[], tokens for which the router by itself chose another set; None before it selects."""
+
+    @property
+    def seen(self) -> str:
+        return f" (it takes {', '.join(self._calls)})" if self._calls else ""
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (torch.topk, torch.Tensor.topk):
+            return self._select(result, *args, **kwargs)
+        if func in (torch.masked_fill, torch.Tensor.masked_fill) and args:
+            self._unmasked = (result, args[0])
+        return result
+
+    def _select(self, own: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
+        """The answer to a call of topk, whose own answer is `own`: the last such call of the router selects."""
+        width, is_last_dim = input.shape[dim], dim % input.ndim == input.ndim - 1
+        self._calls.append(f"{k} of {width}")
+        if width not in self._num_experts or k != self._recorded_Tk.shape[-1] or not is_last_dim:
+            return own  # a choice of groups
+        num_tokens = input.numel() // width
+        if num_tokens != len(self._recorded_Tk):
+            raise RoutedExpertsError(
+                f"the model was given {num_tokens} tokens, the routing is of {len(self._recorded_Tk)}; it needs one "
+                "row per token of the flattened input (−1 for padding)"
+            )
+        recorded = self._recorded_Tk.to(input.device, torch.int64).reshape(own.indices.shape)
+        replayed = self._replayed_T.to(input.device).reshape(*own.indices.shape[:-1], 1)
+        other = (recorded.sort(-1).values != own.indices.sort(-1).values).any(-1, keepdim=True)
+        self.num_changed = (other & replayed).sum()
+        # A recorded expert may be outside of the groups that the router would choose now: its score is the unmasked.
+        scores = self._unmasked[1] if self._unmasked is not None and self._unmasked[0] is input else input
+        values = torch.where(replayed, scores.gather(-1, recorded.clamp(min=0)), own.values)
+        return torch.return_types.topk((values, torch.where(replayed, recorded, own.indices)))
+
+
+def _patch(router: nn.Module, replay: RoutingReplay, layer: int) -> Callable[[], None]:
+    """Have a router replay; the returned function makes it what it was."""
+    before = vars(router).get("forward")
+    bare = getattr(router.forward, "_bare", router.forward)  # not that of an outer replay
+
+    @torch.compiler.disable  # torch.compile would trace the selection with the replay applied to itself
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return replay._run(router, bare, layer, args, kwargs)
+
+    setattr(forward, "_bare", bare)  # noqa: B010
+    router.forward = forward
+    return partial(delattr, router, "forward") if before is None else partial(setattr, router, "forward", before)
+
+
+def _routers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The routers of each layer, in module order, as the engine's RoutedExpertsRecorder finds them; PEFT's copies of
+    one count as that one."""
+    layers: dict[str, list[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("Router"):
+            layers.setdefault(_PEFT_COPY.sub("", name), []).append(module)
+    if not layers:
+        raise RoutedExpertsError(f"{type(model).__name__} has no routers that could replay a routing")
+    return layers
+
+
+def _ancestors(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that contain the module of this name, `model` first."""
+    parts = name.split(".")
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+
+
+def checkpoints(module: nn.Module) -> bool:
+    """Whether a layer of it is under activation checkpointing, by Transformers or torch."""
+    return any(
+        type(child).__name__ == "CheckpointWrapper" or (child.training and getattr(child, "gradient_checkpointing", 0))
+        for child in module.modules()
+    )
+
+
+def _sizes(router: nn.Module, names: Sequence[str]) -> list[int]:
+    """The integers that a router, or its config where it has none, holds under these names."""
+    for holder in (router, getattr(router, "config", None)):
+        found = [value for name in names if isinstance(value := getattr(holder, name, None), int)]
+        if found:
+            return found
+    return []
+
+
+def _either(router: nn.Module) -> str:
+    return " or ".join(map(str, sorted(set(_sizes(router, _NUM_EXPERTS)))))
+
+
+def _check(routers: Sequence[nn.Module], routing: torch.Tensor) -> None:
+    if routing.dtype not in _DTYPES or routing.ndim != 3:
+        raise RoutedExpertsError(
+            f"the routing is {routing.dtype}{list(routing.shape)}, expected int16 or int32 [tokens, layers, k]"
+        )
+    num_layers, k = routing.shape[1:]
+    if num_layers != len(routers):
+        raise RoutedExpertsError(f"the routing is of {num_layers} layers, the model has {len(routers)} routers")
+    largest_L = routing.amax((0, 2)).tolist() if len(routing) else [-1] * num_layers
+    for layer, (router, largest) in enumerate(zip(routers, largest_L, strict=True)):
+        name = f"router {layer} ({type(router).__name__})"
+        sizes, top_k = _sizes(router, _NUM_EXPERTS), _sizes(router, _TOP_K)
+        if not sizes:
+            raise RoutedExpertsError(f"{name} does not say how many experts it has; its routing cannot be replayed")
+        if top_k and k not in top_k:
+            raise RoutedExpertsError(f"the routing has {k} experts per token, {name} takes {top_k[0]}")
+        if largest >= max(sizes):
+            raise RoutedExpertsError(f"the routing names expert {largest}, {name} has {max(sizes)}")
+    columns = [routing[..., choice].contiguous() for choice in range(k)]
+    twice = torch.zeros(routing.shape[:-1], dtype=torch.bool, device=routing.device)
+    partly = torch.zeros_like(twice)
+    none_TL = columns[0] == -1
+    for choice, column in enumerate(columns):
+        partly |= ((column == -1) != none_TL) | (column < -1)
+        for other in columns[:choice]:
+            twice |= column == other
+    for wrong, what in ((partly, "is neither experts nor all −1"), (twice & ~none_TL, "names an expert twice")):
+        if wrong.any():
+            token, layer = wrong.nonzero()[0].tolist()
+            raise RoutedExpertsError(
+                f"the routing of token {token} in layer {layer} {what}: {routing[token, layer].tolist()}"
+            )
+
+
+def routing_column(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    """The routing i16[sum(P + T), layers, k] of rollouts laid one after another (prompt, then drawn tokens).
+
+    The last token of each, which was never fed, and rollouts without routing have −1. None if no rollout has routing;
+    ValueError if their numbers of layers or of experts differ, or a routing does not fit its rollout's length.
+    """
+    recorded = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if not recorded:
+        return None
+    shapes = {routing.shape[1:] for routing in recorded}
+    if len(shapes) != 1:
+        raise ValueError(f"rollouts of different models: routing of (layers, experts per token) {sorted(shapes)}")
+    lengths = [len(rollout.prompt_token_ids) + len(rollout.token_ids) for rollout in rollouts]
+    column = np.full((sum(lengths), *shapes.pop()), -1, np.int16)
+    start = 0
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        if rollout.routed_experts is not None:
+            if len(rollout.routed_experts) != length - 1:
+                raise ValueError(
+                    f"rollout {rollout.request_id} has {length} tokens and routing of {len(rollout.routed_experts)}, "
+                    f"expected {length - 1}"
+                )
+            column[start : start + length - 1] = rollout.routed_experts
+        start += length
+    return torch.from_numpy(column)

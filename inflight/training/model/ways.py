@@ -1,0 +1,162 @@
+"""How the sequences of a batch are fed to a model: the fastest way that gives what each sequence alone gives.
+
+Which one that is, is tried on a twin of the model (`inflight.models.twin`), in fp32 and with sequences that are longer
+than its windows, once per model.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.models.lengths import length_limit, row_limit
+from inflight.models.twin import TOLERANCE, NoTwinError, Twin, first_line, transformers_class, twin_of
+from inflight.training.data.batch import PackedBatch, pack
+
+logger = logging.getLogger(__name__)
+
+Way = Literal["fused", "packed", "rows", "alone"]
+"""Packed, from hidden states to log-probabilities without logits; packed; padded on the right, which causality keeps
+unseen; one by one."""
+ScoreTokens = Callable[[Any, PackedBatch], torch.Tensor]
+"""Log-probabilities f32[n] of a batch under a model."""
+
+_ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
+
+
+def scoring_way(model: nn.Module, batch: PackedBatch, scorers: dict[Way, ScoreTokens]) -> Way:
+    """How to score this batch. `scorers` are the ways to try, the fastest first; "alone" is right by definition.
+
+    Raises UnsupportedModelError for a model whose tokens see later ones.
+    """
+    if model not in _ways:
+        _ways[model] = _find(model, scorers)
+    way, config = _ways[model], model.config
+    if not isinstance(config, PretrainedConfig):
+        return way
+    length, row = length_limit(config.get_text_config()), row_limit(config.get_text_config())
+    if length is not None and int(batch.cu_seqlens.diff().max()) > length[0]:
+        return "alone"
+    if row is not None and way in ("fused", "packed") and len(batch.input_ids) > row[0]:
+        return "rows"
+    return way
+
+
+def _find(model: nn.Module, scorers: dict[Way, ScoreTokens]) -> Way:
+    name = type(model).__name__
+    if not isinstance(getattr(model, "config", None), PretrainedConfig):
+        return "rows"  # no model of Transformers: nothing is known but that it takes tokens and gives logits
+    try:
+        twin = twin_of(model)
+    except NoTwinError as error:
+        _check_itself(model)
+        logger.warning("%s is fed one sequence at a time, as packing them cannot be tried: %s", name, error)
+        return "alone"
+    if not twin.is_causal:
+        raise _not_causal(model)
+    if twin.plain not in _ways:
+        _ways[twin.plain] = _try(name, twin, scorers)
+    return _ways[twin.plain]
+
+
+def _not_causal(model: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{transformers_class(model).__name__} is no causal decoder: its tokens see later ones, so that "
+        "log-probabilities of drawn tokens have no meaning (BERT and its family attend to earlier tokens "
+        "alone with is_decoder=True in their configuration)"
+    )
+
+
+@torch.no_grad()
+def _check_itself(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a model without a twin does not run on tokens alone, or if these see later ones.
+    In 16 bits the latter is told from rounding by its size."""
+    name, weight = transformers_class(model).__name__, next(model.parameters())
+    ids = torch.arange(12, device=weight.device)[None]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        whole, part = (model(input_ids=ids[:, :length], use_cache=False).logits[0] for length in (12, 8))
+        if len(whole) != 12 or len(part) != 8:
+            raise ValueError(f"12 tokens give {len(whole)} rows of logits, 8 give {len(part)}")
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, AssertionError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be scored: it does not run on tokens alone ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+    difference = (whole[:8].float() - part.float()).norm(dim=-1) / part.float().norm(dim=-1).clamp(min=1e-12)
+    if difference.median() > (1e-2 if weight.dtype in (torch.float32, torch.float64) else 0.2):
+        raise _not_causal(model)
+
+
+@torch.no_grad()
+def _try(name: str, twin: Twin, scorers: dict[Way, ScoreTokens]) -> Way:
+    batch, expected = _batch(twin)
+    reason = ""
+    for way, score in scorers.items():
+        try:
+            error = float((score(twin.plain, batch) - expected).abs().max())
+        except Exception as raised:  # a foreign model may raise anything
+            reason = f"{type(raised).__name__}: {first_line(raised)}"
+            continue
+        if error < TOLERANCE * max(1.0, float(expected.abs().max())):
+            if reason:
+                logger.warning("the loss of %s feeds its sequences %s: %s", name, _HOW[way], reason)
+            return way
+        reason = f"{_HOW[way]}, log-probabilities are off by {error:.2g}"
+    logger.warning("the loss of %s feeds its sequences one by one: %s", name, reason)
+    return "alone"
+
+
+_HOW: dict[Way, str] = {
+    "fused": "packed and without logits",
+    "packed": "packed, with logits",
+    "rows": "in padded rows",
+    "alone": "one by one",
+}
+
+
+def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
+    """The twin's sequences as rollouts, each a second time as another sample of its prompt, and the log-probabilities
+    f32[n] of the tokens behind the prompts."""
+    rollouts, expected = [], []
+    for group, (ids, logits) in enumerate(zip(twin.sequences, twin.logits, strict=True)):
+        prompt = max(1, len(ids) * 2 // 5)
+        if len(ids) == prompt:
+            continue
+        logprobs = torch.log_softmax(logits[prompt - 1 : -1], -1).gather(1, ids[prompt:, None])[:, 0]
+        for sample in range(2):
+            rollouts.append(_rollout(group, sample, ids.numpy().astype(np.int32), prompt))
+            expected.append(logprobs)
+    if not rollouts:
+        raise UnsupportedModelError("the sequences that the model takes are too short to train on")
+    return pack(rollouts, [0.0] * len(rollouts)), torch.cat(expected)
+
+
+def _rollout(group: int, sample: int, ids: np.ndarray, prompt: int) -> Rollout:
+    drawn = ids[prompt:]
+    return Rollout(
+        request_id=2 * group + sample,
+        group_id=group,
+        sample=sample,
+        params=SamplingParams(n=2),
+        metadata={},
+        prompt_token_ids=ids[:prompt],
+        token_ids=drawn,
+        logprobs=np.zeros(len(drawn), np.float32),
+        weight_versions=np.zeros(len(drawn), np.int64),
+        sampled_at_ns=np.zeros(len(drawn), np.int64),
+        finish_reason="length",
+    )

@@ -1,0 +1,60 @@
+"""Importance weights: what a token that another policy drew counts for.
+
+w = π_p / π_b per token, both probabilities of the token that was drawn, π_b as recorded by the engine. Each function
+takes `DrawnTokens` and returns weights f[n] without gradient, which multiply the tokens' losses. With the default
+π_p = π_θ, w is the whole ratio ρ = π_θ / π_b. Bounds between which no ratio lies raise ValueError.
+"""
+
+import torch
+
+from inflight.training.objective.tokens import DrawnTokens, check_interval, exp_ratio
+
+
+def uncorrected(tokens: DrawnTokens) -> torch.Tensor:
+    """w = 1: takes the data to be on-policy."""
+    return torch.ones_like(tokens.log_weights)
+
+
+def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
+    """max(min(w, cap), floor): truncated importance sampling (TIS). The cap bounds the variance at the price of a bias
+    on tokens that became likelier.
+
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (cap 2).
+    """
+    check_interval(floor=floor, cap=cap)
+    return exp_ratio(tokens.log_weights).clamp(floor, cap)
+
+
+def token_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 5.0) -> torch.Tensor:
+    """w · 1[low ≤ w ≤ high]: tokens far from the trainer's policy, on either side, are left out.
+
+    Source: IcePop, Ling team 2025 (ringtech.notion.site/icepop); the bounds are verl's and NeMo-RL's.
+    """
+    return _inside(exp_ratio(tokens.log_weights), low, high)
+
+
+def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
+    """max(min(Π_t w_t, cap), floor), the product over the token's sequence. Without a cap it is the unbiased weight of
+    a sequence; it grows exponentially with length, and so does its variance.
+
+    Source: Liu and Li 2025, "When speed kills stability" (sequence-level TIS); `sequence_truncate` of TRL.
+    """
+    check_interval(floor=floor, cap=cap)
+    return _product(tokens).clamp(floor, cap)
+
+
+def sequence_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
+    """Π_t w_t · 1[low ≤ Π_t w_t ≤ high]: whole sequences are left out.
+
+    Source: Liu and Li 2025 (masked importance sampling, MIS); `sequence_mask` of TRL (low 0, high 3).
+    """
+    return _inside(_product(tokens), low, high)
+
+
+def _product(tokens: DrawnTokens) -> torch.Tensor:
+    return exp_ratio(tokens.sequence_sums(tokens.log_weights))[tokens.sequences]
+
+
+def _inside(weights: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    check_interval(low=low, high=high)
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)

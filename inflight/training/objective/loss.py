@@ -1,0 +1,168 @@
+"""The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and summed."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from inflight.core.errors import NonFiniteLossError
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.forward import TokenScores, score_tokens
+from inflight.training.objective.aggregation import token_weights
+from inflight.training.objective.kl import kl_estimate
+from inflight.training.objective.objective import Objective, knows_what_is_clipped, loglinear_proximal, resolve
+from inflight.training.objective.statistics import LossStats, RatioStats
+from inflight.training.objective.terms import differentiated_terms
+from inflight.training.objective.tokens import DrawnTokens, exp_ratio
+
+
+def policy_loss(
+    model: nn.Module, batch: PackedBatch, *, correction: str | Objective = "tis"
+) -> tuple[torch.Tensor, LossStats]:
+    """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
+
+    correction: an `Objective`, or the name of one of `objective.PRESETS`. The batch may lie on the CPU: laid out there,
+    nothing waits for the device. Losses of the micro-batches of a step add up to the loss of the step, and so do their
+    statistics (but for `m2po_mask` and `second_moment_mask`, which rank the tokens that they are given). Raises
+    ValueError for an unknown name and for a column that the objective needs and the batch lacks, and NonFiniteLossError
+    for a loss that is not finite.
+    """
+    objective = resolve(correction)
+    scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
+    return loss_of_scores(objective, batch.to(scores.logprobs.device), scores)
+
+
+def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
+    """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own. All on one device."""
+    rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
+    lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
+    of_sequences = token_weights(
+        objective.aggregation, lengths, batch.groups, batch.totals, max_tokens=objective.max_tokens
+    )
+    if batch.included is not None:
+        included = torch.nonzero(batch.included[rows]).flatten()
+        rows, sequences, logprobs = rows[included], sequences[included], logprobs[included]
+        entropies = entropies if entropies is None else entropies[included]
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
+        weights = of_sequences[sequences]
+        value, gradient, sums = differentiated_terms(objective, tokens, weights, _classes(batch, rows))
+        kl_sum = None
+        if objective.kl_weight:
+            kls = _reference_kl(objective, batch, rows, tokens)
+            penalty = objective.kl_weight * (weights * kls).sum()
+            value, gradient = value + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
+            kl_sum = kls.detach().sum()
+    loss = _KnownGradient.apply(logprobs, value, gradient)
+    if objective.entropy_weight:
+        assert entropies is not None
+        loss = loss - objective.entropy_weight * (weights * entropies).sum()
+    return loss, _statistics(objective, loss, batch, rows, tokens, sums, entropies, kl_sum)
+
+
+def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
+    """i64[n]: 0 where the batch does not tell the trainer's version, else 1 for tokens that it drew and 2 for older."""
+    if batch.trainer_version is None:
+        return torch.zeros_like(rows)
+    return torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
+
+
+def _drawn_tokens(
+    objective: Objective, batch: PackedBatch, rows: torch.Tensor, sequences: torch.Tensor, logprobs: torch.Tensor
+) -> DrawnTokens:
+    behavior = batch.behavior_logprobs[rows].to(logprobs.dtype)
+    if objective.proximal == "behavior":
+        proximal = behavior
+    elif objective.proximal == "recomputed":
+        column = _column(batch, "proximal_logprobs", "the proximal policy 'recomputed'", "model")
+        proximal = column[rows].to(logprobs.dtype)
+    elif objective.proximal == "loglinear":
+        if batch.trainer_version is None:
+            raise ValueError("the proximal policy 'loglinear' needs batch.trainer_version, the version being trained")
+        proximal = loglinear_proximal(logprobs, behavior, batch.weight_versions[rows], batch.trainer_version)
+    else:
+        proximal = logprobs.detach()
+    return DrawnTokens(
+        logprobs=logprobs,
+        behavior=behavior,
+        proximal=proximal,
+        advantages=batch.advantages[rows].to(logprobs.dtype),
+        sequences=sequences,
+        num_sequences=batch.num_sequences,
+    )
+
+
+def _reference_kl(objective: Objective, batch: PackedBatch, rows: torch.Tensor, tokens: DrawnTokens) -> torch.Tensor:
+    reference = _column(batch, "reference_logprobs", "a KL penalty (kl_weight)", "reference")[rows]
+    kls = kl_estimate(objective.kl, tokens.logprobs, reference)
+    return exp_ratio(tokens.logprobs - tokens.behavior) * kls if objective.kl_correction else kls
+
+
+def _column(batch: PackedBatch, name: str, purpose: str, whose: str) -> torch.Tensor:
+    column = getattr(batch, name)
+    if column is None:
+        raise ValueError(
+            f"{purpose} needs batch.{name}: with torch.no_grad(): batch = batch.with_column({name!r}, "
+            f"inflight.token_logprobs({whose}, batch)), before the first optimizer step on the batch"
+        )
+    return column
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A scalar whose gradient is known: the objective is differentiated once, apart from the model."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        [gradient] = ctx.saved_tensors
+        return grads[0] * gradient, None, None
+
+
+def _statistics(
+    objective: Objective,
+    loss: torch.Tensor,
+    batch: PackedBatch,
+    rows: torch.Tensor,
+    tokens: DrawnTokens,
+    sums: torch.Tensor,
+    entropies: torch.Tensor | None,
+    kl_sum: torch.Tensor | None,
+) -> LossStats:
+    """One transfer from the device."""
+    others = [loss.detach()]
+    others += [] if kl_sum is None else [kl_sum]
+    others += [] if entropies is None else [entropies.detach().sum()]
+    values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
+    classes, (total, *rest) = (values[0:8], values[8:16], values[16:24]), values[24:]
+    if not math.isfinite(total):
+        raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
+    unknown, mismatch, stale = (RatioStats.from_sums(row) for row in classes)
+    return LossStats(
+        loss=total,
+        ratios=unknown + mismatch + stale,
+        mismatch=mismatch,
+        stale=stale,
+        num_clipped=int(sum(row[7] for row in classes)) if knows_what_is_clipped(objective) else None,
+        sum_entropy=rest[-1] if entropies is not None else None,
+        sum_reference_kl=rest[0] if kl_sum is not None else None,
+    )
+
+
+def _what_is_not_finite(batch: PackedBatch, rows: torch.Tensor, tokens: DrawnTokens) -> str:
+    bad = torch.nonzero(~tokens.logprobs.isfinite()).flatten().tolist()
+    if not bad:
+        return "the loss is not finite though log-probabilities are; look at advantages, reference and proximal columns"
+    row, sequence = int(rows[bad[0]]), int(tokens.sequences[bad[0]])
+    first = int(batch.drawn[batch.sequence_ids[batch.drawn] == sequence][0])
+    return (
+        f"token {row - first} of the answer of sequence {sequence} (id {int(batch.input_ids[row])}) has "
+        f"log-probability {tokens.logprobs[bad[0]].item()} under the trainer's model, and {len(bad)} of {len(rows)} "
+        "tokens have one that is not finite: weights or activations have overflowed, or the token is not in the "
+        "model's vocabulary or not in the set that it was drawn from"
+    )

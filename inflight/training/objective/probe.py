@@ -1,0 +1,89 @@
+"""Why log π_θ and log π_b differ: the two causes of an importance ratio, told apart by computing a sample again.
+
+log π_θ − log π_b = (log π_v − log π_b) + (log π_θ − log π_v), all of the trainer's model, with v the version that drew
+the token. The first term is mismatch: the same weights in engine and trainer, other numerics (kernels, dtypes, a KV
+cache that older versions filled). The second is staleness: other weights.
+"""
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from inflight.training.data.batch import PackedBatch
+from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.statistics import RatioStats
+from inflight.weights.tensors import unwrap
+
+
+@dataclass(frozen=True, slots=True)
+class RatioCauses:
+    """Of the tokens whose version the probe remembers. The log-ratios of the two causes add up, token by token, to that
+    of `total`."""
+
+    mismatch: RatioStats
+    """π_v / π_b"""
+    staleness: RatioStats
+    """π_θ / π_v"""
+    total: RatioStats
+    """π_θ / π_b"""
+
+
+class VersionProbe:
+    """Remembers the trainer's weights of the last `keep` versions, on the CPU, and computes samples under them.
+
+    It costs `keep` copies of the model in host memory and one on the model's device, and a forward pass per version
+    that a batch was drawn by: a diagnosis for one step in many. Not for models that are sharded over ranks.
+    """
+
+    def __init__(self, model: nn.Module, *, keep: int = 4):
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        self._model = unwrap(model)
+        # Not the model itself with other weights: a publisher's thread may be reading those.
+        self._replica = copy.deepcopy(self._model).requires_grad_(False).eval()
+        self._keep = keep
+        self._remembered: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+
+    @property
+    def versions(self) -> list[int]:
+        """Remembered, oldest first."""
+        return list(self._remembered)
+
+    @torch.no_grad()
+    def remember(self, version: int) -> None:
+        """The model's weights are these of `version` now: call it where `publish()` returned that version."""
+        state = self._model.state_dict()
+        self._remembered[version] = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+        while len(self._remembered) > self._keep:
+            self._remembered.popitem(last=False)
+
+    @torch.no_grad()
+    def causes(self, batch: PackedBatch, *, max_sequences: int = 32) -> RatioCauses | None:
+        """Of the first `max_sequences` sequences of a batch, against the model as it is now. None if the versions of
+        all their tokens were forgotten."""
+        batch = batch.select(range(min(max_sequences, batch.num_sequences)))
+        batch = batch.to(next(self._model.parameters()).device)
+        drawn = batch.drawn
+        versions, behavior = batch.weight_versions[drawn], batch.behavior_logprobs[drawn]
+        training = self._model.training
+        self._model.eval()  # dropout is no mismatch
+        current = token_logprobs(self._model, batch)
+        self._model.train(training)
+        own = torch.full_like(current, torch.nan)
+        for version in versions.unique().tolist():
+            if version in self._remembered:
+                self._replica.load_state_dict(self._remembered[version])
+                mine = versions == version
+                own[mine] = token_logprobs(self._replica, batch)[mine]
+        known = ~own.isnan()
+        if not known.any():
+            return None
+        own, behavior, current = own[known], behavior[known], current[known]
+        return RatioCauses(
+            mismatch=RatioStats.of(own - behavior),
+            staleness=RatioStats.of(current - own),
+            total=RatioStats.of(current - behavior),
+        )

@@ -1,0 +1,88 @@
+"""Trust regions as masks: which tokens take part in the loss.
+
+Each function takes `DrawnTokens` and returns bool[n], true for a token that takes part. A token that does not still
+counts where losses are averaged, so that leaving tokens out never makes the others weigh more. Bounds that no token
+could keep raise ValueError.
+"""
+
+import torch
+
+from inflight.training.objective.tokens import DrawnTokens, check_interval
+
+
+def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01) -> torch.Tensor:
+    """Sequences whose geometric mean of w = π_p / π_b lies in [low, high]. Unlike a product it does not grow with
+    length (1.1 per token is 2.6 after 10 tokens and 13,781 after 100).
+
+    Source: Liu and Li 2025; verl's geometric rejection; the bounds are SkyRL's. With NeMo-RL's [0.999, 1.002] and
+    untruncated token weights it is its seq-mask-tis.
+    """
+    check_interval(low=low, high=high)
+    log_means = tokens.sequence_means(tokens.log_weights)
+    return ((log_means.exp() >= low) & (log_means.exp() <= high))[tokens.sequences]
+
+
+def binary_tv_mask(tokens: DrawnTokens, *, delta: float = 0.2) -> torch.Tensor:
+    """Leaves out a token that moved further than `delta` in probability in the direction in which its advantage
+    pushes: A > 0 and π_θ − π_b > delta, or A < 0 and π_θ − π_b < −delta.
+
+    Source: DPPO-Binary-TV, arXiv 2602.04879; prime-rl's default, 0.2.
+    """
+    _check_distance(delta=delta)
+    moved = tokens.logprobs.detach().exp() - tokens.behavior.exp()
+    return ~(((tokens.advantages > 0) & (moved > delta)) | ((tokens.advantages < 0) & (moved < -delta)))
+
+
+def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
+    """Leaves out a token with A < 0 if its sequence has mean(log π_b − log π_θ) > delta: bad answers that the policy
+    no longer gives.
+
+    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556; delta is slime's.
+    """
+    _check_distance(delta=delta)
+    drifted = tokens.sequence_means(-tokens.log_behavior_ratios) > delta
+    return ~((tokens.advantages < 0) & drifted[tokens.sequences])
+
+
+def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
+    """Of the tokens that moved further the way in which their advantage pushes, A > 0 and ρ > 1 or A < 0 and ρ < 1,
+    with ρ = π_θ / π_b, leaves out those with the largest (log ρ)², as few as bring the mean over the rest of them to
+    `bound` or below. All other tokens stay, whatever their ratio. They are ranked within the batch that is given:
+    micro-batches each keep their own.
+
+    Source: M2PO, arXiv 2510.01161, Algorithm 1. The authors' code (Infini-AI-Lab/M2PO) takes the same tokens, and clips
+    their ratios at the bound that it finds where the paper masks them. `second_moment_mask` ranks all tokens.
+    """
+    _check_distance(bound=bound)
+    log_ratios, advantages = tokens.log_behavior_ratios, tokens.advantages
+    pushed = ((advantages > 0) & (log_ratios > 0)) | ((advantages < 0) & (log_ratios < 0))
+    kept = torch.ones_like(pushed)
+    kept[pushed] = _within_second_moment(log_ratios[pushed], bound)
+    return kept
+
+
+def second_moment_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
+    """Leaves out the tokens with the largest (log ρ)², ρ = π_θ / π_b, whichever way they moved, as few as bring the
+    mean over those that remain to `bound` or below. They are ranked within the batch that is given: micro-batches each
+    keep their own.
+
+    Source: AReaL's `m2_threshold`, which it calls M2PO; `m2po_mask` is the paper's.
+    """
+    _check_distance(bound=bound)
+    return _within_second_moment(tokens.log_behavior_ratios, bound)
+
+
+def _within_second_moment(log_ratios: torch.Tensor, bound: float) -> torch.Tensor:
+    """bool[n]: the smallest ones whose mean square is at most `bound`."""
+    squares = log_ratios.square()
+    ranked, order = squares.sort(stable=True)
+    means = ranked.double().cumsum(0) / torch.arange(1, len(ranked) + 1, device=ranked.device)
+    kept = torch.empty_like(squares, dtype=torch.bool)
+    kept[order] = means <= bound  # means rise with the rank, so that those kept are the first ones
+    return kept
+
+
+def _check_distance(**bound: float) -> None:
+    [(name, value)] = bound.items()
+    if not value >= 0:
+        raise ValueError(f"{name} is a distance from the policy that drew, at least 0; got {value}")

@@ -1,0 +1,174 @@
+"""The engine's side of the weights: who owns which slot, and when a version becomes visible.
+
+A slot is LIVE (the engine computes with it), READY (it holds a whole newer version), LENT (the publisher may write to
+it), KEPT (it holds an older version for requests that are pinned to it) or IDLE (nobody needs it). It changes hands by
+message only:
+
+    IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE ──the next take()──► IDLE, or KEPT until the last unpin()
+
+A publisher that dies leaves its slots LENT; what it wrote there was never announced, so it is never read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from inflight.core.errors import ProtocolError
+from inflight.core.layout import WeightLayout
+from inflight.core.messages import SlotReady
+from inflight.weights.cuda_ipc import CudaSlot
+from inflight.weights.shared_memory import SharedMemorySlot
+
+Slot = SharedMemorySlot | CudaSlot
+
+MAX_VERSIONS_AT_ONCE = 1 << 32
+"""How far a version may be above the one before: so that after any version another can follow."""
+
+
+def make_slot(nbytes: int, device: torch.device) -> Slot:
+    """Memory that holds a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
+    return CudaSlot.create(nbytes, device) if device.type == "cuda" else SharedMemorySlot.create(nbytes)
+
+
+class SlotState(Enum):
+    LIVE = "live"
+    READY = "ready"
+    LENT = "lent"
+    KEPT = "kept"
+    IDLE = "idle"
+
+
+@dataclass(slots=True)
+class Ready:
+    """A whole version that waits for the next forward boundary."""
+
+    slot: int
+    version: int
+    published_ns: int
+
+
+class SlotTable:
+    """Slots of one engine. Slot 0 starts LIVE with version 0; the other slots start IDLE."""
+
+    def __init__(self, layout: WeightLayout, slots: Sequence[Slot]):
+        self.layout = layout
+        self.slots = list(slots)
+        self.states = [SlotState.LIVE] + [SlotState.IDLE] * (len(slots) - 1)
+        self.live: int | None = 0
+        """None while the only slot is lent."""
+        self.version = 0
+        self.handling_ns = 0
+        """Time spent on messages about slots since the last swap."""
+        self._ready: Ready | None = None
+        self._wanted = False
+        self._version_of: dict[int, int] = {0: 0}
+        """Slot → version, of live and kept slots."""
+        self._pins: dict[int, int] = {}
+        """Version → requests pinned to it."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions that a forward pass can use: the live one and those that are kept."""
+        return sorted(self._version_of.values())
+
+    def slot_of(self, version: int) -> int:
+        """The slot of a version among `versions`."""
+        return next(slot for slot, held in self._version_of.items() if held == version)
+
+    def pin(self, version: int, requests: int = 1) -> None:
+        """Keep a version among `versions` until it is unpinned as often."""
+        assert version in self._version_of.values()
+        self._pins[version] = self._pins.get(version, 0) + requests
+
+    def unpin(self, version: int) -> None:
+        self._pins[version] -= 1
+        if not self._pins[version]:
+            del self._pins[version]
+            slot = self.slot_of(version)
+            if self.states[slot] is SlotState.KEPT:
+                self._retire(slot)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that the engine holds whole, live or not."""
+        return self._ready.version if self._ready else self.version
+
+    def attach(self, *, in_use: int | None = None) -> list[int]:
+        """A publisher arrives, and any earlier one is gone: the slots that are its own from now on."""
+        self._wanted = False
+        return [slot for slot, state in enumerate(self.states) if state is SlotState.LENT] + self.lend(in_use=in_use)
+
+    def request(self) -> None:
+        """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
+        self._wanted = len(self.slots) == 1
+
+    def withdraw(self, untouched: Sequence[int] = ()) -> None:
+        """The publisher that wanted to write is gone. If it has the only slot and did not write to it, that is live
+        again; else the engine would have to wait for the next publisher."""
+        self._wanted = False
+        if self.live is None and self._ready is None and self.states == [SlotState.LENT] and 0 in untouched:
+            self.states[0] = SlotState.LIVE
+            self._version_of[0] = self.version
+            self.live = 0
+
+    def check_lent(self, slot: int, fingerprint: str) -> None:
+        """Raises ProtocolError if the slot is not the publisher's, or the layout is another."""
+        if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
+            raise ProtocolError(f"slot {slot} is not lent to a publisher")
+        if fingerprint != self.layout.fingerprint:
+            raise ProtocolError(
+                f"slot {slot} was filled in layout {fingerprint[:12]}, the engine has {self.layout.fingerprint[:12]}"
+            )
+
+    def check(self, message: SlotReady) -> None:
+        """Raises ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
+        newer or beyond all measure."""
+        self.check_lent(message.slot, message.fingerprint)
+        if message.version <= self.newest_version:
+            raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
+        if message.version > self.newest_version + MAX_VERSIONS_AT_ONCE:
+            raise ProtocolError(
+                f"version {message.version} is more than {MAX_VERSIONS_AT_ONCE} above version {self.newest_version}"
+            )
+
+    def ready(self, message: SlotReady) -> None:
+        """The publisher gives a slot back with a whole version in it. Raises ProtocolError, as `check` does, and
+        changes nothing then."""
+        self.check(message)
+        if self._ready is not None:  # latest wins: the version before it is never seen
+            self.states[self._ready.slot] = SlotState.IDLE
+        self.states[message.slot] = SlotState.READY
+        self._ready = Ready(message.slot, message.version, message.published_ns)
+
+    def take(self) -> Ready | None:
+        """At a forward boundary: make the newest whole version live. The slot it replaces becomes IDLE."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            if self.live is not None:
+                self._retire(self.live)
+            self.states[ready.slot] = SlotState.LIVE
+            self._version_of[ready.slot] = ready.version
+            self.live, self.version = ready.slot, ready.version
+        elif self._wanted and self.live is not None and not self._pins:
+            self._retire(self.live)
+            self.live = None
+        if self.live is None:
+            self._wanted = False
+        return ready
+
+    def lend(self, *, in_use: int | None = None) -> list[int]:
+        """Idle slots, lent to the publisher from now on, but for the one that a forward pass may still read."""
+        idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE and slot != in_use]
+        for slot in idle:
+            self.states[slot] = SlotState.LENT
+        return idle
+
+    def _retire(self, slot: int) -> None:
+        """A slot that was live or kept: kept while requests are pinned to its version, idle else."""
+        if self._version_of[slot] in self._pins:
+            self.states[slot] = SlotState.KEPT
+        else:
+            self.states[slot] = SlotState.IDLE
+            del self._version_of[slot]

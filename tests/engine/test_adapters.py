@@ -1,0 +1,198 @@
+"""Adapters: each request with its own, what Transformers and PEFT compute, published alone or merged."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from full_forward import TOLERANCE, full_forward_logprobs
+from peft import LoraConfig, get_peft_model
+from tiny_adapters import error, publish_adapters, with_adapters
+from tiny_models import make_model
+
+import inflight
+from inflight.core.errors import InvalidRequestError, LayoutMismatchError
+from inflight.core.messages import Prompt
+from inflight.core.sampling import SamplingParams
+from inflight.stream.assembler import Assembler
+from inflight.weights.lora import PeftSource
+
+ARCHITECTURES = ["qwen3", "gemma2", "phi3", "qwen3-moe"]
+
+
+def run(engine, prompts, after: dict | None = None):
+    """Rollouts in the order of the prompts; `after[step]` is called after that step."""
+    assembler, rollouts = Assembler(), []
+    engine.submit(prompts)
+    for step in itertools.count():
+        if not engine.has_work:
+            break
+        frame = engine.step()
+        rollouts += [r for group in assembler.add(frame) for r in group] if frame else []
+        if after and step in after:
+            after[step]()
+    return sorted(rollouts, key=lambda rollout: rollout.request_id)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_request_draws_with_its_own_adapter(make_engine, name, fused):
+    """In one batch, with chunked prefill, and requests without any beside them; rank 4 in slots of rank 6."""
+    targets = ["q_proj", "v_proj", "o_proj", "qkv_proj"] if name == "qwen3-moe" else "all-linear"
+    model = with_adapters(name, "first", "second", targets=targets)
+    engine = make_engine(name, lora_rank=6, adapters=("first", "second", "idle"), fused=fused, max_prefill_tokens=7)
+    assert (engine.runner.unfused_reason is None) == fused
+    publish_adapters(engine, model)
+    adapters = ["first", None, "second", "first", "idle", None, "second", "first", None, "second"]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, n=2)
+    prompts = [Prompt([3 + i] * (2 * i + 1), params, adapter=adapter) for i, adapter in enumerate(adapters)]
+    for rollout in run(engine, prompts):
+        adapter = adapters[rollout.group_id]
+        assert error(model, rollout, None if adapter == "idle" else adapter) < TOLERANCE
+        assert set(rollout.weight_versions) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_every_request_draws_with_its_own_adapter_on_the_gpu(make_engine, name):
+    """In bf16, with FlashInfer and graphs where they take the model: near to what PEFT computes in fp32."""
+    model = with_adapters(name, "first", "second")
+    engine = make_engine(name, lora_rank=4, adapters=("first", "second"), device="cuda", dtype="bfloat16")
+    publish_adapters(engine, model.cuda())
+    adapters = ["first", None, "second", "first"]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [Prompt([3 + i] * (2 * i + 1), params, adapter=adapter) for i, adapter in enumerate(adapters)]
+    for rollout, adapter in zip(run(engine, prompts), adapters, strict=True):
+        others = {"first", "second", None} - {adapter}
+        assert error(model.cpu(), rollout, adapter, np.mean) < 0.1
+        assert min(error(model, rollout, other, np.mean) for other in others) > 0.2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_adapters_change_between_two_passes(make_engine, policy, overlap):
+    first, second = with_adapters("qwen3", "default"), with_adapters("qwen3", "default", seed=2)
+    engine = make_engine(lora_rank=4, kv_on_swap=policy, overlap=overlap)
+    publish_adapters(engine, first)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    ids = [(7 * i * i) % 190 for i in range(20)]
+    prompts = [Prompt(ids, params, adapter="default"), Prompt(ids, params)]
+    adapted, plain = run(engine, prompts, after={12: lambda: publish_adapters(engine, second)})
+    assert error(first, plain, None) < TOLERANCE  # whatever adapters do
+    versions = adapted.weight_versions
+    assert sorted(set(versions.tolist())) == [1, 2]
+    for model, version in ((first, 1), (second, 2)):
+        wrong = np.abs(full_forward_logprobs(model, adapted) - adapted.logprobs)[versions == version].max()
+        assert (wrong < TOLERANCE) == (version == 1 or policy == "recompute")
+
+
+def test_the_prefix_cache_is_not_shared_between_adapters(make_engine):
+    model = with_adapters("qwen3", "a", "b")
+    engine = make_engine(lora_rank=4, adapters=("a", "b"))
+    publish_adapters(engine, model)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, seed=0)
+    reused = []
+    for adapter in ("a", "a", "b", None, None, "a"):
+        before = engine.cache.num_reused_tokens
+        [rollout] = run(engine, [Prompt([7] * 40, params, adapter=adapter)])
+        assert error(model, rollout, adapter) < TOLERANCE
+        reused.append(engine.cache.num_reused_tokens - before)
+    assert reused == [0, 32, 0, 0, 32, 32]
+    publish_adapters(engine, model)
+    before = engine.cache.num_reused_tokens
+    run(engine, [Prompt([7] * 40, params, adapter="a")])
+    assert engine.cache.num_reused_tokens == before  # computed under another version
+    run(engine, [Prompt([7] * 40, params)])
+    assert engine.cache.num_reused_tokens == before + 32  # the weights are the same
+
+
+def test_a_fork_goes_on_with_its_adapter(make_engine):
+    model = with_adapters("qwen3", "default")
+    engine, assembler = make_engine(lora_rank=4), Assembler()
+    publish_adapters(engine, model)
+    engine.submit([Prompt([5] * 20, SamplingParams(max_tokens=20, ignore_eos=True), adapter="default")])
+    for _ in range(6):
+        assembler.add(engine.step())
+    engine.fork(0)
+    rollouts = []
+    while engine.has_work:
+        rollouts += [r for group in assembler.add(engine.step()) for r in group]
+    assert [error(model, rollout, "default") < TOLERANCE for rollout in rollouts] == [True, True]
+
+
+# ---- published --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [None, inflight.Broadcast(delta=True)])
+def test_only_adapters_travel(model_dir, transport):
+    model = with_adapters("qwen3", "default", rank=8)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with inflight.launch(model_dir("qwen3"), lora_rank=8, max_sequences=4, max_context=64, threads=1) as engine:
+        with engine.publisher(model, transport=transport) as publisher:
+            for version in (1, 2, 3):
+                assert publisher.publish() == version
+                engine.wait_for_version(version)
+                params = inflight.SamplingParams(max_tokens=6, ignore_eos=True)
+                [[adapted]], [[plain]] = (engine.generate([[1, 2, 3]], params, adapter=a) for a in ("default", None))
+                assert error(model, adapted, "default") < TOLERANCE
+                assert error(model, plain, None) < TOLERANCE
+                assert set(adapted.weight_versions) == set(plain.weight_versions) == {version}
+                model(input_ids=torch.ones(1, 5, dtype=torch.long), labels=torch.ones(1, 5, dtype=torch.long))[
+                    0
+                ].backward()
+                optimizer.step()
+            adapter_bytes = sum(p.nbytes for n, p in model.named_parameters() if "lora_" in n)
+            assert adapter_bytes <= publisher.sent_bytes <= 1.1 * adapter_bytes
+        with engine.publisher(make_model("qwen3", seed=2)) as publisher:  # weights under the same adapters
+            assert publisher.publish() == 4
+            engine.wait_for_version(4)
+
+
+@pytest.mark.slow
+def test_an_engine_without_adapters_gets_them_merged(model_dir):
+    model = with_adapters("qwen3", "default", targets=["q_proj", "down_proj"])
+    with inflight.launch(model_dir("qwen3"), max_sequences=4, max_context=64, threads=1) as engine:
+        with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())
+        [[rollout]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=20, ignore_eos=True))
+        assert error(model, rollout, "default") < TOLERANCE
+        with model.disable_adapter():
+            assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() > 0.1
+
+
+# ---- what does not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 8}, "has rank 8 .* in the engine it has rank 4 .*launch with lora_rank=8 or more"),
+        ({"adapter": "other"}, "the engine has no adapter other.model.layers.0.*adapters for default on projections"),
+        ({"targets": ["lm_head"]}, "the engine has no adapter default.lm_head"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_named(make_engine, change, message):
+    engine = make_engine(lora_rank=4)
+    adapter = change.pop("adapter", "default")
+    with pytest.raises(LayoutMismatchError, match=message):
+        publish_adapters(engine, with_adapters("qwen3", adapter, **change))
+
+
+def test_more_than_plain_lora_is_named():
+    config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    with pytest.raises(LayoutMismatchError, match=r"layers.0.self_attn.q_proj has lora_magnitude_vector"):
+        PeftSource(get_peft_model(make_model("qwen3"), config))
+
+
+@pytest.mark.parametrize(
+    ("rank", "prompt", "message"),
+    [
+        (0, Prompt([1], SamplingParams(), adapter="default"), "asks for adapter 'default'; the engine has none"),
+        (4, Prompt([1], SamplingParams(), adapter="x"), "asks for adapter 'x'; the engine has default"),
+        (4, Prompt([1], SamplingParams(), version=0, adapter="default"), "pinned to a version of the weights"),
+    ],
+)
+def test_requests_for_adapters_that_are_not_there(make_engine, rank, prompt, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        make_engine(lora_rank=rank).submit([prompt])

@@ -1,0 +1,317 @@
+"""What a client that is mistaken, of another version or a nuisance can do to an engine, and what it cannot."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from made_frames import make_frame
+from transformers import AutoModelForCausalLM
+
+import inflight
+from inflight.core.errors import FrameError, InvalidRequestError, ProtocolError, PublisherConflictError
+from inflight.core.frames import FrameHeader, GroupStart, TokenFrame
+from inflight.core.messages import (
+    PROTOCOL,
+    Attach,
+    Attached,
+    Failed,
+    GetStatus,
+    Hello,
+    Prompt,
+    SlotReady,
+    Status,
+    Submit,
+    decode_from_engine,
+    encode,
+)
+from inflight.engine import log, process
+from inflight.engine.seat import PublisherSeat
+from inflight.engine.shapes import shape_config
+from inflight.stream.writer import StreamWriter
+from inflight.weights.link import EngineLink
+from inflight.weights.slot_table import MAX_VERSIONS_AT_ONCE
+from inflight.weights.sources import ModelSource
+
+
+def tiny() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[inflight.LaunchedEngine]:
+    with inflight.launch("tiny", max_sequences=8, max_context=256, threads=1, device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def serves_on(request):
+    """After each test the engine still draws tokens and takes weights."""
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=5, ignore_eos=True))
+        with engine.publisher(tiny()) as publisher:
+            engine.wait_for_version(publisher.publish())
+
+
+@pytest.fixture
+def socket(engine) -> Iterator[zmq.Socket]:
+    """To the engine's control socket."""
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(engine.address.endpoint)
+        yield socket
+
+
+def ask(socket: zmq.Socket, message) -> object:
+    socket.send(message if isinstance(message, bytes) else encode(message))
+    assert socket.poll(10_000), "the engine did not answer"
+    return decode_from_engine(socket.recv())
+
+
+def peak_mib(pid: int) -> float:
+    return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()).group(1)) / 1024
+
+
+def repeat(call: Callable[[], object]) -> None:
+    """Until it raises."""
+    while True:
+        call()
+        time.sleep(0.02)
+
+
+def log_of(engine: inflight.LaunchedEngine) -> Path:
+    return engine._launcher.directory / "engine.log"
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_beyond_all_measure_is_never_taken_into_memory(engine, socket):
+    before = peak_mib(engine.pid)
+    socket.send(bytes(600 << 20))
+    assert not socket.poll(1000)
+    engine.status()
+    assert peak_mib(engine.pid) < before + 200
+
+
+def test_prompts_that_make_too_large_a_message_are_refused_before_they_are_sent(engine):
+    before = engine.status()
+    with pytest.raises(InvalidRequestError, match=r"at most 32 MiB, got 4\d.\d MiB; submit fewer prompts at a time"):
+        engine.submit([[1]], metadata=[{"text": "x" * (42 << 20)}])
+    assert engine.status().bad_messages == before.bad_messages
+
+
+def test_refusals_and_the_log_quote_only_so_much(engine, socket):
+    size = log_of(engine).stat().st_size
+    answer = ask(socket, Submit(ticket=1, prompts=[Prompt([1], inflight.SamplingParams(), adapter="x" * (20 << 20))]))
+    assert isinstance(answer, Failed)
+    assert answer.kind == "InvalidRequestError"
+    assert len(answer.message) < 1000
+    answer = ask(socket, msgspec.msgpack.encode({"type": "y" * (20 << 20)}))
+    assert isinstance(answer, Failed)
+    assert len(answer.message) < 3000
+    assert log_of(engine).stat().st_size < size + 10_000
+
+
+def test_a_flood_of_garbage_leaves_the_log_short(engine, socket):
+    size, bad = log_of(engine).stat().st_size, engine.status().bad_messages
+    for _ in range(20_000):
+        socket.send(b"garbage")
+        while socket.poll(0):
+            socket.recv()
+    while engine.status().bad_messages < bad + 20_000:
+        while socket.poll(0):
+            socket.recv()
+    time.sleep(1.1)
+    ask(socket, b"once more")
+    deadline = time.monotonic() + 20  # the answer may be one to a message before
+    while "messages before this one were left out" not in log_of(engine).read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "messages before this one were left out" in log_of(engine).read_text()
+    assert log_of(engine).stat().st_size < size + 200_000
+
+
+def test_a_log_that_is_too_long_is_cut_down_to_its_end(tmp_path, monkeypatch):
+    path = tmp_path / log.NAME
+    path.write_bytes(b"early\n" + b"x" * log.MAX_LOG_BYTES + b"late\n")
+    written: list[bytes] = []
+    monkeypatch.setattr(os, "write", lambda file, data: written.append(data))
+    log.trim_log(tmp_path)
+    assert path.stat().st_size == 0
+    assert written[0].endswith(b"xlate\n")
+    assert len(written[0]) < log.MAX_LOG_BYTES // 4
+    log.trim_log(tmp_path / "missing")
+
+
+def test_what_comes_too_fast_is_counted_and_not_written(monkeypatch):
+    now = [10**12]
+    monkeypatch.setattr(log, "now_ns", lambda: now[0])
+    flood = log._Flood()
+    records = [logging.LogRecord("x", logging.INFO, "", 0, "message %d", (i,), None) for i in range(1001)]
+    assert sum(flood.filter(record) for record in records[:1000]) == 20
+    now[0] += 2 * 10**9
+    assert flood.filter(records[1000])
+    assert records[1000].getMessage() == "(980 messages before this one were left out) message 1000"
+
+
+def test_who_never_reads_its_answers_costs_a_bounded_memory(engine, socket):
+    socket.rcvhwm = 1
+    before = peak_mib(engine.pid)
+    for _ in range(30_000):
+        socket.send(encode(GetStatus()))
+    with zmq.Context.instance().socket(zmq.DEALER) as other:
+        other.connect(engine.address.endpoint)
+        assert isinstance(ask(other, GetStatus()), Status)
+    assert peak_mib(engine.pid) < before + 100
+
+
+def test_too_many_samples_in_one_call_are_refused(engine):
+    with pytest.raises(InvalidRequestError, match="131072 samples in one call; submit at most 65536"):
+        engine.submit([[1]] * 2, inflight.SamplingParams(n=65536))
+
+
+def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):
+    """Of many messages that wait between two passes."""
+    control = process._bind(f"ipc://{tmp_path}/control")
+    serving = process.EngineProcess(make_engine(), control, StreamWriter(f"ipc://{tmp_path}/stream"), tmp_path)
+    with zmq.Context.instance().socket(zmq.DEALER) as client:
+        client.connect(f"ipc://{tmp_path}/control")
+
+        def num_answered(message) -> int:
+            for _ in range(10):
+                client.send(encode(message))
+            count = 0
+            time.sleep(0.2)
+            serving._answer(wait=False)
+            while client.poll(200):
+                client.recv()
+                count += 1
+            while control.poll(50):
+                control.recv_multipart()
+            return count
+
+        assert num_answered(GetStatus()) == 1  # a pass took no time yet
+        assert num_answered(Submit(prompts=[Prompt([1], inflight.SamplingParams())])) == 10
+        serving._step_ns = 10**12
+        assert num_answered(GetStatus()) == 10
+    serving.close()
+    control.close()
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [2**63 - 1, 2**63, 2**64 - 1])
+def test_a_version_beyond_all_measure_is_refused_so_that_others_can_follow(engine, version):
+    link = EngineLink(engine.address, ModelSource(tiny()), map_slots=False, timeout_s=10)
+    slot = link.acquire(10)
+    ready = SlotReady(slot=slot, version=version, fingerprint=link.layout.fingerprint, published_ns=0)
+    link.send(ready)
+    with pytest.raises(ProtocolError, match=f"is more than {MAX_VERSIONS_AT_ONCE} above version|cannot be read"):
+        link.acquire(10)
+    link.detach()
+
+
+@pytest.mark.parametrize("version", [2**63 - 1, 2**64 - 1])
+def test_prompts_pinned_to_a_version_beyond_all_measure_are_refused_by_name(engine, version):
+    with pytest.raises(InvalidRequestError, match=f"prompt 0 is pinned to version {version}, which no slot holds"):
+        engine._launcher.client.submit([Prompt([1], inflight.SamplingParams(), version=version)])
+
+
+@pytest.mark.parametrize("field", ["version", "time_ns", "sequence", "step"])
+@pytest.mark.parametrize("value", [2**63, 2**64 - 1, -1])
+def test_frames_whose_numbers_no_column_can_hold_are_refused(field, value):
+    parts = make_frame().encode()
+    header = msgspec.msgpack.decode(parts[0]) | {field: value}
+    with pytest.raises(FrameError, match="header cannot be read"):
+        TokenFrame.decode([msgspec.msgpack.encode(header), *parts[1:]])
+
+
+@pytest.mark.parametrize("token", [2**31, 2**64 - 1, -1])
+def test_frames_whose_prompts_hold_no_token_ids_are_refused(token):
+    header = FrameHeader("engine", 0, 0, 0, 0, 0, groups=[GroupStart(0, 0, [1], inflight.SamplingParams())])
+    empty = TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
+    parts = empty.encode()
+    assert TokenFrame.decode(parts).header.groups[0].prompt_token_ids == [1]
+    raw = msgspec.msgpack.decode(parts[0])
+    raw["groups"][0]["prompt_token_ids"] = [token]
+    with pytest.raises(FrameError, match="header cannot be read"):
+        TokenFrame.decode([msgspec.msgpack.encode(raw), *parts[1:]])
+
+
+# ---- who may publish --------------------------------------------------------------------------------------------
+
+
+def test_who_attaches_without_the_lock_does_not_take_the_publishers_place(engine, socket):
+    with engine.publisher(tiny()) as publisher:
+        for token in ("", "0" * 32):
+            answer = ask(socket, Attach(ticket=5, layout=engine.info.layout, lock_token=token))
+            assert isinstance(answer, Failed)
+            assert answer.kind == "PublisherConflictError"
+        for _ in range(3):
+            engine.wait_for_version(publisher.publish())
+
+
+def test_a_publisher_on_another_machine_keeps_its_place_while_it_is_there(engine, socket):
+    """It has no lock to take."""
+    attach = Attach(ticket=5, layout=engine.info.layout, map_slots=False)
+    assert isinstance(ask(socket, attach), Attached)
+    with pytest.raises(PublisherConflictError):
+        engine.publisher(tiny())
+    socket.close()
+
+
+def test_the_place_is_free_when_its_holder_is_gone(tmp_path):
+    reachable = {b"a"}
+    seat = PublisherSeat(tmp_path / "lock", lambda holder: holder in reachable)
+    assert seat.take(b"a", "") is None
+    with pytest.raises(PublisherConflictError):
+        seat.take(b"b", "")
+    reachable.clear()
+    assert seat.take(b"b", "") == b"a"
+    seat.leave(b"a")
+    assert seat.holder == b"b"
+    seat.check(b"b")
+    with pytest.raises(ProtocolError, match="not attached"):
+        seat.check(b"a")
+    seat.leave(b"b")
+    assert seat.holder is None
+
+
+def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):
+    first = engine.publisher(tiny())
+    engine.wait_for_version(first.publish())
+    first._target._link.unlock()  # as if somebody had removed the lock
+    with engine.publisher(tiny()) as second:
+        with pytest.raises(PublisherConflictError, match="took this one's place"):
+            repeat(first.check)
+        first.close()
+        engine.wait_for_version(second.publish())
+
+
+# ---- versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hello", "theirs"),
+    [
+        (Hello(ticket=3, version="0.0.9", package="/somewhere/else"), "inflight 0.0.9 with protocol 2 from /somewhere"),
+        (Hello(ticket=3, protocol=PROTOCOL + 1), rf"inflight {inflight.__version__} with protocol {PROTOCOL + 1}"),
+    ],
+)
+def test_an_engine_refuses_who_runs_another_version_and_names_both(engine, socket, hello, theirs):
+    answer = ask(socket, hello)
+    assert isinstance(answer, Failed)
+    assert answer.kind == "VersionMismatchError"
+    assert re.search(theirs, answer.message)
+    assert f"this process {inflight.__version__} with protocol {PROTOCOL} from {engine.info.package}" in answer.message

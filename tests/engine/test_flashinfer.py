@@ -1,0 +1,244 @@
+"""What FlashInfer is told, and passes that are recorded as graphs, checked on a CPU with PyTorch in their places."""
+
+import logging
+
+import fake_flashinfer
+import numpy as np
+import pytest
+import torch
+from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_adapters import error, publish_adapters, with_adapters
+from tiny_models import CONFIGS, GPU_MODELS, make_model, publish, run
+from transformers import AutoModelForCausalLM
+
+from inflight.core.errors import UnsupportedModelError
+from inflight.core.messages import LIVE_VERSION, Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.attention import flashinfer
+from inflight.engine.attention.backend import choose_backend
+from inflight.engine.attention.flashinfer import FlashInferAttention, page_lists, why_not_flashinfer, workspace_bytes
+from inflight.engine.engine import Engine
+from inflight.engine.graphs import graph_sizes
+from inflight.engine.kv_cache import LayerShape
+from inflight.stream.assembler import Assembler
+
+CPU = torch.device("cpu")
+LAYER = LayerShape(8, 2, 64, 64, None, torch.bfloat16, 0.125)
+
+
+class FakeRecorder:
+    """In place of CUDA graphs: computes again, from the same tensors and into the same one."""
+
+    def __init__(self, device):
+        assert device == CPU
+
+    def __call__(self, compute):
+        result = compute()
+        return (lambda: result.copy_(compute())), result
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Engines of this process use FlashInfer and graphs, both of them fakes."""
+    monkeypatch.setattr(flashinfer, "_flashinfer", lambda: fake_flashinfer)
+    monkeypatch.setattr("inflight.engine.engine.choose_backend", lambda _, *where: FlashInferAttention(*where))
+    monkeypatch.setattr("inflight.engine.graphs.Recorder", FakeRecorder)
+
+
+# ---- page lists ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=6),
+    st.one_of(st.none(), st.integers(1, 90)),
+)
+def test_page_lists_hold_what_is_seen_and_keep_distances(chunks, window):
+    counts = np.array([count for count, _ in chunks], np.int32)
+    contexts = np.array([count + before for count, before in chunks], np.int32)
+    widest = -(-contexts.max() // 16)
+    table = np.arange(1, len(chunks) * widest + 1, dtype=np.int32).reshape(len(chunks), widest)
+    lists = page_lists(table, counts, contexts, window)
+    for row, (count, before) in enumerate(chunks):
+        pages = lists.indices[lists.indptr[row] : lists.indptr[row + 1]]
+        listed = [(page, offset) for page in pages for offset in range(16)]
+        listed = listed[: len(listed) - 16 + lists.last_page_len[row]]
+        context = before + count
+        tokens = [(table[row, position // 16], position % 16) for position in range(context)]
+        assert listed == tokens[context - len(listed) :]  # the distance to the end is what tells the positions
+        first_seen = 0 if window is None else max(0, before + 1 - window)
+        assert 0 <= first_seen - (context - len(listed)) < 16
+
+
+def test_the_workspace_is_what_flashinfer_recommends_or_more():
+    assert workspace_bytes(16, 8, 128, 132) == 128 * 2**20
+    assert workspace_bytes(64, 8, 128, 132) > 128 * 2**20
+    assert workspace_bytes(64, 8, 128, 132, 1024) > workspace_bytes(64, 8, 128, 132)
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sinks": True}, "has attention sinks"),
+        ({"value_dim": 128}, "has keys of dimension 64 and values of dimension 128"),
+        ({"key_dim": 80, "value_dim": 80}, "has heads of dimension 80; 64, 128, 256 can be run"),
+        ({"kv_heads": 3}, "has 8 query heads, not a multiple of its 3 KV heads"),
+        ({"dtype": torch.float32}, "computes in float32; bfloat16 and float16 can be run"),
+    ],
+)
+def test_a_layer_that_flashinfer_cannot_run_is_told(change, reason):
+    fields = {name: getattr(LAYER, name) for name in LAYER.__slots__}
+    assert flashinfer._why_not_layer(LayerShape(**(fields | change))) == reason
+    assert flashinfer._why_not_layer(LAYER) is None
+
+
+def test_on_a_cpu_flashinfer_is_refused_when_asked_for_and_passed_over_otherwise():
+    assert why_not_flashinfer([LAYER], CPU) == "it needs a CUDA device, not cpu"
+    with pytest.raises(UnsupportedModelError, match="attention='flashinfer' cannot be used: it needs a CUDA device"):
+        choose_backend("flashinfer", [LAYER], CPU)
+    assert choose_backend("auto", [LAYER], CPU).name == "cpu"
+    assert choose_backend("torch", [LAYER], CPU).name == "torch"
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [LAYER],
+        [LAYER, LayerShape(8, 2, 64, 64, 40, torch.bfloat16, 0.125)],
+        [LayerShape(4, 4, 128, 128, 16, torch.float16, 0.1, softcap=5.0)],
+    ],
+)
+def test_the_check_at_load_passes_right_kernels_and_catches_wrong_ones(monkeypatch, layers):
+    monkeypatch.setattr(flashinfer, "_flashinfer", lambda: fake_flashinfer)
+    assert flashinfer._difference(layers, CPU) < flashinfer._TOLERANCE
+    monkeypatch.setattr(fake_flashinfer._Wrapper, "_scale", property(lambda _: 0.05, lambda *_: None), raising=False)
+    assert flashinfer._difference(layers, CPU) > flashinfer._TOLERANCE
+
+
+# ---- whole engines ---------------------------------------------------------------------------------------------------
+
+RUNNABLE = [name for name in CONFIGS if name != "gpt-oss"]  # which has sinks
+MODES = {
+    "whole": {},
+    "ahead": {"overlap": True},
+    "chunked": {"max_prefill_tokens": 5},
+    "preempted": {"kv_cache_tokens": 128, "max_prefill_tokens": 9, "overlap": True},
+    "without graphs": {"cuda_graphs": False},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_recorded_logprobs_equal_a_full_forward(fake_gpu, make_engine, name, mode):
+    model = make_model(name)
+    model.set_attn_implementation("eager")
+    engine = make_engine(name, max_sequences=6, **MODES[mode])
+    assert engine.attention == "flashinfer"
+    assert engine.runner.num_graphs == (0 if mode == "without graphs" else 2 * len(graph_sizes(6)))
+    rollouts = run(engine, ragged_prompts(12, PARAMS), arrivals=[0, 2, 30] * 4)
+    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
+
+
+def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch):
+    engine = make_engine(max_sequences=6)
+    begun = []
+    begin = FlashInferAttention.begin
+    monkeypatch.setattr(FlashInferAttention, "begin", lambda *args: begun.append(1) or begin(*args))
+    run(engine, [Prompt([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))])
+    assert (len(begun), engine.step_count) == (1, 20)
+
+
+def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):
+    engine, assembler, models = make_engine(), Assembler(), [make_model("qwen3", seed) for seed in (0, 1)]
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    engine.submit([Prompt([1, 2, 3], params, version=version) for version in (LIVE_VERSION, None)])
+    for _ in range(5):
+        assembler.add(engine.step())
+    publish(engine, models[1])
+    engine.submit([Prompt([4, 5], params)])
+    rollouts = []
+    while engine.has_work:
+        frame = engine.step()
+        rollouts += [r for group in assembler.add(frame) for r in group] if frame else []
+    rollouts.sort(key=lambda rollout: rollout.group_id)
+    assert [sorted(set(r.weight_versions.tolist())) for r in rollouts] == [[0], [0, 1], [1]]
+    for rollout in (rollouts[0], rollouts[2]):
+        expected = full_forward_logprobs(models[rollout.weight_versions[0]], rollout)
+        assert np.abs(expected - rollout.logprobs).max() < TOLERANCE
+
+
+def test_graphs_compute_adapters(fake_gpu, make_engine):
+    model = with_adapters("qwen3", "default")
+    engine = make_engine(lora_rank=4)
+    publish_adapters(engine, model)
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    adapters = ["default", None, "default"]
+    prompts = [Prompt([5 + i] * 9, params, adapter=adapter) for i, adapter in enumerate(adapters)]
+    rollouts = run(engine, prompts)
+    assert engine.runner.num_graphs
+    for rollout, adapter in zip(rollouts, adapters, strict=True):
+        assert error(model, rollout, adapter) < TOLERANCE
+
+
+def test_sleeping_drops_the_graphs_and_waking_records_them_again(fake_gpu, make_engine):
+    params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True, n=2)
+    expected = run(make_engine(), [Prompt([4, 5], params)])
+    engine = make_engine()
+    engine.sleep()
+    assert engine.runner.num_graphs == 0
+    engine.wake()
+    assert engine.runner.num_graphs > 0
+    rollouts = run(engine, [Prompt([4, 5], params)])
+    assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in expected]
+
+
+def test_a_pass_that_cannot_be_recorded_runs_without_graphs(fake_gpu, make_engine, monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(FakeRecorder, "__call__", refuse)
+    with caplog.at_level(logging.WARNING, "inflight.engine"):
+        engine = make_engine()
+    assert "without CUDA graphs, as a pass cannot be recorded: operation not permitted" in caplog.text
+    assert engine.runner.num_graphs == 0
+    [rollout] = run(engine, [Prompt([1], SamplingParams(max_tokens=3, ignore_eos=True))])
+    assert rollout.finish_reason == "length"
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 64, 100, 256, 500])
+def test_graph_sizes_rise_to_the_number_of_sequences_and_waste_little(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert all(next(size for size in sizes if size >= n) - n <= max(7, n // 8) for n in range(1, most + 1))
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("name", GPU_MODELS)
+def test_in_bfloat16_the_engine_is_as_close_to_float32_as_transformers_is(tmp_path, name, cuda_graphs):
+    pytest.importorskip("flashinfer", reason="FlashInfer is optional, and this is about it")
+    config = CONFIGS[name]()
+    config.head_dim = 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    options = EngineOptions(
+        model=str(tmp_path), device="cuda", max_sequences=8, max_context=128, attention="flashinfer",
+        cuda_graphs=cuda_graphs, max_prefill_tokens=20,
+    )  # fmt: skip
+    with Engine(options) as engine:
+        assert (engine.runner.num_graphs > 0) == cuda_graphs or name == "qwen3-moe"
+        rollouts = run(engine, ragged_prompts(24, PARAMS), arrivals=[0, 9] * 12)
+    theirs = [full_forward_logprobs(model, rollout) for rollout in rollouts]
+    exact = [full_forward_logprobs(model.float(), rollout) for rollout in rollouts]
+    ours = np.concatenate([rollout.logprobs for rollout in rollouts]) - np.concatenate(exact)
+    assert np.abs(ours).mean() < 1.5 * np.abs(np.concatenate(theirs) - np.concatenate(exact)).mean()

@@ -1,0 +1,211 @@
+"""Random schedules of everything that can happen to an engine leave its invariants and its numbers intact."""
+
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from full_forward import full_forward_logprobs
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tiny_models import VOCABULARY, make_model, publish
+
+from inflight.core.errors import InvalidRequestError
+from inflight.core.messages import LIVE_VERSION, Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.engine.engine import Engine
+from inflight.stream.assembler import Assembler
+
+MODELS = 2
+"""Weights that versions take in turn: version v draws with model v % MODELS."""
+
+
+class Schedules(RuleBasedStateMachine):
+    """One engine lives through all examples; every one of them ends with all blocks free."""
+
+    engine: Engine
+    models: list[torch.nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assembler = Assembler()
+        self.submitted: dict[int, int] = {}
+        self.rollouts: list[Rollout] = []
+        self.swap_steps: list[int] = []
+
+    @initialize(seed=st.integers(0, 2**16))
+    def begin(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.versions_before = self.engine.slot_table.version
+
+    @rule(
+        length=st.integers(1, 40),
+        n=st.integers(1, 4),
+        tokens=st.integers(1, 24),
+        alike=st.booleans(),
+        pinned=st.sampled_from((None, None, None, LIVE_VERSION)),
+    )
+    def submit(self, length: int, n: int, tokens: int, alike: bool, pinned: int | None) -> None:
+        ids = [(7 * i) % VOCABULARY for i in range(length)] if alike else self._ids(length)
+        params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True, return_entropy=self.random.random() < 0.2)
+        [group] = self.engine.submit([Prompt(ids, params, version=pinned)])
+        self.submitted[group] = n
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @rule(whole_group=st.booleans())
+    def cancel(self, whole_group: bool) -> None:
+        sequence = self._any_sequence()
+        if sequence is not None:
+            self.engine.cancel([sequence.group_id] if whole_group else [], [sequence.request_id])
+
+    @rule(n=st.integers(1, 3), tokens=st.integers(1, 12))
+    def fork(self, n: int, tokens: int) -> None:
+        sequence = self._any_sequence()
+        if sequence is None:
+            return
+        at = self.random.randint(0, len(sequence.tokens))
+        params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True)
+        if len(sequence.prompt) + at >= self.engine.max_context:
+            with pytest.raises(InvalidRequestError, match="the context holds"):
+                self.engine.fork(sequence.request_id, at, params)
+            return
+        group = self.engine.fork(sequence.request_id, at, params)
+        self.submitted[group] = n
+
+    @rule()
+    def publish(self) -> None:
+        engine = self.engine
+        for slot in engine.slot_table.lend(in_use=engine.slot_in_use(engine.slot_table)):
+            self.lent.append(slot)
+        if self.lent:
+            model = self.models[(engine.slot_table.newest_version + 1) % MODELS]
+            publish(engine, model, self.lent.pop())
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        if self.engine.paused:
+            self.engine.resume()
+        else:
+            self.engine.pause()
+
+    @rule()
+    def sleep_or_wake(self) -> None:
+        if self.engine.asleep:
+            self.engine.wake()
+        else:
+            self.engine.sleep()
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule()
+    def preempt(self) -> None:
+        victims = list(self.engine.scheduler.running.values())
+        if not any(s.num_pending for s in victims):
+            self.engine.scheduler.preempt(self.random.choice(victims))
+
+    @invariant()
+    def blocks_are_counted(self) -> None:
+        self.engine.cache.check(self.engine._sequences.values())
+        scheduler = self.engine.scheduler
+        assert scheduler.num_waiting + len(scheduler.running) == len(self.engine._sequences)
+        batch_rows = [s.batch_row for s in scheduler.running.values()]
+        assert len(set(batch_rows)) == len(batch_rows)
+        assert sum(self.engine.slot_table._pins.values()) == sum(
+            s.pin is not None for s in self.engine._sequences.values()
+        )
+
+    def teardown(self) -> None:
+        self.engine.resume()
+        self.engine.wake()
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            self._step()
+        assert not self.engine.has_work
+        assert self.engine.cache.num_used_blocks == 0
+        assert sorted(r.group_id for r in self.rollouts) == sorted(
+            g for g, n in self.submitted.items() for _ in range(n)
+        )
+        for rollout in self.rollouts:
+            self._check(rollout)
+
+    lent: list[int]
+    preemptions: int
+
+    def _step(self) -> None:
+        frame = self.engine.step()
+        if frame is not None:
+            if frame.header.swap is not None:
+                self.swap_steps.append(frame.header.version)
+            for group in self.assembler.add(frame):
+                self.rollouts += group
+
+    def _check(self, rollout: Rollout) -> None:
+        assert rollout.finish_reason in ("length", "cancelled")
+        assert rollout.finish_reason == "cancelled" or len(rollout.token_ids) == min(
+            rollout.params.max_tokens, self.engine.max_context - len(rollout.prompt_token_ids)
+        )
+        assert (np.diff(rollout.weight_versions) >= 0).all()
+        if not self.swap_steps and len(rollout.token_ids):  # then one version computed all of its keys and values
+            model = self.models[self.versions_before % MODELS]
+            assert np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max() < 5e-5
+
+    def _ids(self, length: int) -> list[int]:
+        return [self.random.randrange(VOCABULARY) for _ in range(length)]
+
+    def _any_sequence(self):
+        sequences = list(self.engine._sequences.values())
+        return self.random.choice(sequences) if sequences else None
+
+
+@pytest.fixture
+def schedules(model_dir, request: pytest.FixtureRequest) -> Iterator[type[Schedules]]:
+    name, overlap = request.param
+    options = EngineOptions(
+        model=model_dir(name),
+        device="cpu",
+        slots=3,
+        max_sequences=6,
+        max_context=64,
+        max_prefill_tokens=13,
+        kv_cache_tokens=112,
+    )
+    models = [make_model(name, seed) for seed in range(MODELS)]
+    for model in models:
+        model.set_attn_implementation("eager")
+    with Engine(options, overlap=overlap) as engine:
+        yield type("Schedules", (Schedules,), {"engine": engine, "models": models, "lent": []})
+        assert engine.scheduler.num_preemptions > 20
+        assert engine.num_swaps > 50
+        assert engine.cache.num_reused_tokens > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedules", [("qwen3", False), ("gemma3", True)], indirect=True)
+def test_random_schedules_end_with_every_block_free_and_every_number_right(schedules):
+    run_state_machine_as_test(
+        schedules,
+        settings=settings(
+            max_examples=int(os.environ.get("INFLIGHT_SCHEDULES", "300")) // 2,
+            stateful_step_count=25,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,43 @@
+"""Models that can be neither run nor scored are refused by name, and stay as they were."""
+
+import pytest
+import torch
+from family_check import long_rollouts
+from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
+
+from inflight.core.errors import ModelLoadError, UnsupportedModelError
+from inflight.core.options import EngineOptions
+from inflight.engine.engine import Engine
+from inflight.engine.fused import agrees_with
+from inflight.training.data.batch import pack
+from inflight.training.model.forward import token_logprobs
+
+
+def test_an_encoder_decoder_cannot_be_scored():
+    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4, vocab_size=199)
+    model = T5ForConditionalGeneration(config).train()
+    rollouts = long_rollouts()
+    with pytest.raises(UnsupportedModelError, match="T5ForConditionalGeneration cannot be scored"):
+        token_logprobs(model, pack(rollouts, [0.0] * len(rollouts)))
+    assert model.training
+
+
+def test_a_model_with_two_language_models_in_one_is_refused(tmp_path):
+    AutoConfig.for_model("musicgen").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="musicgen is not made for text alone"):
+        Engine(EngineOptions(model=str(tmp_path), device="cpu"))
+
+
+def test_an_error_while_loading_names_the_family(tmp_path):
+    AutoConfig.for_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM"):
+        Engine(EngineOptions(model=str(tmp_path), device="cpu"))
+
+
+def test_rounding_is_judged_by_the_dtype_of_the_weights():
+    """Some models cast their logits to fp32, which makes what was rounded no more exact."""
+    exact = torch.randn(12, 50, generator=torch.Generator().manual_seed(0))
+    rounded = exact.bfloat16().float()
+    assert agrees_with(rounded, exact, torch.bfloat16)
+    assert not agrees_with(rounded, exact, torch.float32)
+    assert not agrees_with(exact.flip(-1), exact, torch.bfloat16)

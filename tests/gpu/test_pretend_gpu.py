@@ -1,0 +1,297 @@
+"""Engine and loss on a GPU that `pretend_gpu` makes up, in processes of their own: they compute what they compute on
+the CPU, and what would go wrong on a GPU goes wrong here.
+
+`python test_pretend_gpu.py DIRECTORY NAME …` runs programs of this file with that GPU.
+"""
+
+import copy
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pretend_gpu
+import pytest
+import torch
+from made_batches import make_batch
+from tiny_models import VOCABULARY, make_model, publish
+
+from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
+from inflight.core.options import EngineOptions
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.engine import engine as engine_module
+from inflight.engine import model_runner
+from inflight.engine.attention.flashinfer import FlashInferAttention
+from inflight.engine.engine import Engine
+from inflight.stream.assembler import Assembler
+from inflight.training.objective.loss import policy_loss
+from inflight.weights.tensors import slot_views
+
+MODEL = "qwen3"
+"""Of conftest, which the programs save in their directory."""
+SAMPLING = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "hot, with entropy": {"temperature": 1.7, "return_entropy": True, "top_logprobs": 3},
+    "top-k, with what was kept": {"top_k": 6, "return_sampling_mask": True},
+    "top-p": {"top_p": 0.7, "return_sampling_mask": True},
+    "min-p": {"min_p": 0.3, "return_sampling_mask": True, "return_entropy": True},
+    "repetition penalty": {"repetition_penalty": 1.4},
+    "bias and end": {"logit_bias": {3: 6.0}, "min_tokens": 4, "stop_token_ids": (3,)},
+    "all, in a group": {
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "temperature": 0.7,
+        "n": 3,
+    },
+}
+EXACT = (
+    "token_ids",
+    "weight_versions",
+    "finish_reason",
+    "forked_from",
+    "top_token_ids",
+    "mask_offsets",
+)
+CLOSE = ("logprobs", "entropies", "top_logprobs")
+
+
+def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
+    """Rollouts of an engine to which everything happens, always between the same steps."""
+    options = EngineOptions(
+        model=MODEL,
+        device=device,
+        dtype="float32",
+        max_sequences=5,
+        max_context=128,
+        max_prefill_tokens=24,  # less than the prompts
+        kv_cache_tokens=384,  # not enough for all that runs
+        attention="torch",
+        lora_rank=4 if adapters else 0,
+        adapters=adapters or ("default",),
+    )
+    engine = Engine(options, overlap=True)
+    # FlashInfer has no fp32, but its fake has.
+    assert (engine.attention, engine.runner.num_graphs > 0) == (
+        ("flashinfer", True) if device == "cuda" else ("torch", False)
+    )
+    names = itertools.cycle((None, *adapters))
+    prompts = [
+        Prompt(
+            [(11 * i + 7 * j) % VOCABULARY for j in range(3 + 9 * i)],
+            SamplingParams(max_tokens=20, seed=i, ignore_eos=True, **options),
+            adapter=next(names),
+        )
+        for i, options in enumerate(SAMPLING.values())
+    ]
+    pinned = Prompt([5, 6, 7], SamplingParams(max_tokens=30, seed=50), version=LIVE_VERSION)
+    forked = SamplingParams(max_tokens=9, seed=60, n=2)
+    events: dict[int, Callable[[], object]] = {
+        0: lambda: engine.submit([*prompts, pinned]),
+        5: lambda: engine.fork(next(iter(engine._sequences)), params=forked),
+        8: lambda: publish(engine, make_model(MODEL, seed=1).to(engine.device)),
+        14: engine.sleep,
+        16: engine.wake,
+    }
+    if adapters:
+        events[11] = lambda: publish_adapters(engine)
+    assembler, rollouts = Assembler(), []
+    for step in itertools.count():
+        if step in events:
+            events[step]()
+        frame = engine.step()
+        rollouts += [rollout for group in assembler.add(frame) for rollout in group] if frame is not None else []
+        if not engine.has_work and step > max(events):
+            break
+    assert engine.num_swaps_in_flight == 1 + len(adapters)
+    assert engine.scheduler.num_preemptions > 0
+    engine.close()
+    return sorted(rollouts, key=lambda rollout: rollout.request_id)
+
+
+def publish_adapters(engine: Engine) -> None:
+    """Random ones, in the idle slot."""
+    assert engine.adapters is not None
+    slot_table, random = engine.adapters.slot_table, torch.Generator().manual_seed(2)
+    slot = slot_table.lend(in_use=engine.slot_in_use(slot_table))[0]
+    for view in slot_views(slot_table.slots[slot].buffer, slot_table.layout).values():
+        view.copy_(0.1 * torch.randn(view.shape, generator=random))
+    slot_table.ready(SlotReady(slot, engine.newest_version + 1, slot_table.layout.fingerprint, 0))
+
+
+def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
+    assert len(rollouts) == len(expected)
+    for one, other in zip(rollouts, expected, strict=True):
+        for name in EXACT:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), f"{name} of {one.params}")
+        if other.mask_token_ids is not None:  # of equals either may come first
+            for mine, theirs in zip(kept_sets(one), kept_sets(other), strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+        for name in CLOSE:
+            if getattr(other, name) is not None:
+                np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4, rtol=0)
+
+
+def kept_sets(rollout: Rollout) -> list[np.ndarray]:
+    return [np.sort(ids) for ids in np.split(rollout.mask_token_ids, rollout.mask_offsets[1:-1])]
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def engine_draws_the_same() -> None:
+    for adapters in ((), ("default",)):
+        assert_same(live("cuda", adapters), live("cpu", adapters))
+
+
+def engine_that_forgets_draws_something_else() -> None:
+    expected = live("cpu")
+    collect, begin_graph = Engine._collect, FlashInferAttention.begin_graph
+
+    def collect_without_waiting(self, done):
+        done.done = None
+        return collect(self, done)
+
+    def plan_once(self, batch, cache):
+        if cache is not self._cache or len(batch.contexts) not in self._plans_of[0].graphs:
+            begin_graph(self, batch, cache)
+
+    for owner, name, forgetful in (
+        (Engine, "_collect", collect_without_waiting),
+        (FlashInferAttention, "begin_graph", plan_once),
+        (model_runner, "to_device", lambda values, *_: values),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, forgetful)
+            with pytest.raises((AssertionError, RuntimeError)):
+                assert_same(live("cuda"), expected)
+
+
+def loss_has_the_same_gradient() -> None:
+    batch = make_batch()
+    batch = batch.with_column("proximal_logprobs", batch.behavior_logprobs[batch.loss_mask] - 0.1)
+    for name in ("qwen3", "gemma2"):
+        model = make_model(name)
+        on_cuda = copy.deepcopy(model).to("cuda")
+        on_cuda.tie_weights()
+        for correction in ("tis", "gspo", "decoupled_ppo"):
+            for where in ("cpu", "cuda"):
+                expected, loss = (
+                    policy_loss(m, b, correction=correction)[0] for m, b in ((model, batch), (on_cuda, batch.to(where)))
+                )
+                for module, value in ((model, expected), (on_cuda, loss)):
+                    module.zero_grad()
+                    value.backward()
+                torch.testing.assert_close(loss.cpu(), expected)
+                for mine, other in zip(on_cuda.parameters(), model.parameters(), strict=True):
+                    assert mine.grad.is_cuda
+                    torch.testing.assert_close(mine.grad.cpu(), other.grad, atol=1e-5, rtol=1e-4)
+
+
+def what_cuda_refuses_is_refused() -> None:
+    on_cpu, on_cuda = torch.ones(3), torch.ones(3, device="cuda")
+    assert on_cuda.device == torch.device("cuda:0")
+    assert (on_cuda * torch.tensor(2.0)).tolist() == [2.0] * 3  # but a number
+    refused: list[Callable[[], object]] = [
+        lambda: on_cpu + on_cuda,
+        lambda: on_cuda.add_(on_cpu),
+        lambda: torch.cat([on_cpu, on_cuda]),
+        lambda: on_cuda @ on_cpu,
+        lambda: on_cpu[torch.zeros(1, dtype=torch.int64, device="cuda")],
+        lambda: torch.where(on_cuda > 0, on_cpu, on_cuda),
+        lambda: record(on_cuda.tolist),
+        lambda: record(on_cuda.nonzero),
+        lambda: record(lambda: on_cuda.copy_(on_cpu)),
+    ]
+    for operation in refused:
+        with pytest.raises(pretend_gpu.RefusedError):
+            operation()
+    with pytest.raises(RuntimeError):
+        on_cuda.numpy()
+
+
+def record(operation: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        operation()
+    return graph
+
+
+def copy_to_the_host_holds_garbage_until_its_event() -> None:
+    values = torch.arange(3, device="cuda")
+    copied = values.to("cpu", non_blocking=True)
+    done = torch.cuda.current_stream().record_event()
+    later = (values + 1).to("cpu", non_blocking=True)
+    values.zero_()  # after the copy
+    assert copied.tolist() != [0, 1, 2]
+    done.synchronize()
+    assert copied.tolist() == [0, 1, 2]
+    assert later.tolist() != [1, 2, 3]
+    assert values.tolist() == [0, 0, 0]  # which waits for all before it
+    assert later.tolist() == [1, 2, 3]
+
+
+def graph_reads_and_writes_the_same_memory() -> None:
+    source, results = torch.ones(2, device="cuda"), []
+    graph = record(lambda: results.append(source[1:] * 2 + 1))
+    assert results[0].isnan().all()
+    for value in (1.0, 5.0):
+        source.fill_(value)
+        graph.replay()
+        assert results[0].tolist() == [2 * value + 1]
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def run_with_gpu(directory: Path, *programs: Callable[[], None]) -> None:
+    command = [sys.executable, __file__, str(directory), *(program.__name__ for program in programs)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_engine_on_cuda_draws_what_it_draws_on_the_cpu(tmp_path):
+    run_with_gpu(tmp_path, engine_draws_the_same)
+
+
+def test_loss_on_cuda_has_the_gradient_that_it_has_on_the_cpu(tmp_path):
+    run_with_gpu(tmp_path, loss_has_the_same_gradient)
+
+
+def test_engine_that_forgets_to_wait_or_to_copy_is_found_out(tmp_path):
+    run_with_gpu(tmp_path, engine_that_forgets_draws_something_else)
+
+
+def test_pretended_gpu_is_as_strict_as_one(tmp_path):
+    run_with_gpu(
+        tmp_path,
+        what_cuda_refuses_is_refused,
+        copy_to_the_host_holds_garbage_until_its_event,
+        graph_reads_and_writes_the_same_memory,
+    )
+
+
+def main(directory: str, *programs: str) -> None:
+    torch.set_num_threads(1)
+    pretend_gpu.install()
+    choose = engine_module.choose_backend
+    engine_module.choose_backend = lambda name, layers, device: (
+        FlashInferAttention(layers, device) if device.type == "cuda" else choose(name, layers, device)
+    )
+    os.chdir(directory)
+    make_model(MODEL).save_pretrained(MODEL)
+    for program in programs:
+        globals()[program]()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(0)  # threads of PyTorch's that it would abort on

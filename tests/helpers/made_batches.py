@@ -1,0 +1,73 @@
+"""Rollouts and batches made by hand, and their log-probabilities, each sequence in a forward pass of its own."""
+
+import numpy as np
+import torch
+from tiny_models import VOCABULARY
+
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.training.data.batch import PackedBatch, pack
+
+
+def make_group(rng: np.random.Generator, group: int, samples: int, prompt: int, **columns: object) -> list[Rollout]:
+    """Samples of one prompt with 1 to 20 tokens each."""
+    prompt_ids = rng.integers(0, VOCABULARY, prompt).astype(np.int32)
+    lengths = rng.integers(1, 21, samples)
+    return [
+        Rollout(
+            request_id=100 * group + sample,
+            group_id=group,
+            sample=sample,
+            params=SamplingParams(n=samples, temperature=float(rng.uniform(0.5, 1.5))),
+            metadata={},
+            prompt_token_ids=prompt_ids,
+            token_ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
+            logprobs=rng.uniform(-8, -0.5, length).astype(np.float32),
+            weight_versions=rng.integers(0, 5, length),
+            sampled_at_ns=rng.integers(0, 10**9, length),
+            finish_reason="length",
+        )
+        for sample, length in enumerate(lengths)
+    ]
+
+
+def make_batch(seed: int = 0, shape: tuple[tuple[int, int], ...] = ((3, 12), (1, 5), (4, 30), (2, 1))) -> PackedBatch:
+    """Groups of (samples, prompt tokens), with advantages."""
+    rng = np.random.default_rng(seed)
+    rollouts = [r for group, (samples, prompt) in enumerate(shape) for r in make_group(rng, group, samples, prompt)]
+    return pack(rollouts, rng.normal(size=len(rollouts)).tolist())
+
+
+def one_by_one(model: torch.nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of the drawn tokens, each sequence in a forward pass of its own."""
+    logprobs, entropies = [], []
+    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        ids, drawn = batch.input_ids[start:end], batch.loss_mask[start:end]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch.temperatures[start + 1 : end, None]
+        log = torch.log_softmax(logits, -1)[drawn[1:]]
+        logprobs.append(log.gather(1, ids[drawn][:, None])[:, 0])
+        entropies.append(-(log.exp() * log).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def make_rollouts(count: int = 6, seed: int = 0) -> list[Rollout]:
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for index in range(count):
+        drawn = int(rng.integers(1, 12))
+        rollouts.append(
+            Rollout(
+                request_id=index,
+                group_id=index // 2,
+                sample=index % 2,
+                params=SamplingParams(n=2, temperature=float(rng.uniform(0.5, 1.5))),
+                metadata={},
+                prompt_token_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 9))).astype(np.int32),
+                token_ids=rng.integers(0, VOCABULARY, drawn).astype(np.int32),
+                logprobs=rng.uniform(-8, -0.5, drawn).astype(np.float32),
+                weight_versions=rng.integers(0, 5, drawn),
+                sampled_at_ns=rng.integers(0, 10**9, drawn),
+                finish_reason="length",
+            )
+        )
+    return rollouts

@@ -1,0 +1,60 @@
+"""Every family of models that Transformers knows is right or refused by name, in the engine and in the trainer."""
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+from family_check import FUSED, GOOD, NOT_BUILT, REFUSED, RIGHT, UNFUSED, check_family
+from family_configs import Family, all_families, causal_families
+from family_overrides import CANNOT_BE_BUILT
+from transformers.utils.logging import disable_progress_bar
+
+MOST_USED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt_oss",
+    "deepseek_v3", "glm4", "smollm3", "gpt2",
+)  # fmt: skip
+TABLE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+DOCUMENTED = {
+    cells[1]: (cells[2], cells[4].split(":")[0])
+    for cells in ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)] for line in TABLE.splitlines())
+    if len(cells) == 6
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet():
+    disable_progress_bar()
+
+
+def _slow_but_for_the_most_used():
+    for family in all_families():
+        if family.model_type in causal_families():
+            marks = () if family.name in MOST_USED else pytest.mark.slow
+            yield pytest.param(family, id=family.name, marks=marks)
+
+
+@pytest.mark.parametrize("family", list(_slow_but_for_the_most_used()))
+def test_a_family_is_right_or_refused_by_name(family: Family):
+    result = check_family(family)
+    assert result.engine.kind in GOOD, result.engine.reason
+    assert result.trainer.kind in GOOD or family.name in CANNOT_BE_BUILT, result.trainer.reason
+    if family.name in MOST_USED:
+        assert result.engine.kind in (FUSED, UNFUSED)
+        assert result.trainer.kind == RIGHT
+    if f"Transformers {transformers.__version__} " in TABLE:
+        assert (result.engine.kind, result.trainer.kind) == DOCUMENTED[family.name], "docs/families.md says otherwise"
+
+
+def _others():
+    for family in all_families():
+        if family.model_type not in causal_families():
+            yield pytest.param(family, id=family.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(_others()))
+def test_a_model_that_is_no_causal_decoder_is_refused_by_the_engine(family: Family):
+    result = check_family(family)
+    assert result.engine.kind == REFUSED, result.engine.reason
+    assert result.trainer.kind in (*GOOD, NOT_BUILT), result.trainer.reason

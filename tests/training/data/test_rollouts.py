@@ -1,0 +1,60 @@
+"""The stream as the trainer sees it, also when frames are lost."""
+
+import pytest
+from made_frames import ends, make_frame, starts
+
+from inflight.core.errors import FrameError, StreamGapError
+from inflight.core.frames import TokenFrame
+
+
+def test_groups_end_when_all_that_was_submitted_was_handed_out(wire):
+    wire.stream.expect([0, 1])
+    wire.send(make_frame(2, 0, groups=starts(0, 1), finishes=ends(1)), make_frame(0, 1, finishes=ends(0)))
+    assert [group[0].group_id for group in wire.stream.groups()] == [1, 0]
+    assert list(wire.stream.groups()) == []
+
+
+def test_collect_leaves_other_groups_to_the_stream(wire):
+    wire.stream.expect([0, 1, 2])
+    wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(2, 0, 1)))
+    assert [group[0].group_id for group in wire.stream.collect([1, 2])] == [1, 2]
+    with pytest.raises(ValueError, match=r"groups \[1\] are not outstanding"):
+        wire.stream.collect([1])
+    assert [group[0].group_id for group in wire.stream.groups()] == [0]
+
+
+@pytest.mark.parametrize("damage", [[], [[b"garbage"]]], ids=["lost", "garbage"])
+def test_after_lost_frames_what_was_in_flight_ends_as_an_error_and_the_rest_goes_on(wire, damage):
+    wire.stream.expect([0, 1, 2, 3])
+    wire.send(
+        make_frame(2, 0, groups=starts(0, 1), finishes=ends(0), next_group_id=2),
+        *damage,  # frame 1, which announced group 2
+        make_frame(0, 2, groups=starts(3), next_group_id=4),
+        TokenFrame(make_frame(1, 3, next_group_id=4, finishes=ends(3)).header, *(c for c in columns(3))),
+    )
+    groups, errors, seen = wire.stream.groups(), 0, {}
+    while wire.stream.outstanding:
+        try:
+            for group in groups:
+                seen[group[0].group_id] = group[0].finish_reason
+        except (FrameError, StreamGapError):
+            errors += 1
+            groups = wire.stream.groups()
+    assert seen == {0: "stop", 1: "error", 3: "stop"}
+    assert errors == 1 + len(damage)
+
+
+def columns(request_id: int):
+    frame = make_frame(1)
+    yield frame.request_ids + request_id
+    yield frame.token_ids
+    yield frame.logprobs
+
+
+def test_an_interrupted_collect_loses_nothing(wire):
+    wire.stream.expect([0, 1, 2])
+    wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 2)))
+    with pytest.raises(TimeoutError, match=r"groups 1, 2 did not finish within 0.05 s"):
+        wire.stream.collect([1, 2], timeout_s=0.05)
+    wire.send(make_frame(0, 1, finishes=ends(1)))
+    assert sorted(group[0].group_id for group in wire.stream.groups()) == [0, 1, 2]

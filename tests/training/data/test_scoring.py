@@ -1,0 +1,222 @@
+"""Rewards beside training: who calls the score function, when, and what becomes of those that fail."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+from made_frames import ends, make_frame, starts
+
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.training.data.scoring import _REMEMBERED, Scorer
+
+
+def send_groups(wire, count):
+    """Groups 0 … count − 1 of one sample of one token, in one frame."""
+    ids = list(range(count))
+    wire.stream.expect(ids)
+    wire.send(make_frame(count, 0, groups=starts(*ids), finishes=ends(*ids), next_group_id=count))
+
+
+def batches(wire, score, rollouts=2):
+    return wire.stream.batches(rollouts=rollouts, score=score)
+
+
+def rewards(batches):
+    return sorted(rollout.reward for batch in batches for rollout in batch.rollouts)
+
+
+def by_group(rollout):
+    return float(rollout.group_id)
+
+
+async def awaited(rollout):
+    await asyncio.sleep(0.001)
+    return float(rollout.group_id)
+
+
+class Callable:
+    async def __call__(self, rollout):
+        return float(rollout.group_id)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        by_group,
+        awaited,
+        Callable(),
+        Scorer(by_group),
+        Scorer(lambda rollouts: [by_group(rollout) for rollout in rollouts], batched=True),
+    ],
+    ids=["function", "coroutine", "object", "scorer", "batched"],
+)
+def test_every_rollout_gets_its_own_reward(wire, score):
+    send_groups(wire, 5)
+    assert rewards(batches(wire, score)) == [0, 1, 2, 3, 4]
+    assert wire.stream.num_unscored == 0
+
+
+def test_scores_are_computed_at_the_same_time_and_while_the_trainer_is_busy(wire):
+    together = threading.Barrier(6)  # returns when six calls are under way
+
+    def score(rollout):
+        together.wait(20)
+        return 1.0
+
+    send_groups(wire, 6)
+    iterator = batches(wire, score, rollouts=1)
+    assert next(iterator).rollouts[0].reward == 1.0
+    assert len(list(iterator)) == 5
+
+    seen = []
+    wire.stream.expect([6, 7])
+    iterator = batches(wire, lambda rollout: seen.append(rollout.group_id) or 1.0, rollouts=1)
+    wire.send(make_frame(7, 1, groups=starts(6), finishes=ends(6), next_group_id=7))
+    next(iterator)
+    wire.send(make_frame(8, 2, groups=starts(7), finishes=ends(7), next_group_id=8))
+    deadline = time.monotonic() + 20
+    while seen != [6, 7] and time.monotonic() < deadline:  # nobody asks for the next batch
+        time.sleep(0.005)
+    assert seen == [6, 7]
+    assert len(list(iterator)) == 1
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), float("inf")], ids=str)
+def test_a_rollout_without_a_reward_is_left_out_and_counted(wire, missing):
+    send_groups(wire, 5)
+    assert rewards(batches(wire, lambda r: missing if r.group_id == 2 else by_group(r))) == [0, 1, 3, 4]
+    assert (wire.stream.num_unscored, wire.stream.num_dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "task"])
+def test_a_score_that_takes_too_long_costs_its_rollout_alone(wire, caplog, is_async):
+    never = threading.Event()
+
+    def hang(rollout):
+        return never.wait() if rollout.group_id == 1 else by_group(rollout)
+
+    async def ahang(rollout):
+        await asyncio.sleep(3600 if rollout.group_id == 1 else 0)
+        return by_group(rollout)
+
+    send_groups(wire, 4)
+    with caplog.at_level(logging.WARNING):
+        assert rewards(batches(wire, Scorer(ahang if is_async else hang, timeout_s=0.3))) == [0, 2, 3]
+    assert "a score took longer than 0.3 s" in caplog.text
+    assert wire.stream.num_unscored == 1
+    never.set()
+
+
+def test_a_score_function_that_raises_loses_nothing(wire):
+    broken = {1, 3}
+
+    def score(rollout):
+        if rollout.group_id in broken:
+            raise ConnectionError("the judge is away")
+        return by_group(rollout)
+
+    send_groups(wire, 6)
+    seen = []
+    for _ in range(20):
+        try:
+            for batch in batches(wire, score, rollouts=2):
+                seen += [rollout.group_id for rollout in batch.rollouts]
+            break
+        except ConnectionError:
+            broken.pop()
+    assert sorted(seen) == [0, 1, 2, 3, 4, 5]
+    assert wire.stream.outstanding == []
+
+
+def test_an_interrupt_while_a_batch_is_put_together_loses_nothing(wire, monkeypatch):
+    from inflight.training.data import rollouts
+
+    send_groups(wire, 4)
+    pack_groups = rollouts.pack_groups
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollouts, "pack_groups", interrupt)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            next(batches(wire, by_group, rollouts=3))
+    monkeypatch.setattr(rollouts, "pack_groups", pack_groups)
+    assert rewards(batches(wire, by_group, rollouts=3)) == [0, 1, 2, 3]
+
+
+def test_rewards_of_another_function_are_not_taken_for_those_that_were_asked_for(wire):
+    send_groups(wire, 6)
+    first = batches(wire, by_group, rollouts=2)
+    assert rewards([next(first)]) == [0, 1]
+    time.sleep(0.1)  # the others are scored by now
+    assert rewards(batches(wire, lambda rollout: -by_group(rollout), rollouts=2)) == [-5, -4, -3, -2]
+
+
+def test_what_is_not_submitted_for_training_is_not_trained_on(wire):
+    wire.stream.expect([0, 2])
+    wire.stream.expect([1, 3], reserved=True)
+    wire.send(make_frame(4, 0, groups=starts(0, 1, 2, 3), finishes=ends(0, 1, 2, 3), next_group_id=4))
+    assert rewards(batches(wire, by_group)) == [0, 2]
+    assert wire.stream.outstanding == [1, 3]
+    assert sorted(group[0].group_id for group in wire.stream.groups([3, 1])) == [1, 3]
+    assert wire.stream.outstanding == []
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (lambda rollout: "good", "the score function returned 'good', expected a number or None"),
+        (Scorer(lambda rollouts: [1.0, 2.0], batched=True), "returned 2 rewards for the 1 rollouts of a group"),
+    ],
+)
+def test_what_is_no_reward_is_named(wire, score, message):
+    send_groups(wire, 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        next(batches(wire, score))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"workers": 0}, "workers must be at least 1, got 0"), ({"timeout_s": 0}, "timeout_s must be positive, got 0")],
+)
+def test_settings_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Scorer(by_group, **arguments)
+    with pytest.raises(TypeError, match="score must be a function of a rollout, got 3"):
+        Scorer(3)
+
+
+def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(wire):
+    """Once the function has been quick for some calls, and until it is slow."""
+    threads, never = [], threading.Event()
+
+    def score(rollout):
+        threads.append(threading.current_thread().name + str(threading.get_ident()))
+        if rollout.group_id == 100 and rollout.sample == 2:
+            never.wait()
+        return float(rollout.sample)
+
+    scorer = Scorer(score, timeout_s=0.5)
+    for group_id in (0, 1, 2, 100):
+        scores = scorer.start(group_of(group_id, _REMEMBERED)).result(20)
+        expected = [None if (group_id, sample) == (100, 2) else sample for sample in range(_REMEMBERED)]
+        assert scores == expected
+    assert len(set(threads[2 * _REMEMBERED : 3 * _REMEMBERED])) == 1
+    assert scorer.num_timeouts == 1
+    never.set()
+    scorer.close()
+
+
+def group_of(group_id, count):
+    nothing = np.empty(0)
+    return [
+        Rollout(
+            index, group_id, index, SamplingParams(n=count), {}, nothing, nothing, nothing, nothing, nothing, "stop"
+        )
+        for index in range(count)
+    ]

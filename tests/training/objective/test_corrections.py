@@ -1,0 +1,418 @@
+"""Corrections, surrogates, trust regions, aggregations and KL estimates are their formulas (plain_objectives.py)."""
+
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+import plain_objectives as plain
+import pytest
+import torch
+from loss_batches import TRAINER_VERSION, Case, make_case
+from plain_objectives import PLAIN_PRESETS, Plain, Sequence, Token
+
+from inflight.training.objective import corrections, surrogates, trust_regions
+from inflight.training.objective.aggregation import StepTotals, token_weights
+from inflight.training.objective.kl import kl_estimate
+from inflight.training.objective.loss import loss_of_scores
+from inflight.training.objective.objective import PRESETS, Objective, loglinear_proximal
+from inflight.training.objective.statistics import LossStats
+from inflight.training.objective.tokens import DrawnTokens
+
+SEEDS = range(4)
+AGGREGATIONS = ("token", "sequence", "group", "constant")
+MAX_TOKENS = 9
+
+
+def sequences_of(case: Case) -> list[Sequence]:
+    batch, drawn = case.batch, case.batch.loss_mask
+    columns = (
+        case.logprobs,
+        batch.behavior_logprobs[drawn],
+        batch.proximal_logprobs[drawn],
+        batch.advantages[drawn],
+        batch.weight_versions[drawn],
+        batch.reference_logprobs[drawn],
+        case.entropies,
+    )
+    sequences: list[Sequence] = [[] for _ in range(batch.num_sequences)]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for s, row in zip(batch.sequence_ids[drawn].tolist(), rows, strict=True):
+        sequences[s].append(Token(*row[:4], int(row[4]), *row[5:]))
+    return sequences
+
+
+def flat(rows: list[list[float]]) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def close(ours: torch.Tensor, expected: list[float], rel: float = 1e-12) -> bool:
+    assert ours.dtype == torch.float64
+    return torch.allclose(ours.detach(), torch.tensor(expected, dtype=torch.float64), rtol=rel, atol=1e-14)
+
+
+CORRECTIONS = [
+    ("uncorrected", {}),
+    ("token_truncate", {}),
+    ("token_truncate", {"cap": 1.3, "floor": 0.8}),
+    ("token_truncate", {"cap": inf}),
+    ("token_mask", {}),
+    ("token_mask", {"low": 0.9, "high": 1.1}),
+    ("token_mask", {"low": 0.0, "high": inf}),
+    ("sequence_truncate", {}),
+    ("sequence_truncate", {"cap": 1.5, "floor": 0.5}),
+    ("sequence_truncate", {"cap": inf}),
+    ("sequence_mask", {}),
+    ("sequence_mask", {"low": 0.0, "high": 3.0}),
+    ("sequence_mask", {"low": 0.0, "high": inf}),
+]
+
+
+@pytest.mark.parametrize(("name", "bounds"), CORRECTIONS)
+def test_corrections_are_their_formulas(name, bounds):
+    met = []
+    for seed in SEEDS:
+        case = make_case(seed)
+        weights = getattr(corrections, name)(case.tokens(), **bounds)
+        expected = [row for sequence in sequences_of(case) for row in getattr(plain, name)(sequence, **bounds)]
+        assert not weights.requires_grad
+        assert close(weights, [weight for weight, _ in expected])
+        met += [bounded for _, bounded in expected]
+    unbounded = name == "uncorrected" or inf in bounds.values()
+    assert unbounded is not any(met)
+    assert not all(met)
+
+
+SURROGATES = [
+    ("reinforce", {}),
+    ("ppo_clip", {}),
+    ("ppo_clip", {"low": 0.1, "high": 0.28}),
+    ("ppo_clip", {"dual": 1.5}),
+    ("ppo_clip", {"low": 1.0, "high": inf, "dual": 3.0}),
+    ("cispo", {"cap": 1.2}),
+    ("cispo", {"cap": 1.5, "floor": 0.7}),
+    ("cispo", {"cap": inf}),
+    ("gspo", {}),
+    ("gspo", {"low": 0.1, "high": 0.2}),
+]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("name", "bounds"), SURROGATES)
+def test_surrogates_and_their_gradients_are_their_formulas(name, bounds, per_token):
+    met = []
+    for seed in SEEDS:
+        case = make_case(seed, per_token_advantages=per_token)
+        tokens = case.tokens()
+        losses = getattr(surrogates, name)(tokens, **bounds)
+        coefficients = torch.rand(len(losses), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        [gradient] = torch.autograd.grad((coefficients * losses).sum(), tokens.logprobs)
+        expected, expected_gradient, rest = [], [], coefficients.tolist()
+        for sequence in sequences_of(case):
+            rows = getattr(plain, name)(sequence, **bounds)
+            own, rest = rest[: len(rows)], rest[len(rows) :]
+            expected += [loss for loss, _, _ in rows]
+            met += [bounded for _, _, bounded in rows]
+            for j in range(len(rows)):
+                expected_gradient.append(sum(c * row[1][j] for c, row in zip(own, rows, strict=True)))
+        assert close(losses, expected)
+        assert close(gradient, expected_gradient)
+    assert (name == "reinforce" or (name == "cispo" and inf in bounds.values())) is not any(met)
+    assert not all(met)
+
+
+TRUST_REGIONS = [
+    ("geometric_mask", {}),
+    ("geometric_mask", {"low": 0.999, "high": 1.002}),
+    ("geometric_mask", {"low": 0.0, "high": inf}),
+    ("binary_tv_mask", {}),
+    ("binary_tv_mask", {"delta": 0.05}),
+    ("binary_tv_mask", {"delta": 1.0}),
+    ("opsm_mask", {}),
+    ("opsm_mask", {"delta": 0.2}),
+    ("opsm_mask", {"delta": inf}),
+    ("m2po_mask", {}),
+    ("m2po_mask", {"bound": 1e-3}),
+    ("m2po_mask", {"bound": inf}),
+    ("second_moment_mask", {}),
+    ("second_moment_mask", {"bound": 1e-3}),
+    ("second_moment_mask", {"bound": inf}),
+]
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("name", "bounds"), TRUST_REGIONS)
+def test_trust_regions_keep_the_tokens_that_their_formulas_keep(name, bounds, per_token):
+    kept = []
+    for seed in SEEDS:
+        case = make_case(seed, per_token_advantages=per_token)
+        ours = getattr(trust_regions, name)(case.tokens(), **bounds)
+        expected = flat(getattr(plain, name)(sequences_of(case), **bounds))
+        assert ours.dtype == torch.bool
+        assert ours.tolist() == expected
+        kept += expected
+    assert any(kept)
+    assert (inf in bounds.values() or bounds.get("delta") == 1.0) is all(kept)
+
+
+def test_second_moment_masks_leave_everything_out_where_no_token_is_within_the_bound():
+    case = make_case(0)
+    tokens = replace_logprobs(case, case.batch.behavior_logprobs[case.batch.loss_mask] - 0.5)
+    assert not trust_regions.second_moment_mask(tokens, bound=0.2).any()
+    assert torch.equal(trust_regions.m2po_mask(tokens, bound=0.2), tokens.advantages >= 0)  # of those that were pushed
+    for mask in (trust_regions.m2po_mask, trust_regions.second_moment_mask):
+        assert mask(tokens, bound=0.26).all()
+
+
+def replace_logprobs(case: Case, logprobs: torch.Tensor) -> DrawnTokens:
+    return replace(case, logprobs=logprobs).tokens()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimates_and_their_gradients_are_their_formulas(kind):
+    case = make_case(0)
+    tokens = case.tokens()
+    estimates = kl_estimate(kind, tokens.logprobs, case.batch.reference_logprobs[case.batch.loss_mask])
+    [gradient] = torch.autograd.grad(estimates.sum(), tokens.logprobs)
+    expected = [plain.kl_term(kind, t) for sequence in sequences_of(case) for t in sequence]
+    assert close(estimates, [estimate for estimate, _ in expected], rel=1e-9)
+    assert close(gradient, [derivative for _, derivative in expected], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", AGGREGATIONS)
+def test_aggregation_weights_are_their_formulas(kind):
+    case = make_case(0)
+    batch, sequences = case.batch, sequences_of(case)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    ours = token_weights(kind, lengths, batch.groups, batch.totals, max_tokens=MAX_TOKENS).double()
+    groups = batch.groups.tolist()
+    drawn = [s for s, sequence in enumerate(sequences) if sequence]
+    expected = [plain.aggregation_weight(kind, sequences, groups, s, MAX_TOKENS) for s in drawn]
+    assert close(ours[drawn], expected, rel=1e-6)
+    assert ours.isfinite().all()
+    if kind != "constant":  # weights of a mean; a group without a token leaves a share of it empty
+        share = len({groups[s] for s in drawn}) / len(set(groups)) if kind == "group" else 1.0
+        share *= len(drawn) / len(sequences) if kind == "sequence" else 1.0
+        assert (ours * lengths).sum().item() == pytest.approx(share, rel=1e-6)
+
+
+def test_the_loglinear_proximal_policy_is_one_version_older_than_the_trainers():
+    case = make_case(0)
+    batch, drawn = case.batch, case.batch.loss_mask
+    versions = batch.weight_versions[drawn]
+    ours = loglinear_proximal(case.logprobs, batch.behavior_logprobs[drawn], versions, TRAINER_VERSION)
+    expected = [plain.loglinear(t, TRAINER_VERSION) for sequence in sequences_of(case) for t in sequence]
+    assert close(ours, expected, rel=1e-7)
+    assert set(versions.tolist()) == set(range(TRAINER_VERSION + 1))
+    newest = versions >= TRAINER_VERSION - 1
+    assert torch.equal(ours[newest], batch.behavior_logprobs[drawn][newest])
+
+
+def compare(objective: Objective, expected: Plain, case: Case) -> LossStats:
+    scores = case.scores()
+    loss, stats = loss_of_scores(objective, case.batch, scores)
+    loss.backward()
+    sequences = sequences_of(case)
+    result = plain.evaluate(expected, sequences, case.batch.groups.tolist(), TRAINER_VERSION)
+    assert loss.item() == pytest.approx(result.loss, rel=1e-6, abs=1e-9)
+    assert close(scores.logprobs.grad, flat(result.gradient), rel=2e-6)
+    assert stats.loss == loss.item()
+    assert stats.num_clipped == result.num_clipped
+    if objective.entropy_weight:
+        of_entropies = [
+            -plain.aggregation_weight(expected.aggregation, sequences, case.batch.groups.tolist(), s, MAX_TOKENS)
+            * expected.entropy_weight
+            for s, sequence in enumerate(sequences)
+            for _ in sequence
+        ]
+        assert close(scores.entropies.grad, of_entropies, rel=1e-6)
+    return stats
+
+
+def test_every_preset_has_a_restatement():
+    assert PLAIN_PRESETS.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_their_formulas(name):
+    for seed in SEEDS:
+        stats = compare(PRESETS[name], PLAIN_PRESETS[name], make_case(seed, copies=6))
+        assert (stats.clipped == 0) if name == "none" else (0 < stats.clipped < 1)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_objectives_with_everything_are_their_formulas(aggregation, kl):
+    case = make_case(7)
+    common = {
+        "aggregation": aggregation,
+        "max_tokens": MAX_TOKENS,
+        "kl": kl,
+        "kl_weight": 0.3,
+        "entropy_weight": 0.02,
+        "proximal": "recomputed",
+    }
+    stats = compare(
+        Objective(
+            correction=partial(corrections.sequence_truncate, cap=1.5, floor=0.2),
+            surrogate=partial(surrogates.ppo_clip, low=0.1, high=0.3, dual=1.6),
+            trust_regions=(partial(trust_regions.geometric_mask, low=0.9, high=2.0), trust_regions.opsm_mask),
+            **common,
+        ),
+        Plain(
+            correction=partial(plain.sequence_truncate, cap=1.5, floor=0.2),
+            surrogate=partial(plain.ppo_clip, low=0.1, high=0.3, dual=1.6),
+            trust_regions=(partial(plain.geometric_mask, low=0.9, high=2.0), plain.opsm_mask),
+            **common,
+        ),
+        case,
+    )
+    kls = [plain.kl_term(kl, t)[0] for sequence in sequences_of(case) for t in sequence]
+    assert stats.reference_kl == pytest.approx(sum(kls) / len(kls))
+    assert stats.entropy == pytest.approx(case.entropies.mean().item())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"m2po", "second_moment"}))
+def test_losses_gradients_and_statistics_of_micro_batches_add_up(name, aggregation):
+    # Those two rank the tokens that they are given, so that with them each micro-batch has a bound of its own.
+    case = make_case(1)
+    objective = replace(
+        PRESETS[name], aggregation=aggregation, max_tokens=MAX_TOKENS, kl_weight=0.1, entropy_weight=0.01
+    )
+    scores = case.scores()
+    loss, stats = loss_of_scores(objective, case.batch, scores)
+    loss.backward()
+    place = torch.full_like(case.batch.input_ids, -1)
+    place[case.batch.loss_mask] = torch.arange(len(case.logprobs))
+
+    parts = case.batch.micro_batches(40)
+    gradient, total, total_stats = torch.zeros_like(case.logprobs), 0.0, None
+    for part in parts:
+        own = case.scores(part)
+        part_loss, part_stats = loss_of_scores(objective, part, own)
+        part_loss.backward()
+        gradient[place[part.input_ids[part.loss_mask]]] += own.logprobs.grad
+        total += part_loss.item()
+        total_stats = part_stats if total_stats is None else total_stats + part_stats
+    assert len(parts) > 3
+    assert total == pytest.approx(loss.item(), rel=1e-12)
+    assert torch.allclose(gradient, scores.logprobs.grad, rtol=1e-12, atol=1e-15)
+    assert total_stats.num_clipped == stats.num_clipped
+    assert total_stats.loss == pytest.approx(stats.loss, rel=1e-12)
+    for ours, whole in ((total_stats.ratios, stats.ratios), (total_stats.stale, stats.stale)):
+        assert (ours.num_tokens, ours.min, ours.max) == (whole.num_tokens, whole.min, whole.max)
+        assert (ours.mean, ours.ess, ours.kl) == pytest.approx((whole.mean, whole.ess, whole.kl), rel=1e-12)
+
+
+def test_tokens_that_are_not_included_add_nothing_and_the_others_weigh_what_they_did():
+    case, objective = make_case(3), replace(PRESETS["tis"], kl_weight=0.1, entropy_weight=0.01)
+    included = torch.arange(len(case.batch.loss_mask)) % 3 != 0
+    gradients = []
+    for batch in (case.batch, replace(case.batch, included=included)):
+        scores = case.scores()
+        loss, _ = loss_of_scores(objective, batch, scores)
+        loss.backward()
+        gradients.append(torch.stack([scores.logprobs.grad, scores.entropies.grad]))
+    assert torch.equal(gradients[1], gradients[0] * included[case.batch.loss_mask])
+
+
+def test_ratios_too_large_to_exponentiate_stay_finite():
+    """log ρ beyond ±20 is cut there, and a ratio that was cut has no gradient of its own."""
+    tokens = DrawnTokens(
+        logprobs=torch.tensor([-1.0, -400.0, -1.0, -1.0], dtype=torch.float64).requires_grad_(),
+        behavior=torch.tensor([-400.0, -1.0, -1.0, -30.0], dtype=torch.float64),
+        proximal=torch.tensor([-400.0, -1.0, -1.0, -30.0], dtype=torch.float64),
+        advantages=torch.tensor([-1.0, -1.0, -1.0, 1.0], dtype=torch.float64),
+        sequences=torch.tensor([0, 1, 1, 2]),
+        num_sequences=4,
+    )
+    rows = zip(
+        *(c.tolist() for c in (tokens.logprobs, tokens.behavior, tokens.proximal, tokens.advantages)), strict=True
+    )
+    a, b, c, d = (Token(*row) for row in rows)
+    for name in ("ppo_clip", "cispo", "gspo"):
+        losses = getattr(surrogates, name)(tokens)
+        [gradient] = torch.autograd.grad(losses.sum(), tokens.logprobs)
+        expected = [getattr(plain, name)(sequence) for sequence in ([a], [b, c], [d])]
+        assert close(losses, [loss for rows in expected for loss, _, _ in rows])
+        assert close(gradient, [sum(row[1][j] for row in rows) for rows in expected for j in range(len(rows))])
+        assert gradient.isfinite().all()
+    drifted = replace(tokens, proximal=tokens.logprobs.detach())
+    for correction in (corrections.token_truncate, corrections.sequence_truncate):
+        weights = correction(drifted, cap=inf)
+        assert weights.max().item() == pytest.approx(torch.tensor(20.0).double().exp().item())
+        assert weights.min().item() > 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_batch_in_which_no_advantage_differs_from_0_has_no_gradient(name):
+    case = make_case(2)
+    case.batch.advantages.zero_()
+    scores = case.scores()
+    loss, stats = loss_of_scores(PRESETS[name], case.batch, scores)
+    loss.backward()
+    assert loss.item() == 0
+    assert not scores.logprobs.grad.any()
+    assert stats.num_clipped == 0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_micro_batch_without_a_drawn_token_adds_nothing(name, aggregation):
+    case = make_case(0)
+    empty = case.batch.select(range(case.batch.num_sequences - 3, case.batch.num_sequences))
+    assert empty.num_drawn == 0
+    assert empty.num_sequences == 3
+    scores = case.scores(empty)
+    objective = replace(PRESETS[name], aggregation=aggregation, max_tokens=MAX_TOKENS, kl_weight=0.1)
+    loss, stats = loss_of_scores(objective, empty, scores)
+    loss.backward()
+    assert (loss.item(), stats.num_tokens, stats.clipped) == (0, 0, 0)
+
+
+def test_bounds_are_inside():
+    """A ratio that equals a bound meets none: masks keep it, and a clipped ratio keeps its gradient."""
+    two = torch.full((1,), 2.0, dtype=torch.float64).log()
+    tokens = DrawnTokens(
+        logprobs=two.clone().requires_grad_(),
+        behavior=torch.zeros(1, dtype=torch.float64),
+        proximal=two,
+        advantages=torch.ones(1, dtype=torch.float64),
+        sequences=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+    )
+    exact = two.exp().item()
+    for mask in (corrections.token_mask, corrections.sequence_mask):
+        assert mask(tokens, low=exact, high=exact).tolist() == [exact]
+    assert trust_regions.geometric_mask(tokens, low=exact, high=exact).all()
+    moved = replace(tokens, proximal=tokens.behavior)
+    losses = surrogates.ppo_clip(moved, high=exact - 1)
+    [gradient] = torch.autograd.grad(losses.sum(), moved.logprobs)
+    assert gradient.tolist() == [-exact]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: surrogates.ppo_clip(make_case(0).tokens(), dual=1.0), "dual must be greater than 1, got 1.0"),
+        (lambda: kl_estimate("k4", torch.zeros(1), torch.zeros(1)), "unknown KL estimator 'k4'"),
+        (lambda: token_weights("mean", torch.ones(1), torch.zeros(1), totals()), "unknown aggregation 'mean'"),
+        (lambda: token_weights("constant", torch.ones(1), torch.zeros(1), totals()), "needs max_tokens"),
+        (lambda: Objective(proximal="behavior"), "nothing is left to correct"),
+        (lambda: Objective(proximal="old"), "unknown proximal policy 'old'"),
+        (lambda: without_column("proximal_logprobs", "decoupled_ppo"), "needs batch.proximal_logprobs"),
+        (lambda: without_column("trainer_version", "loglinear_ppo"), "needs batch.trainer_version"),
+    ],
+)
+def test_what_cannot_be_computed_is_said(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def totals() -> StepTotals:
+    return StepTotals(num_tokens=1, num_sequences=1, group_tokens=torch.ones(1, dtype=torch.int64))
+
+
+def without_column(name: str, preset: str) -> None:
+    case = make_case(0)
+    loss_of_scores(PRESETS[preset], replace(case.batch, **{name: None}), case.scores())

@@ -1,0 +1,333 @@
+"""Three schedules of generating and training: which weights draw what, in which order; and the benchmark of them."""
+
+import json
+from copy import deepcopy
+from itertools import count, islice
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, make_model
+from typer.testing import CliRunner
+
+import inflight
+from inflight.cli import app
+from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.messages import LIVE_VERSION
+from inflight.training.grpo import GRPOConfig, grpo
+from inflight.training.lag import LaggedPublisher
+from inflight.training.schedules import SCHEDULES, Admission, Example, batches
+
+STEPS = 6
+
+
+class Journal:
+    """An engine and a publisher that write down what is asked of them. Groups finish in the order of submission.
+
+    A version is held while it is live or groups pinned to it are in flight.
+    """
+
+    def __init__(self, bad_groups=(), num_examples=None):
+        self.events = []
+        self.stream = self
+        self.version = 0
+        self.live = 0
+        self.num_failed = 0
+        self._pins = {}
+        self._examples = [Example([1], {})] * num_examples if num_examples else (Example([1], {}) for _ in count())
+        self.outstanding = []
+        self.most_outstanding = 0
+        self._bad_groups = bad_groups
+        self._ids = count()
+
+    def submit(self, prompts, params, *, metadata, version=None):
+        held = {self.live, LIVE_VERSION, None} | {self._pins[group_id] for group_id in self.outstanding}
+        if version not in held:
+            raise InvalidRequestError(f"prompt 0 is pinned to version {version}, which no slot holds")
+        ids = list(islice(self._ids, len(prompts)))
+        self._pins |= dict.fromkeys(ids, self.live if version == LIVE_VERSION else version)
+        self.outstanding += ids
+        self.most_outstanding = max(self.most_outstanding, len(self.outstanding))
+        self.events.append(("submit", len(ids), version))
+        return ids
+
+    def groups(self, group_ids=None, *, score=None):
+        while self.outstanding:
+            group_id = self.outstanding.pop(0)
+            reason = "error" if group_id in self._bad_groups else "stop"
+            yield [type("Sample", (), {"group_id": group_id, "finish_reason": reason})()]
+
+    def wait_for_version(self, version):
+        self.events.append(("wait", version))
+        self.live = version
+
+    def drop(self, group_ids):
+        assert sorted(self.outstanding) == group_ids
+        self.outstanding.clear()
+
+    def cancel(self, group_ids=None):
+        self.events.append(("cancel", len(group_ids)))
+
+    def train_and_publish(self):
+        self.events.append(("train", len(self.outstanding)))
+        self.version += 1
+        self.live = self.version
+
+    def run(self, schedule, steps, *, limit=2, groups_per_step=2):
+        """Group ids that each step trained on."""
+        taken = []
+        with Admission(self, self._examples, inflight.SamplingParams(n=2), limit=limit) as admission:
+            source = batches(schedule, self, self, admission, groups_per_step=groups_per_step)
+            for groups in islice(source, steps):
+                taken.append([group[0].group_id for group in groups])
+                self.train_and_publish()
+        self.num_failed = admission.num_failed
+        return taken
+
+
+def test_one_step_off_trains_while_the_next_batch_is_drawn_under_one_version():
+    journal = Journal()
+    assert journal.run("one_step_off", 3) == [[0, 1], [2, 3], [4, 5]]
+    assert journal.events == [
+        ("wait", 0),
+        ("submit", 2, 0),
+        ("wait", 0),
+        ("submit", 2, 0),
+        ("train", 2),
+        ("wait", 1),
+        ("submit", 2, 1),
+        ("train", 2),
+        ("wait", 2),
+        ("submit", 2, 2),
+        ("train", 2),
+        ("cancel", 2),
+    ]
+
+
+def test_sync_trains_with_nothing_in_flight_and_draws_under_the_newest_weights():
+    journal = Journal()
+    journal.run("sync", 2)
+    submit = ("submit", 2, None)
+    assert journal.events == [submit, ("train", 0), ("wait", 1), submit, ("train", 0)]
+
+
+def test_in_flight_never_waits_and_admits_as_many_as_were_taken():
+    journal = Journal()
+    journal.run("inflight", 3, limit=5)
+    kinds = [event[0] for event in journal.events]
+    assert kinds == ["submit", "submit", "train", "submit", "train", "submit", "train", "cancel"]
+    assert {event[1] for event in journal.events if event[0] == "train"} == {5}
+    assert journal.most_outstanding == 5
+
+
+def test_one_step_off_pins_nothing_before_what_was_published_is_live():
+    journal = Journal()
+    journal.version = 1
+    assert journal.run("one_step_off", 1) == [[0, 1]]
+    assert journal.events[:2] == [("wait", 1), ("submit", 2, 1)]
+
+
+def test_groups_that_failed_are_counted_and_replaced():
+    journal = Journal(bad_groups=[1])
+    assert journal.run("inflight", 2, limit=4) == [[0, 2], [3, 4]]
+    assert journal.num_failed == 1
+    assert journal.most_outstanding == 4
+    assert Journal(bad_groups=[1]).run("sync", 2) == [[0, 2], [3, 4]]
+
+
+def test_a_group_that_failed_is_replaced_under_the_version_of_its_batch_while_a_slot_holds_it():
+    for bad_group, version, second_batch in ((2, 0, [3, 4]), (3, LIVE_VERSION, [2, 4])):
+        journal = Journal(bad_groups=[bad_group])
+        assert journal.run("one_step_off", 2) == [[0, 1], second_batch]
+        assert journal.num_failed == 1
+        train = journal.events.index(("train", 2))  # version 1 is live from here on; groups 2 and 3 are of version 0
+        assert journal.events[train + 1] == ("submit", 1, version)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_prompts_that_always_fail_come_to_an_end(schedule):
+    assert Journal(bad_groups=[0, 1]).run(schedule, 1) == [[2, 3]]
+    with pytest.raises(InflightError, match="3 groups failed while one batch of 2 was taken"):
+        Journal(bad_groups=range(100)).run(schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_when_the_prompts_end_the_last_batch_is_smaller(schedule):
+    journal = Journal(num_examples=5)
+    assert journal.run(schedule, 9) == [[0, 1], [2, 3], [4]]
+    assert Journal(num_examples=4).run(schedule, 9) == [[0, 1], [2, 3]]
+    assert Journal(num_examples=5, bad_groups=[4]).run(schedule, 9) == [[0, 1], [2, 3]]
+    assert Journal(num_examples=1, bad_groups=[0]).run(schedule, 9) == []
+
+
+def test_an_unknown_schedule_is_named():
+    with pytest.raises(ValueError, match="schedule must be one of inflight, sync, one_step_off, got 'async'"):
+        GRPOConfig(schedule="async")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=64) as engine:
+        yield engine
+
+
+def versions_by_step(engine, schedule, lag=0):
+    """Versions of each step's tokens, counted from the trainer's first; the rollouts; and the model of each version."""
+    model = make_model("qwen3")
+    with engine.publisher(model) as publisher:
+        engine.wait_for_version(publisher.publish())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    config = GRPOConfig(
+        steps=STEPS,
+        groups_per_step=2,
+        sampling=inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True),
+        schedule=schedule,
+        skip_uniform_groups=False,
+    )
+    seen = []
+
+    def score(rollout):
+        return float(rollout.token_ids.sum() % 2)
+
+    examples = (Example([index % VOCABULARY, 3], {}) for index in count())
+    with LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model) as publisher:
+        begin = publisher.version
+        models = {0: deepcopy(model)}
+        by_step = []
+        for report in grpo(engine, publisher, model, optimizer, examples, score, config):
+            rollouts = [rollout for group in report.groups for rollout in group]
+            assert len(rollouts) == 8
+            assert [rollout.reward for rollout in rollouts] == [score(rollout) for rollout in rollouts]
+            seen += rollouts
+            versions = {int(v) - begin for rollout in rollouts for v in rollout.weight_versions}
+            assert set(report.staleness.version_lag.tolist()) == {report.step - 1 - v for v in versions}
+            by_step.append(versions)
+            models[report.step] = deepcopy(model)
+    assert not engine.stream.outstanding
+    return by_step, seen, {begin + version: model for version, model in models.items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lag", "expected"),
+    [
+        ("sync", 0, [0, 1, 2, 3, 4, 5]),
+        ("one_step_off", 0, [0, 0, 1, 2, 3, 4]),
+        ("sync", 2, [0, 0, 0, 1, 2, 3]),
+    ],
+)
+def test_every_token_of_a_step_has_the_version_of_the_schedule_and_its_weights(engine, schedule, lag, expected):
+    by_step, rollouts, models = versions_by_step(engine, schedule, lag)
+    assert by_step == [{version} for version in expected]
+    for rollout in rollouts[::5]:
+        ids = torch.tensor([*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()])
+        with torch.no_grad():
+            logprobs = models[int(rollout.weight_versions[0])](ids[None]).logits[0].log_softmax(-1)
+        drawn = logprobs[1:-1].gather(1, ids[2:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(rollout.logprobs.copy()), drawn, atol=1e-4, rtol=1e-4)
+
+
+def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engine):
+    """Every batch is two versions old: rules that allow one leave nothing to learn, and say how much that was."""
+    for allowed, correction in ((2, "decoupled_ppo"), (1, "tis")):
+        model = make_model("qwen3")
+        config = GRPOConfig(
+            steps=4,
+            groups_per_step=2,
+            sampling=inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True),
+            schedule="sync",
+            correction=correction,
+            updates_per_batch=2 if correction == "decoupled_ppo" else 1,
+            probe_every=2,
+            staleness=(inflight.StalenessRule(max_version_lag=allowed, action="reject"),),
+            micro_batch_tokens=20,
+            skip_uniform_groups=False,
+        )
+        examples = (Example([index % VOCABULARY, 3], {}) for index in count())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())
+        with LaggedPublisher(engine, model, lag=2) as publisher:
+            reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
+        assert [report.dropped.num_tokens for report in reports] == [40, 80, 120, 160]
+        expected = [0, 0, 0, 0] if allowed == 2 else [0, 0, 40, 80]
+        assert [report.dropped.num_rejected_tokens for report in reports] == expected
+        assert [report.stats is None for report in reports] == [False, False, allowed == 1, allowed == 1]
+        assert [report.stats.num_tokens for report in reports if report.stats] == [40] * (4 if allowed == 2 else 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_grpo_ends_with_its_prompts_and_begins_with_weights_that_were_just_published(engine, schedule):
+    model = make_model("qwen3")
+    config = GRPOConfig(
+        steps=STEPS,
+        groups_per_step=2,
+        sampling=inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True),
+        schedule=schedule,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    examples = iter([Example([index, 3], {}) for index in range(5)])
+    with engine.publisher(model) as publisher:
+        publisher.publish()
+        reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
+    assert [report.num_tokens for report in reports] == [20, 20, 10]
+    assert not engine.stream.outstanding
+
+
+def test_a_lag_is_not_negative(engine):
+    with pytest.raises(ValueError, match="lag must be at least 0 versions, got -1"):
+        LaggedPublisher(engine, make_model("qwen3"), lag=-1)
+
+
+def bench_learning(tmp_path, *arguments):
+    """(printed, written) of a run of toy size."""
+    file, png = tmp_path / "learning.json", tmp_path / "learning.png"
+    toy = ("--device", "cpu", "--seeds", "0", "--steps", "3", "--sequences", "16", "--warmup-steps", "2")
+    files = ("--json", str(file), "--plot", str(png))
+    done = CliRunner().invoke(app, ["bench", "learning", *toy, *arguments, *files], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    return json.loads(done.stdout.splitlines()[-1]), json.loads(file.read_text())
+
+
+@pytest.mark.slow
+def test_bench_learning_compares_the_schedules(tmp_path):
+    printed, written = bench_learning(tmp_path, "--target", "0")
+    for mode in SCHEDULES:
+        assert written[mode]["seconds_to_target"] > 0
+        assert written[mode]["final_reward"] >= 0
+        assert written[mode]["tokens"] == written[mode]["seeds"][0]["tokens"] > 0
+        assert {"token_age_ms", "weight_lag_ms", "version_lag"} <= set(written[mode]["seeds"][0])
+    seconds = [written[mode]["seconds_to_target"] for mode in ("sync", "inflight")]
+    assert written["ratio"] == pytest.approx(seconds[0] / seconds[1])
+    curves = {curve["mode"]: curve["points"] for curve in written.pop("curves")}
+    for points in curves.values():
+        assert [point["step"] for point in points] == [1, 2, 3]
+        assert set(points[0]) == {"step", "seconds", "tokens", "reward", "ess", "version_lag"}
+    assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
+    assert printed == written
+
+
+def test_bench_learning_with_lags_compares_corrections(tmp_path):
+    printed, written = bench_learning(tmp_path, "--lags", "1", "--corrections", "none")
+    [run] = written["ablation"]
+    assert (run["lag"], run["correction"], run["seed"]) == (1, "none", 0)
+    assert len(run["curve"]) == 3
+    assert written["final_reward"] == {"none": {"1": run["final_reward"]}}
+    assert printed["ablation"] == [{key: value for key, value in run.items() if key != "curve"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
+        (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
+        (["--correction", "hope"], "unknown correction 'hope'"),
+        (["--lags", "1", "--corrections", "none,hope"], "unknown correction 'hope'"),
+        (["--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
+        (["--correction", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
+        (["--lags", "x"], "--lags must be one or more numbers such as 1,8,32, got 'x'"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments, message):
+    done = CliRunner().invoke(app, ["bench", "learning", *arguments], env={"COLUMNS": "160"})
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())

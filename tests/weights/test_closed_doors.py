@@ -1,0 +1,157 @@
+"""What a transport opens to others, and what it waits for: an address of the user's choice, and regular files."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_model
+
+import inflight
+from inflight.core.errors import BroadcastError, WeightFileError
+from inflight.core.messages import FileOrigin, Fill, Join
+from inflight.weights.checksum import checksum
+from inflight.weights.files import read_version, write_version
+from inflight.weights.groups import Group, make_store
+from inflight.weights.link import EngineLink
+from inflight.weights.sources import ModelSource
+from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+
+
+def listening_addresses(pid: int | str) -> set[str]:
+    """Local addresses, in hexadecimal, on which a process listens for TCP."""
+    inodes = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(file))
+        except FileNotFoundError:
+            continue
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def test_the_store_listens_on_its_host_alone():
+    before = listening_addresses("self")
+    store = make_store("127.0.0.1", 5)
+    with socket.socket() as friend:
+        friend.connect(("127.0.0.1", store.port))
+    with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
+        stranger.connect(("127.0.0.2", store.port))
+    assert listening_addresses("self") - before <= {"0100007F"}
+
+
+def test_a_host_that_is_not_of_this_machine_is_named():
+    with pytest.raises(BroadcastError, match=r"cannot listen on '192\.0\.2\.1'.*an address of the trainer's machine"):
+        make_store("192.0.2.1", 5)
+
+
+def test_a_publisher_tells_of_a_host_that_is_not_of_this_machine(engine):
+    def until_it_raises() -> None:
+        while True:
+            publisher.check()
+
+    with engine.publisher(make_model("qwen3"), transport=inflight.Broadcast(host="192.0.2.1")) as publisher:
+        publisher.publish()
+        with pytest.raises(BroadcastError, match="cannot listen on"):
+            until_it_raises()
+    with engine.publisher(make_model("qwen3")) as publisher:  # the place is free again
+        engine.wait_for_version(publisher.publish())
+
+
+def test_the_ranks_of_a_broadcast_listen_where_they_reach_its_host_alone():
+    """Another address of the loopback stands for that of a network."""
+    store = make_store("127.0.0.3", 10)
+    joins = [Join("name", "gloo", "127.0.0.3", store.port, rank, 2, 10.0) for rank in (0, 1)]
+    groups: dict[int, Group] = {}
+
+    def join(rank: int) -> None:
+        groups[rank] = Group(joins[rank], torch.device("cpu"), store if rank == 0 else None)
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    buffers = [torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)]
+    other = threading.Thread(target=groups[1].broadcast, args=(buffers[1], 64))
+    other.start()
+    groups[0].broadcast(buffers[0], 64)
+    other.join()
+    assert torch.equal(*buffers)
+    assert "00000000" not in listening_addresses("self")
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir):
+    with inflight.launch(model_dir("qwen3"), max_sequences=2, max_context=256, threads=1, device="cpu") as engine:
+        yield engine
+
+
+def test_an_engine_that_takes_a_broadcast_listens_on_no_other_address(engine):
+    with engine.publisher(make_model("qwen3"), transport=inflight.Broadcast()) as publisher:
+        engine.wait_for_version(publisher.publish())
+        assert listening_addresses(engine.pid) <= {"0100007F"}
+        assert listening_addresses("self") <= {"0100007F"}
+
+
+def test_an_engine_that_is_told_to_read_a_pipe_generates_on(engine, tmp_path):
+    pipe, device = tmp_path / "pipe", Path("/dev/zero")
+    os.mkfifo(pipe)
+    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), map_slots=False, timeout_s=10)
+    slot = link.acquire(10)
+    for path in (pipe, device):
+        numbers = {"ticket": link.ticket(), "slot": slot, "version": link.version + 1, "checksum": 0}
+        link.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=FileOrigin(str(path)), base=None))
+        with pytest.raises(WeightFileError, match="cannot be read: it is no regular file"):
+            link.wait_for(numbers["ticket"], 10)
+        engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=20, ignore_eos=True))
+    link.detach()
+
+
+def layout_and_slot():
+    model = make_model("qwen3")
+    layout = layout_of(model)
+    slot = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    fill(slot_views(slot, layout), published_tensors(model))
+    return layout, slot
+
+
+def test_a_file_is_read_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("inflight.weights.files._CHUNK_BYTES", 1000)  # tensors in many parts
+    layout, slot = layout_and_slot()
+    path = write_version(tmp_path, layout, 7, slot)
+    read = torch.zeros_like(slot)
+    assert read_version(str(path), layout, 7, read) is None
+    assert torch.equal(read, slot)
+    assert checksum(read) == checksum(slot)
+
+
+def rewrite_header(path: Path, change) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = change(data[8 : 8 + size])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes((2**63).to_bytes(8, "little") + b"{}"),
+        lambda path: rewrite_header(path, lambda header: b"[" * len(header)),
+        lambda path: rewrite_header(path, lambda header: header.replace(b'"data_offsets":[0,', b'"data_offsets":[8,')),
+        lambda path: rewrite_header(path, lambda header: header.replace(b'"shape":[64', b'"shape":[-4')),
+        lambda path: rewrite_header(path, lambda header: header.replace(b'"shape":[64', b'"shape":[%d' % (2**63 - 1))),
+        lambda path: path.write_bytes(path.read_bytes() + b"more"),
+    ],
+)
+def test_headers_that_lie_are_refused_before_anything_is_written(tmp_path, damage):
+    layout, slot = layout_and_slot()
+    path = write_version(tmp_path, layout, 1, slot)
+    damage(path)
+    read = torch.zeros_like(slot)
+    with pytest.raises(WeightFileError, match="cannot be read"):
+        read_version(str(path), layout, 1, read)
+    assert not read.any()

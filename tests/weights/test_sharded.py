@@ -1,0 +1,113 @@
+"""A model that FSDP2 or DeepSpeed ZeRO-3 spreads over processes is published as a plain one is."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from inflight.core.errors import LayoutMismatchError
+from inflight.weights.sharded import ShardGroup, is_sharded
+from inflight.weights.tensors import layout_of
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_trainer.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spread", "size", "dtype"),
+    [
+        ("fsdp2", 2, "float32"),
+        ("fsdp2", 3, "bfloat16"),
+        ("zero3", 2, "float32"),
+        ("zero3-bf16", 3, "bfloat16"),
+    ],
+)
+def test_every_version_is_bit_identical_to_the_model_put_together(tmp_path, model_dir, spread, size, dtype):
+    if spread != "fsdp2" and find_spec("deepspeed") is None:
+        pytest.skip("the deepspeed extra is not installed")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), str(size), tmp_path / "store", model_dir("qwen3"), spread, dtype],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors[-1500:] for _, errors in outputs)
+    assert outputs[0][0].splitlines() == [f"version {step} is bit-identical" for step in (1, 2, 3)]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def as_zero3_leaves_it(**part_attributes: object) -> nn.Module:
+    """A linear layer whose weight is empty and has the attributes that deepspeed gives it, on the only rank."""
+    layer = nn.Linear(3, 2)
+    weight = layer.weight
+    weight.ds_id, weight.ds_shape, weight.ds_numel, weight.ds_process_group = 0, weight.shape, 6, None
+    weight.ds_tensor = weight.detach().flatten()
+    for name, value in part_attributes.items():
+        setattr(weight.ds_tensor, name, value)
+    weight.data = torch.empty(0)
+    return layer
+
+
+def test_what_zero3_leaves_empty_on_one_rank_is_published_whole(alone):
+    layer = as_zero3_leaves_it()
+    assert is_sharded(layer)
+    assert {spec.name: spec.shape for spec in layout_of(layer).tensors} == {"weight": (2, 3), "bias": (2,)}
+    views = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+    ShardGroup(layer).receive(views)
+    assert torch.equal(views["weight"].flatten(), layer.weight.ds_tensor)
+    assert torch.equal(views["bias"], layer.bias)
+
+
+def test_any_optimizer_may_step_what_zero3_spreads_but_only_its_own_steps_fsdp2(alone):
+    plain = nn.Linear(3, 2)
+    another = torch.optim.SGD([nn.Parameter(torch.zeros(6))])
+    assert ShardGroup(as_zero3_leaves_it()).holds(another)
+    assert not ShardGroup(plain).holds(another)
+    assert ShardGroup(plain).holds(torch.optim.SGD(plain.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"final_location": "nvme"}, 'weight is offloaded to NVMe.*"offload_param" to "cpu"'),
+        ({"ds_quant_scale": torch.ones(1)}, 'weight is held quantized.*"zero_quantized_nontrainable_weights" to false'),
+    ],
+)
+def test_parts_that_are_not_in_memory_as_trained_are_refused(alone, attributes, message):
+    with pytest.raises(LayoutMismatchError, match=message):
+        ShardGroup(as_zero3_leaves_it(**attributes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["fsdp2", "ddp", "zero3"])
+def test_the_policy_loss_of_a_spread_model_has_the_gradient_of_a_plain_one(tmp_path, spread):
+    if spread == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("the deepspeed extra is not installed")
+    program = PROGRAM.with_name("sharded_loss.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), "2", tmp_path / "store", spread],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-1500:] for _, errors in outputs)
+    assert all("the gradient is that of a plain model" in output for output, _ in outputs)
