@@ -88,6 +88,10 @@ def test_options_name_what_a_publisher_takes():
     assert differences(table_of(OPTIONS, "publisher"), parameters_of(LaunchedEngine.publisher)) == []
 
 
+def test_options_name_what_a_scorer_takes():
+    assert differences(table_of(OPTIONS, "Scorer"), parameters_of(inflight.Scorer)) == []
+
+
 def test_staleness_rules_are_documented():
     page = (ROOT / "docs" / "staleness.md").read_text()
     assert differences(table_of(page, "Rules for what is too old"), defaults_of(inflight.StalenessRule)) == []
