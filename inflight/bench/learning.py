@@ -36,7 +36,7 @@ from inflight.bench.learning_run import (
     warm_start,
     written,
 )
-from inflight.training.schedules import Schedule
+from inflight.training.schedules import RolloutSchedule
 
 TRIAL_STEPS = 10
 """Of a trial of numbers of threads."""
@@ -50,8 +50,8 @@ def measure_learning(settings: LearningBench, progress: Progress = lambda _: Non
     it and the staleness of each.
     ratio: sync's seconds_to_target divided by inflight's, median over seeds. Raises InflightError or ValueError.
     """
-    runs: dict[Schedule, list[Run]] = {mode: [] for mode in settings.modes}
-    threads: dict[Schedule, Threads] = {}
+    runs: dict[RolloutSchedule, list[Run]] = {mode: [] for mode in settings.modes}
+    threads: dict[RolloutSchedule, Threads] = {}
     for turn, seed in enumerate(settings.seeds):
         with warm_start(settings, seed, progress) as start:
             threads = threads or {mode: _threads_of(mode, settings, start, progress) for mode in settings.modes}
@@ -171,7 +171,7 @@ def _ratios(modes: Mapping[str, dict[str, Any]]) -> list[float]:
     return [sync / inflight for sync, inflight in seconds if sync and inflight]
 
 
-def _threads_of(schedule: Schedule, settings: LearningBench, start: Start, progress: Progress) -> Threads:
+def _threads_of(schedule: RolloutSchedule, settings: LearningBench, start: Start, progress: Progress) -> Threads:
     """Of the schedule on this machine, as the module's docstring says."""
     half, cores = split_cores(trainer_device(settings)), torch.get_num_threads()
     if schedule != "sync" or half.engine in (0, cores):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from inflight.bench.lagged_publisher import LaggedPublisher
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.sampling import SamplingParams
@@ -21,9 +22,8 @@ from inflight.engine.shapes import SHAPES
 from inflight.observability.gpu import BusyMeter
 from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, StepReport, grpo
-from inflight.training.lag import LaggedPublisher
 from inflight.training.objective.objective import resolve
-from inflight.training.schedules import SCHEDULES, Schedule
+from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule
 
 TASK = "spell_backward"
 GROUP_SIZE = 8
@@ -41,7 +41,7 @@ class LearningBench:
     device: str = "auto"
     dtype: str = "auto"
     """Of the engine's weights; the trainer's are float32."""
-    modes: tuple[Schedule, ...] = ("inflight", "sync", "one_step_off")
+    modes: tuple[RolloutSchedule, ...] = ("inflight", "sync", "one_step_off")
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 200
     sequences: int = 512
@@ -59,8 +59,10 @@ class LearningBench:
     """A reward; None: TARGET_SHARE of the least final reward of the modes, for each seed."""
 
     def __post_init__(self) -> None:
-        if not self.modes or set(self.modes) - set(SCHEDULES):
-            raise ValueError(f"--modes must be some of {', '.join(SCHEDULES)}, got {','.join(self.modes) or 'none'}")
+        if not self.modes or set(self.modes) - set(ROLLOUT_SCHEDULES):
+            raise ValueError(
+                f"--modes must be some of {', '.join(ROLLOUT_SCHEDULES)}, got {','.join(self.modes) or 'none'}"
+            )
         if self.sequences < GROUP_SIZE:
             raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {self.sequences}")
         check_correction(self.correction)
@@ -158,7 +160,7 @@ def learn(
     settings: LearningBench,
     start: Start,
     *,
-    schedule: Schedule,
+    schedule: RolloutSchedule,
     threads: Threads,
     lag: int = 0,
     label: str = "",

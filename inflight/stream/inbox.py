@@ -50,16 +50,19 @@ class Inbox:
         *,
         on_frame: Callable[[TokenFrame], None],
         on_group: Callable[[Group], bool],
+        on_removed: Callable[[Collection[int]], None] = lambda group_ids: None,
         check_engine: Callable[[], None],
         ask_engine: Callable[[float], None] = lambda silent_s: None,
         silence_s: float = SILENCE_S,
     ):
-        """All are called by the inbox's thread. on_group: learns of a group that is not reserved, and tells whether it
-        is ready now; if not, somebody calls `ready` later. check_engine: raises if the engine is known to be dead.
-        ask_engine: raises if the engine does not answer; it is given how long it has been silent."""
+        """on_group: is given a group that has finished and is not reserved, and returns whether it is ready now; if it
+        is not, somebody calls `ready` later. on_removed: is given the ids of groups that are not outstanding any more,
+        by whichever thread took them. check_engine: raises if the engine is known to be dead. ask_engine: raises if the
+        engine does not answer; it is given the seconds for which nothing has come. But for on_removed the inbox's
+        thread calls them all."""
         self._reader = StreamReader(endpoint)
         self._assembler = Assembler()
-        self._on_frame, self._on_group = on_frame, on_group
+        self._on_frame, self._on_group, self._on_removed = on_frame, on_group, on_removed
         self._check_engine, self._ask_engine, self._silence_s = check_engine, ask_engine, silence_s
         self._lock = threading.RLock()
         self._open: set[int] = set()
@@ -164,6 +167,7 @@ class Inbox:
             for group_id in group_ids:
                 self._finished.pop(group_id, None)
             self._close(group_ids)
+            self._on_removed(group_ids)
 
     def _close(self, group_ids: Collection[int]) -> None:
         """These groups do not come out of `next` any more."""
@@ -191,11 +195,14 @@ class Inbox:
         with self._lock:
             self._lent.discard(group_id)
 
-    def ready(self, group: Group) -> None:
-        """A group that was not ready is so now."""
+    def ready(self, group: Group) -> bool:
+        """A group that was not ready is ready now. Returns False if it is not outstanding any more."""
         with self._lock:
+            if group[0].group_id not in self._open:
+                return False
             self._ready.append(group[0].group_id)
             self._wake_idle()
+            return True
 
     def partial(self, group_id: int) -> Group:
         """What has arrived so far of the unfinished samples of a group."""

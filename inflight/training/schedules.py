@@ -1,7 +1,7 @@
 """When prompts are submitted: three ways in which a generator and a trainer share their time.
 
-A schedule yields the groups of one optimizer step after another; between two of them the trainer trains and publishes.
-Letters are batches, numbers the weight versions that draw them:
+A schedule (`scheduled_groups`) yields the groups of one optimizer step after another; between two of them the trainer
+trains and publishes. Letters are batches, numbers the weight versions that draw them:
 
     inflight       engine    A0 A0 A1 B1 B1 B2 C2 C3 …    never stops; new weights between two forward passes
                    trainer         [A  ][B  ][C  ]
@@ -10,8 +10,9 @@ Letters are batches, numbers the weight versions that draw them:
     one_step_off   engine    A0 B0    C1    D2             the next batch, under one version, beside the training
                    trainer      [A  ][B  ][C  ]
 
-When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that failed, because a
-sample of it was cancelled or ended with an error, is replaced by another prompt while its batch is taken.
+When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that cannot be trained
+on, because a sample of it was cancelled or ended with an error, or none has a reward, is replaced by another prompt
+while its batch is taken.
 """
 
 from collections.abc import Generator, Iterable, Mapping
@@ -21,16 +22,14 @@ from typing import Any, Literal, NamedTuple, Protocol, assert_never, get_args
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.rollouts import RolloutStream, num_unscored, usable, with_rewards
+from inflight.training.data.rollout_stream import RolloutStream
+from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import Score, Scorer
 
-Schedule = Literal["inflight", "sync", "one_step_off"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
-
-Groups = list[list[Rollout]]
+RolloutSchedule = Literal["inflight", "sync", "one_step_off"]
+ROLLOUT_SCHEDULES: tuple[str, ...] = get_args(RolloutSchedule)
 
 
 class Example(NamedTuple):
@@ -78,57 +77,41 @@ class Admission:
         sampling: SamplingParams,
         *,
         limit: int,
-        score: Score | Scorer | None = None,
+        score: Score | Scorer,
     ):
-        """score: groups are taken with their rewards, which are computed as soon as a group has finished; samples
-        that have none are left out."""
+        """score: computes the rewards of a group as soon as it has finished."""
         self._engine, self._examples, self._sampling, self._limit = engine, iter(examples), sampling, limit
         self._score = score
         self._in_flight: set[int] = set()
-        self.num_failed = 0
-        """Groups that `take` left out because a sample of them was cancelled or ended with an error, or no sample has a
-        reward."""
-        self.num_unscored = 0
-        """Rollouts that `take` left out because they have no reward."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit prompts up to the limit, or until there are no more.
 
-        version: the one that draws all of their tokens; None: the newest each.
+        version: the version that draws all of their tokens; None: each token is drawn by the newest.
         """
         self._submit(self._next_examples(self._limit - len(self._in_flight)), version)
 
-    def take(self, count: int, version: int | None = None) -> Groups:
-        """The next `count` groups in which every sample ended by itself; fewer if the prompts have ended.
+    def take(self, count: int, version: int | None = None) -> ScoredGroups:
+        """The next `count` groups that can be trained on, with their rewards; fewer if the prompts have ended.
 
-        version: the one with which the groups were submitted, for what replaces those that failed.
-        Raises InflightError if more than `count` groups failed meanwhile, and what the stream raises.
+        version: the one with which the groups were submitted, for what replaces those that cannot be trained on.
+        Raises InflightError if more than `count` groups cannot, and what the stream raises.
         """
-        groups: Groups = []
-        num_failed = 0
+        scored = ScoredGroups()
         for group in self._engine.stream.groups(score=self._score):
             self._in_flight.discard(group[0].group_id)
-            if trainable := self._trainable(group):
-                groups.append(trainable)
-                if len(groups) == count:
+            if scored.add(group):
+                if len(scored.groups) == count:
                     break
                 continue
-            num_failed += 1
-            self.num_failed += 1
-            if num_failed > count:
+            if (num_unusable := scored.dropped.num_unusable_groups) > count:
                 raise InflightError(
-                    f"{num_failed} groups failed while one batch of {count} was taken: samples of them were cancelled, "
-                    "ended with an error (log-probabilities that are not finite, or lost frames), or none of a group's "
-                    "has a reward (None, not finite, or it took too long)"
+                    f"{num_unusable} groups failed while one batch of {count} was taken: samples of them were "
+                    "cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or none "
+                    "of a group's has a reward (None, not finite, or it took too long)"
                 )
             self._replace(version)
-        return groups
-
-    def _trainable(self, group: list[Rollout]) -> list[Rollout]:
-        if self._score is None:
-            return group if usable(group) else []
-        self.num_unscored += num_unscored(group)
-        return with_rewards(group)
+        return scored
 
     def _next_examples(self, count: int) -> list[Example]:
         return list(islice(self._examples, max(0, count)))
@@ -166,53 +149,58 @@ class Admission:
                 self.close()
 
 
-def batches(
-    schedule: Schedule, engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, *, groups_per_step: int
-) -> Generator[Groups, None, None]:
+def scheduled_groups(
+    schedule: RolloutSchedule,
+    engine: RolloutEngine,
+    publisher: WeightPublisher,
+    admission: Admission,
+    *,
+    groups_per_step: int,
+) -> Generator[ScoredGroups, None, None]:
     """The groups of one optimizer step after another, until the prompts have ended."""
     match schedule:
         case "inflight":
-            return _inflight(admission, groups_per_step)
+            return _in_flight(admission, groups_per_step)
         case "sync":
-            return _sync(engine, publisher, admission, groups_per_step)
+            return _in_turn(engine, publisher, admission, groups_per_step)
         case "one_step_off":
             return _one_step_off(engine, publisher, admission, groups_per_step)
         case _:
             assert_never(schedule)
 
 
-def _inflight(admission: Admission, groups_per_step: int) -> Generator[Groups, None, None]:
+def _in_flight(admission: Admission, groups_per_step: int) -> Generator[ScoredGroups, None, None]:
     """Groups as they finish, while as many others as are admitted stay in flight."""
     admission.fill()
-    while groups := admission.take(groups_per_step):
+    while (scored := admission.take(groups_per_step)).groups:
         admission.fill()
-        yield groups
+        yield scored
 
 
-def _sync(
+def _in_turn(
     engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
-) -> Generator[Groups, None, None]:
+) -> Generator[ScoredGroups, None, None]:
     """A whole batch under the newest weights, then nothing until it has been trained on and its weights are live."""
     admission.fill()
-    while groups := admission.take(groups_per_step):
-        yield groups
+    while (scored := admission.take(groups_per_step)).groups:
+        yield scored
         engine.wait_for_version(publisher.version)
         admission.fill()
 
 
 def _one_step_off(
     engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
-) -> Generator[Groups, None, None]:
+) -> Generator[ScoredGroups, None, None]:
     """Each batch is drawn, all of it under one version, while the one before it is trained on.
 
     What replaces a group that failed may be of the version after it, if nothing else holds the batch's version.
     """
     version = _live_version(engine, publisher)
     admission.fill(version)
-    while groups := admission.take(groups_per_step, version):
+    while (scored := admission.take(groups_per_step, version)).groups:
         version = _live_version(engine, publisher)
         admission.fill(version)
-        yield groups
+        yield scored
 
 
 def _live_version(engine: RolloutEngine, publisher: WeightPublisher) -> int:
