@@ -38,7 +38,6 @@ from inflight.training.schedules import (
     RolloutEngine,
     RolloutSchedule,
     WeightPublisher,
-    scheduled_groups,
 )
 from inflight.training.step import check_finite, clip_and_step
 
@@ -173,10 +172,16 @@ def grpo(
         if probe is not None:
             probe.remember(meter.trainer_version)
         num_skipped, dropped = 0, Dropped()
-        with Admission(engine, examples, config.sampling, limit=config.admitted_groups, score=score) as admission:
-            source = scheduled_groups(
-                config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step
-            )
+        with Admission(
+            engine,
+            publisher,
+            examples,
+            config.sampling,
+            score=score,
+            groups_per_step=config.groups_per_step,
+            limit=config.admitted_groups,
+        ) as admission:
+            source = ROLLOUT_SCHEDULES[config.schedule](admission)
             for step, scored in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
                 batch = scored.pack(
                     trainer_version=meter.trainer_version,

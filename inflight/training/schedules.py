@@ -1,7 +1,7 @@
 """When prompts are submitted: three ways in which a generator and a trainer share their time.
 
-A schedule (`scheduled_groups`) yields the groups of one optimizer step after another; between two of them the trainer
-trains and publishes. Letters are batches, numbers the weight versions that draw them:
+A schedule yields the groups of one optimizer step after another; between two of them the trainer trains and publishes.
+Letters are batches, numbers the weight versions that draw them:
 
     inflight       engine    A0 A0 A1 B1 B1 B2 C2 C3 …    never stops; new weights between two forward passes
                    trainer         [A  ][B  ][C  ]
@@ -15,10 +15,10 @@ on, because a sample of it was cancelled or ended with an error, or none has a r
 while its batch is taken.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, assert_never, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
@@ -27,9 +27,6 @@ from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import Score, Scorer
-
-RolloutSchedule = Literal["inflight", "sync", "one_step_off"]
-ROLLOUT_SCHEDULES: tuple[str, ...] = get_args(RolloutSchedule)
 
 
 class Example(NamedTuple):
@@ -73,15 +70,17 @@ class Admission:
     def __init__(
         self,
         engine: RolloutEngine,
+        publisher: WeightPublisher,
         examples: Iterable[Example],
         sampling: SamplingParams,
         *,
-        limit: int,
         score: Score | Scorer,
+        groups_per_step: int,
+        limit: int,
     ):
         """score: computes the rewards of a group as soon as it has finished."""
-        self._engine, self._examples, self._sampling, self._limit = engine, iter(examples), sampling, limit
-        self._score = score
+        self._engine, self._publisher, self._examples, self._sampling = engine, publisher, iter(examples), sampling
+        self._score, self._groups_per_step, self._limit = score, groups_per_step, limit
         self._in_flight: set[int] = set()
 
     def fill(self, version: int | None = None) -> None:
@@ -91,13 +90,14 @@ class Admission:
         """
         self._submit(self._next_examples(self._limit - len(self._in_flight)), version)
 
-    def take(self, count: int, version: int | None = None) -> ScoredGroups:
-        """The next `count` groups that can be trained on, with their rewards; fewer if the prompts have ended.
+    def take(self, version: int | None = None) -> ScoredGroups:
+        """The next groups that can be trained on, with their rewards: those of one step, fewer if the prompts have
+        ended.
 
         version: the one with which the groups were submitted, for what replaces those that cannot be trained on.
-        Raises InflightError if more than `count` groups cannot, and what the stream raises.
+        Raises InflightError if more groups than a step has cannot, and what the stream raises.
         """
-        scored = ScoredGroups()
+        scored, count = ScoredGroups(), self._groups_per_step
         for group in self._engine.stream.groups(score=self._score):
             self._in_flight.discard(group[0].group_id)
             if scored.add(group):
@@ -112,6 +112,12 @@ class Admission:
                 )
             self._replace(version)
         return scored
+
+    def wait_until_live(self) -> int:
+        """Wait until a slot holds the newest version that was published: prompts can be pinned to it. Returns it."""
+        version = self._publisher.version
+        self._engine.wait_for_version(version)
+        return version
 
     def _next_examples(self, count: int) -> list[Example]:
         return list(islice(self._examples, max(0, count)))
@@ -149,62 +155,40 @@ class Admission:
                 self.close()
 
 
-def scheduled_groups(
-    schedule: RolloutSchedule,
-    engine: RolloutEngine,
-    publisher: WeightPublisher,
-    admission: Admission,
-    *,
-    groups_per_step: int,
-) -> Generator[ScoredGroups, None, None]:
-    """The groups of one optimizer step after another, until the prompts have ended."""
-    match schedule:
-        case "inflight":
-            return _in_flight(admission, groups_per_step)
-        case "sync":
-            return _in_turn(engine, publisher, admission, groups_per_step)
-        case "one_step_off":
-            return _one_step_off(engine, publisher, admission, groups_per_step)
-        case _:
-            assert_never(schedule)
-
-
-def _in_flight(admission: Admission, groups_per_step: int) -> Generator[ScoredGroups, None, None]:
+def _in_flight(admission: Admission) -> Iterator[ScoredGroups]:
     """Groups as they finish, while as many others as are admitted stay in flight."""
     admission.fill()
-    while (scored := admission.take(groups_per_step)).groups:
+    while (scored := admission.take()).groups:
         admission.fill()
         yield scored
 
 
-def _in_turn(
-    engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
-) -> Generator[ScoredGroups, None, None]:
+def _in_turn(admission: Admission) -> Iterator[ScoredGroups]:
     """A whole batch under the newest weights, then nothing until it has been trained on and its weights are live."""
     admission.fill()
-    while (scored := admission.take(groups_per_step)).groups:
+    while (scored := admission.take()).groups:
         yield scored
-        engine.wait_for_version(publisher.version)
+        admission.wait_until_live()
         admission.fill()
 
 
-def _one_step_off(
-    engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
-) -> Generator[ScoredGroups, None, None]:
+def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
     """Each batch is drawn, all of it under one version, while the one before it is trained on.
 
     What replaces a group that failed may be of the version after it, if nothing else holds the batch's version.
     """
-    version = _live_version(engine, publisher)
+    version = admission.wait_until_live()
     admission.fill(version)
-    while (scored := admission.take(groups_per_step, version)).groups:
-        version = _live_version(engine, publisher)
+    while (scored := admission.take(version)).groups:
+        version = admission.wait_until_live()
         admission.fill(version)
         yield scored
 
 
-def _live_version(engine: RolloutEngine, publisher: WeightPublisher) -> int:
-    """The newest version that was published, as soon as a slot holds it: prompts can be pinned to it."""
-    version = publisher.version
-    engine.wait_for_version(version)
-    return version
+RolloutSchedule = Literal["inflight", "sync", "one_step_off"]
+ROLLOUT_SCHEDULES: Mapping[RolloutSchedule, Callable[[Admission], Iterator[ScoredGroups]]] = {
+    "inflight": _in_flight,
+    "sync": _in_turn,
+    "one_step_off": _one_step_off,
+}
+"""Each yields the groups of one optimizer step after another, until the prompts have ended."""

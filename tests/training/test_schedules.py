@@ -14,7 +14,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.training.data.dropped import Dropped
 from inflight.training.grpo import GRPOConfig, grpo
-from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example, scheduled_groups
+from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example
 
 STEPS = 6
 
@@ -75,9 +75,9 @@ class Journal:
         """Group ids that each step trained on."""
         taken = []
         params = inflight.SamplingParams(n=2)
-        with Admission(self, self._examples, params, limit=limit, score=lambda rollout: 1.0) as admission:
-            source = scheduled_groups(schedule, self, self, admission, groups_per_step=groups_per_step)
-            for scored in islice(source, steps):
+        options = {"score": lambda rollout: 1.0, "groups_per_step": groups_per_step, "limit": limit}
+        with Admission(self, self, self._examples, params, **options) as admission:
+            for scored in islice(ROLLOUT_SCHEDULES[schedule](admission), steps):
                 taken.append([group[0].group_id for group in scored.groups])
                 self.dropped += scored.dropped
                 self.train_and_publish()

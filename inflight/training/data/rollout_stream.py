@@ -75,7 +75,7 @@ class RolloutStream:
         self._inbox.drop(group_ids)
 
     def groups(
-        self, group_ids: Collection[int] | None = None, *, score: "Score | Scorer | None" = None
+        self, group_ids: Collection[int] | None = None, *, score: Score | Scorer | None = None
     ) -> Iterator[Group]:
         """Every finished group, its samples in order, until nothing that was submitted is outstanding.
 
@@ -87,37 +87,23 @@ class RolloutStream:
         Raises EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every group
         that was in flight counts as lost: its samples come with finish_reason "error" when `groups` is called again.
         """
-        if group_ids is not None:
-            wanted = self._claim(group_ids)
-            while wanted:
-                answer = self._inbox.take_any(wanted)
-                if isinstance(answer, Future):
-                    self._wait(answer)
-                else:
-                    wanted.discard(answer[0].group_id)
-                    yield self._with_text(answer)
-            return
-        scorer = None if score is None else self._scoring.score_with(score)
-        while (group := self._next(scorer)) is not None:
-            self._inbox.remove([group[0].group_id])
-            yield group
+        wanted, scorer = self._claim(group_ids, score)
+        while (answer := self._hand_out(wanted, scorer)) is not None:
+            if isinstance(answer, Future):
+                self._wait(answer)
+            else:
+                yield answer
 
-    async def agroups(self, group_ids: Collection[int] | None = None) -> AsyncIterator[Group]:
-        """The same groups as `groups` yields, for asyncio: `async for group in engine.stream.agroups(ids)`. They come
-        without rewards."""
-        wanted = None if group_ids is None else self._claim(group_ids)
-        while wanted is None or wanted:
-            answer = self._inbox.next() if wanted is None else self._inbox.take_any(wanted)
-            if answer is None:
-                return
+    async def agroups(
+        self, group_ids: Collection[int] | None = None, *, score: Score | Scorer | None = None
+    ) -> AsyncIterator[Group]:
+        """The same groups as `groups` yields, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        wanted, scorer = self._claim(group_ids, score)
+        while (answer := self._hand_out(wanted, scorer)) is not None:
             if isinstance(answer, Future):
                 await asyncio.wrap_future(answer)
-                continue
-            if wanted is None:
-                self._inbox.remove([answer[0].group_id])
             else:
-                wanted.discard(answer[0].group_id)
-            yield self._with_text(answer)
+                yield answer
 
     def collect(self, group_ids: Collection[int], *, timeout_s: float | None = None) -> list[Group]:
         """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`.
@@ -164,7 +150,7 @@ class RolloutStream:
             taken: list[int] = []
             scored = ScoredGroups()
             try:
-                while len(scored.rollouts) < rollouts and (more := (group := self._next(scorer)) is not None):
+                while len(scored.rollouts) < rollouts and (more := (group := self._wait_for_next(scorer)) is not None):
                     if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
                         self._inbox.reserve([group[0].group_id])
                         continue
@@ -189,29 +175,49 @@ class RolloutStream:
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _claim(self, group_ids: Collection[int]) -> set[int]:
+    def _claim(
+        self, group_ids: Collection[int] | None, score: Score | Scorer | None
+    ) -> tuple[set[int] | None, Scorer | None]:
+        """(the groups that are wanted by name, None for those for training; who scores them)"""
+        if group_ids is None:
+            return None, None if score is None else self._scoring.score_with(score)
+        if score is not None:
+            raise ValueError("groups that are asked for by their ids come without rewards: leave score out")
         self._inbox.reserve(group_ids)
-        return set(group_ids)
+        return set(group_ids), None
 
-    def _next(self, scorer: Scorer | None) -> Group | None:
+    def _hand_out(self, wanted: set[int] | None, scorer: Scorer | None) -> "Group | Future[None] | None":
+        """The next group, a future that says when to ask again, or None if there are no more."""
+        if wanted is None:
+            answer = self._borrow(scorer)
+            if isinstance(answer, list):
+                self._inbox.remove([answer[0].group_id])
+            return answer
+        answer = self._inbox.take_any(wanted) if wanted else None
+        if isinstance(answer, list):
+            wanted.discard(answer[0].group_id)
+            return self._with_text(answer)
+        return answer
+
+    def _borrow(self, scorer: Scorer | None) -> "Group | Future[None] | None":
         """The next group for training, with the rewards of this scorer if there is one. It stays outstanding until it
         is removed from the inbox, and must be put back if it is not used."""
-        while True:
-            answer = self._inbox.next()
-            if answer is None:
-                return None
-            if isinstance(answer, Future):
-                self._wait(answer)
-                continue
+        while isinstance(group := self._inbox.next(), list):
+            group_id = group[0].group_id
             try:
-                ready = scorer is None or self._scoring.has_rewards(answer, scorer)
+                if scorer is None or self._scoring.has_rewards(group, scorer):
+                    return self._with_text(group)
             except BaseException:
-                self._inbox.put_back([answer[0].group_id])
+                self._inbox.put_back([group_id])
                 raise
-            if ready or scorer is None:
-                return self._with_text(answer)
-            self._inbox.hold(answer[0].group_id)
-            self._scoring.start(answer, scorer)
+            self._inbox.hold(group_id)
+            self._scoring.start(group, scorer)
+        return group
+
+    def _wait_for_next(self, scorer: Scorer) -> Group | None:
+        while isinstance(answer := self._borrow(scorer), Future):
+            self._wait(answer)
+        return answer
 
     def _wait(self, future: "Future[None]", deadline_ns: int | None = None, what: str = "") -> None:
         """Wait for what the inbox promised, and raise what went wrong instead. Generation may take as long as it takes:
