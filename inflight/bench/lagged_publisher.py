@@ -11,7 +11,7 @@ from inflight.weights.tensors import fill, published_tensors
 
 
 class LaggedPublisher:
-    """In place of a Publisher: `publish()` sends the weights that the model had `lag` calls ago.
+    """Stands in for a Publisher: `publish()` sends the weights that the model had `lag` calls ago.
 
     The n-th call sends what the model was at call n − lag, under that version number: a version means the same weights
     of the trainer as without a lag. Until there is something that old, the engine keeps what it was launched with.

@@ -217,7 +217,7 @@ def grpo(
                     finished_ns=now_ns(),
                     groups=scored.groups,
                 )
-        logger.info("left out of %d steps: %s", config.steps, dropped)
+        logger.info("left out of the batches: %s", dropped)
 
     return steps()
 

@@ -1,4 +1,4 @@
-"""What a training loop tells of an optimizer step."""
+"""What a training loop reports of an optimizer step."""
 
 from dataclasses import dataclass, field
 
@@ -40,12 +40,12 @@ class StepReport:
 
     @property
     def mean_length(self) -> float:
-        """Drawn tokens of a rollout."""
+        """Drawn tokens per rollout."""
         return self.num_tokens / sum(map(len, self.groups))
 
     @property
     def truncated(self) -> float:
-        """Share of the rollouts that ended because they had `max_tokens`."""
+        """Share of the rollouts that ended because they had reached `max_tokens`."""
         reasons = [rollout.finish_reason for group in self.groups for rollout in group]
         return reasons.count("length") / len(reasons)
 
