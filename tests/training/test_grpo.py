@@ -180,7 +180,7 @@ def test_clip_and_step_clips_steps_and_zeroes(max_grad_norm):
         ({"advantage_ddof": 8}, r"advantage_ddof \(8\) must be less than sampling.n \(8\)"),
         ({"advantage_ddof": -1}, "advantage_ddof must be at least 0"),
         ({"staleness": ({"max_version_lag": 1},)}, "staleness is a tuple of StalenessRule"),
-        ({"correction": "hope"}, "unknown correction 'hope'"),
+        ({"correction": "hope"}, "unknown objective 'hope'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, message):
@@ -350,7 +350,7 @@ def test_a_report_is_numbers_under_flat_names(engine):
         assert numbers["num_skipped"] == numbers["num_failed"] == numbers["num_unscored"] == 0
         assert numbers["dropped/share"] == 0
         assert numbers["loss"] == report.stats.loss
-        assert numbers["ratio/mean"] == report.stats.ratio_mean
+        assert numbers["ratio/mean"] == report.stats.ratios.mean
         assert numbers["mismatch/kl"] == report.stats.mismatch.kl
         assert numbers["staleness/token_age_ms"] > 0
         assert ("probe/mismatch/kl" in numbers) is (report.step % 2 == 0)

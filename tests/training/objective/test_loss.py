@@ -74,7 +74,7 @@ def test_statistics_on_policy_and_off_policy():
     for rollout, logprobs in zip(rollouts, exact.split([len(r.token_ids) for r in rollouts]), strict=True):
         rollout.logprobs = logprobs.numpy()
     _, on = policy_loss(model, pack(rollouts, [0.0] * 6))
-    assert (on.ess, on.ratio_mean, on.kl, on.clipped) == pytest.approx((1, 1, 0, 0), abs=1e-5)
+    assert (on.ess, on.ratios.mean, on.kl, on.clipped) == pytest.approx((1, 1, 0, 0), abs=1e-5)
 
 
 def test_a_packed_batch_keeps_every_column_in_its_place():
