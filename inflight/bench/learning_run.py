@@ -175,7 +175,7 @@ def learn(
         steps=settings.steps,
         groups_per_step=settings.sequences // GROUP_SIZE,
         sampling=SamplingParams(n=GROUP_SIZE, max_tokens=start.task.max_tokens),
-        correction=settings.correction,
+        objective=settings.correction,
         schedule=schedule,
     )
     with (

@@ -180,7 +180,7 @@ def test_clip_and_step_clips_steps_and_zeroes(max_grad_norm):
         ({"advantage_ddof": 8}, r"advantage_ddof \(8\) must be less than sampling.n \(8\)"),
         ({"advantage_ddof": -1}, "advantage_ddof must be at least 0"),
         ({"staleness": ({"max_version_lag": 1},)}, "staleness is a tuple of StalenessRule"),
-        ({"correction": "hope"}, "unknown objective 'hope'"),
+        ({"objective": "hope"}, "unknown objective 'hope'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, message):
@@ -208,7 +208,7 @@ KL = Objective(kl_weight=0.5)
 def test_a_kl_penalty_without_a_reference_is_refused_before_the_run_with_what_to_give(engine):
     model = make_model("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"score": lambda r: 0.0, "config": GRPOConfig(correction=KL)}
+    settings = {"score": lambda r: 0.0, "config": GRPOConfig(objective=KL)}
     with pytest.raises(ValueError, match=r"kl_weight=0.5.*give reference=copy.deepcopy\(model\)"):
         grpo(engine, None, model, optimizer, [], **settings)
     with pytest.raises(ValueError, match="is the model that is trained"):
@@ -216,7 +216,7 @@ def test_a_kl_penalty_without_a_reference_is_refused_before_the_run_with_what_to
     with pytest.raises(ValueError, match=r"no KL penalty: set Objective\(kl_weight"):
         grpo(engine, None, model, optimizer, [], lambda r: 0.0, GRPOConfig(), reference=make_model("qwen3"))
     with pytest.raises(ValueError, match=r"with_column.'reference_logprobs', inflight.token_logprobs.reference, batch"):
-        policy_loss(model, pack(make_rollouts(), [1.0] * 6), correction=KL)
+        policy_loss(model, pack(make_rollouts(), [1.0] * 6), objective=KL)
 
 
 def test_grpo_trains_with_the_penalty_to_its_reference(engine):
@@ -224,12 +224,12 @@ def test_grpo_trains_with_the_penalty_to_its_reference(engine):
     model, reference = make_model("qwen3"), make_model("qwen3", seed=1).train()
     by_hand, kept = copy.deepcopy(model), copy.deepcopy(reference.state_dict())
     objective = Objective(kl="k2", kl_weight=0.5)
-    settings = {"correction": objective, "reference": reference, "micro_batch_tokens": 20, "max_grad_norm": 0.0}
+    settings = {"objective": objective, "reference": reference, "micro_batch_tokens": 20, "max_grad_norm": 0.0}
     [report] = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.01), steps=1, **settings)
     batch = pack_groups(report.groups, trainer_version=report.version - 1)
     with torch.no_grad():
         batch = batch.with_column("reference_logprobs", token_logprobs(reference, batch))
-    loss, stats = policy_loss(by_hand, batch, correction=objective)
+    loss, stats = policy_loss(by_hand, batch, objective=objective)
     loss.backward()
     torch.optim.SGD(by_hand.parameters(), lr=0.01).step()
     torch.testing.assert_close(parameters_of(model), parameters_of(by_hand), rtol=1e-4, atol=1e-6)
@@ -252,7 +252,7 @@ def test_the_base_of_a_peft_model_is_its_reference():
         assert not torch.allclose(ours, token_logprobs(model, batch), atol=1e-2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trained
-    config = GRPOConfig(correction=KL, sampling=inflight.SamplingParams(n=2))
+    config = GRPOConfig(objective=KL, sampling=inflight.SamplingParams(n=2))
     update = train_step(model, torch.optim.SGD(trained, lr=0.1), batch, config, refer=score)
     assert update.stats.reference_kl > 0
 
@@ -279,7 +279,7 @@ def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_coun
     gradients, num_rollouts = [], []
     for skip in (True, False):
         config = GRPOConfig(
-            correction=Objective(aggregation=aggregation, max_tokens=16),
+            objective=Objective(aggregation=aggregation, max_tokens=16),
             skip_uniform_groups=skip,
             sampling=inflight.SamplingParams(n=2),
         )
@@ -288,7 +288,7 @@ def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_coun
         batch.totals = counting(batch.totals, others)
         trained = copy.deepcopy(model)
         for part in batch.micro_batches(60):
-            policy_loss(trained, part, correction=config.correction)[0].backward()
+            policy_loss(trained, part, objective=config.objective)[0].backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trained.parameters()]))
         num_rollouts.append(batch.num_sequences)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
@@ -298,7 +298,7 @@ def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_coun
 def test_groups_of_equal_rewards_stay_where_the_objective_is_about_them_too():
     groups = scored([[1.0, 0.0], [1.0, 1.0]])
     for objective in (KL, Objective(entropy_weight=0.01)):
-        assert split_uniform(groups, GRPOConfig(correction=objective)) == (groups, [])
+        assert split_uniform(groups, GRPOConfig(objective=objective)) == (groups, [])
     assert split_uniform(groups, GRPOConfig()) == (groups[:1], groups[1:])
 
 

@@ -67,7 +67,7 @@ def test_filtered_and_unfiltered_rollouts_share_a_batch(make_engine):
 def test_the_gradient_is_that_of_the_renormalised_policy(make_engine):
     model = make_model("qwen3")
     rollouts = draw(make_engine, "qwen3", top_p=0.8)[:3]
-    policy_loss(model, pack(rollouts, [1.0, -0.5, 2.0]), correction="none")[0].backward()
+    policy_loss(model, pack(rollouts, [1.0, -0.5, 2.0]), objective="none")[0].backward()
 
     reference = make_model("qwen3").double()
     total = torch.zeros((), dtype=torch.float64)
