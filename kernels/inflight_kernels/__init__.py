@@ -15,7 +15,6 @@ from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 
 __all__ = [
-    "PolicyLossTerms",
     "ScaledCopies",
     "add_lora",
     "add_rms_norm",
