@@ -48,7 +48,7 @@ def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_coun
         assert scored.dropped.num_uniform_groups == (3 if skip_uniform else 0)
         trained = make_model("qwen3")
         for part in batch.micro_batches(60):
-            policy_loss(trained, part, correction=Objective(aggregation=aggregation, max_tokens=16))[0].backward()
+            policy_loss(trained, part, objective=Objective(aggregation=aggregation, max_tokens=16))[0].backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trained.parameters()]))
         num_rollouts.append(batch.num_sequences)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
