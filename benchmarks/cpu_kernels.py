@@ -10,7 +10,6 @@ are medians, of milliseconds of processor time (others on the machine count less
 import itertools
 import json
 import math
-import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -20,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import finish
 from inflight_kernels import _cpu
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.sampler import _MANY, _candidates, _ranks
 from inflight.engine.shapes import SHAPES
-from inflight.observability.environment import environment, write_json
 
 Functions = Mapping[str, Callable[[], object]]
 Figures = dict[str, dict[str, float]]
@@ -133,7 +132,7 @@ def filtering(params: SamplingParams, spread: float, select: Callable[[torch.Ten
 
 
 @torch.inference_mode()
-def main(path: Path) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     results: dict[str, list[dict]] = {"products": [], "attention": [], "filters": []}
@@ -153,8 +152,8 @@ def main(path: Path) -> None:
                 add("attention", figures, dtype=name, sequences=sequences, tokens=tokens)
     for name, what in FILTERS.items():
         add("filters", compare((filtering(*what) for _ in range(3)), 3), filter=name)
-    write_json(path, results | {"environment": environment()})
+    finish("cpu-kernels", results)
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/cpu-kernels.json"]))
+    main()

@@ -9,12 +9,11 @@ that drew the token. The policies alternate.
 
 import json
 import random
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from harness import finish, median_ratio
 from transformers import AutoModelForCausalLM
 
 from inflight.core.messages import Prompt, SlotReady
@@ -23,7 +22,6 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment
 from inflight.stream.assembler import Assembler
 from inflight.weights.tensors import fill, published_tensors, slot_views
 
@@ -84,7 +82,7 @@ def errors(rollouts: list[Rollout], models: list[torch.nn.Module]) -> np.ndarray
     return np.concatenate(found)
 
 
-def main(path: Path) -> None:
+def main() -> None:
     results = []
     for learning_rate in LEARNING_RATES:
         models = make_versions(8, learning_rate)
@@ -96,8 +94,8 @@ def main(path: Path) -> None:
                 times.append(elapsed)
                 if not repeat:  # the others draw the same
                     measured[policy] = np.abs(errors(rollouts, models))
-        ratios = [a / b for a, b in zip(seconds["recompute"], seconds["keep"], strict=True)]
-        result = {"learning_rate": learning_rate, "seconds_ratio": float(np.median(ratios)), "seconds": seconds}
+        ratio = median_ratio(seconds["recompute"], seconds["keep"])
+        result = {"learning_rate": learning_rate, "seconds_ratio": ratio, "seconds": seconds}
         for policy, values in measured.items():
             result[policy] = {
                 "logprob_error_mean": float(values.mean()),
@@ -105,9 +103,8 @@ def main(path: Path) -> None:
             }
         print(json.dumps(result), flush=True)
         results.append(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"results": results, "environment": environment()}, indent=1) + "\n")
+    finish("kv-policy", {"results": results})
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/kv-policy.json"]))
+    main()

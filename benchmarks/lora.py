@@ -9,13 +9,12 @@ sequences; both kinds of publish, and runs with and without the adapter in one e
 import json
 import os
 import random
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import finish
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +24,6 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment
 from inflight.weights.lora import PeftSource
 from inflight.weights.tensors import slot_views
 
@@ -119,15 +117,14 @@ def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def main(path: Path) -> None:
+def main() -> None:
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype)[6:]
         results[name] = {"throughput": measure_throughput(dtype), "publish": measure_publishes(dtype)}
         print(json.dumps({name: results[name]}), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rank": RANK, **results, "environment": environment()}, indent=1) + "\n")
+    finish("lora", {"rank": RANK, **results})
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/lora.json"]))
+    main()

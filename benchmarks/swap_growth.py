@@ -19,7 +19,7 @@ from inflight.bench.options import DtypeName, SwapOptions
 from inflight.bench.plots import new_figure, save_figure
 from inflight.bench.swap import measure as measure_swap
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import write_result
 
 
 class Size(NamedTuple):
@@ -73,8 +73,8 @@ def main(where: str, directory: Path) -> None:
         point = measure(size, where)
         print(json.dumps(point), flush=True)
         points.append(point)
-        result = {"bench": "swap-growth", "sequences": SEQUENCES[where], "points": points, "environment": environment()}
-        write_json(directory / "swap-growth.json", result)  # after each, as the largest may not fit
+        result = {"bench": "swap-growth", "sequences": SEQUENCES[where], "points": points}
+        write_result(directory / "swap-growth.json", result)  # after each, as the largest may not fit
     plot(Path("docs/swap-growth.png") if where == "cpu" else directory / "swap-growth.png", where, points)
 
 

@@ -34,7 +34,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from inflight.observability.environment import environment, write_json  # noqa: E402
+from inflight.observability.environment import write_result  # noqa: E402
 
 BENCH = "-m inflight.cli bench"
 TOTAL_S = 475
@@ -153,9 +153,8 @@ def main(parts: list[Part], out: Path, *, rehearsal: bool, total_s: float = floa
         summary = {
             "parts": [asdict(outcome) for outcome in outcomes],
             "claims": [asdict(claim) for claim in claims],
-            "environment": environment(),
         }
-        write_json(out / "summary.json", summary)  # after each part, as the machine may be taken away
+        write_result(out / "summary.json", summary)  # after each part, as the machine may be taken away
     console.print(outcome_table(outcomes))
     console.print(claim_table(claims))
     holds = all(outcome.passed for outcome in outcomes) and (rehearsal or all(claim.holds for claim in claims))

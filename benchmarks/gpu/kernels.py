@@ -53,7 +53,7 @@ from inflight_kernels.sampling import draw_reference
 from rich.console import Console
 from rich.table import Table
 
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import write_result
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-6
@@ -632,10 +632,10 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     machine = Machine(device, SMALL if options.rehearse else Sizes(), time.perf_counter())
-    result = measure(machine) | {"seconds": None, "environment": environment()}
+    result = measure(machine)
     result["seconds"] = time.perf_counter() - machine.began_s
     if options.json:
-        write_json(options.json, result)
+        write_result(options.json, result)
     Console(width=None if sys.stdout.isatty() else 200).print(table_of(result))
     failed = [row for row in result["kernels"] if "failure" in row]
     for row in failed:

@@ -27,7 +27,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.loading import load_config
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import write_result
 from inflight.stream.assembler import Assembler
 
 SEQUENCES, TOKENS, PROMPT_TOKENS = 32, 128, (8, 120)
@@ -68,7 +68,6 @@ def main(model: str, device: str, dtype: str) -> dict[str, Any]:
         "tokens": TOKENS,
         "ways": ways,
         "worst_ratio": max(way["engine_error"]["mean"] / way["transformers_error"]["mean"] for way in ways.values()),
-        "environment": environment(),
     }
 
 
@@ -185,6 +184,6 @@ if __name__ == "__main__":
     measured = main(options.model, options.device, options.dtype)
     Console(width=160).print(table(measured))
     if options.json:
-        write_json(options.json, measured)
+        write_result(options.json, measured)
     if not measured["worst_ratio"] <= MOST_ERROR:
         sys.exit(f"the engine's error is {measured['worst_ratio']:.2f} times that of Transformers in the same dtype")
