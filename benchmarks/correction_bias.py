@@ -1,4 +1,5 @@
-"""How biased each correction's policy gradient is, exactly: by enumeration, on a policy of a few hundred sequences.
+"""Says how biased each correction's policy gradient is, exactly: by enumeration, on a policy of a few hundred
+sequences.
 
     python benchmarks/correction_bias.py [FILE]
 
@@ -33,7 +34,7 @@ def measure(step: float, pattern: tuple[int, ...]) -> dict:
 
 
 def markdown(results: list[dict], key: str) -> str:
-    """Objectives down, settings across."""
+    """Return a table with objectives down and settings across."""
     settings = [f"{r['distance_name']} {''.join(map(str, r['versions']))}" for r in results]
     lines = ["| | " + " | ".join(settings) + " |", "|---|" + "---|" * len(settings)]
     for name in results[0]["bias"]:

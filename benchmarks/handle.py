@@ -1,4 +1,4 @@
-"""What threads, tasks and slow rewards cost the user of one engine.
+"""Measures what threads, tasks and slow rewards cost the user of one engine.
 
     python benchmarks/handle.py [FILE]
 
@@ -38,7 +38,7 @@ def prompt(index: int) -> list[int]:
 
 
 def one_thread(engine: inflight.LaunchedEngine, calls: int, in_flight: int) -> Tokens:
-    """One thread that submits the next prompt when the oldest has ended."""
+    """Draw in one thread that submits the next prompt when the oldest has ended."""
     drawn, ids = [], deque()
     for index in range(calls):
         if len(ids) == in_flight:
@@ -90,7 +90,7 @@ def measure_threads() -> dict[str, Any]:
 
 
 def train(score: Callable[[inflight.Rollout], float]) -> float:
-    """Seconds of a loop in which generation is the slower half."""
+    """Return the seconds of a loop in which generation is the slower half."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

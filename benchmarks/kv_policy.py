@@ -1,4 +1,4 @@
-"""What `kv_on_swap` costs and changes: keys and values kept across swaps against computed again.
+"""Measures what `kv_on_swap` costs and changes: keys and values kept across swaps against computed again.
 
     python benchmarks/kv_policy.py [FILE]
 
@@ -30,7 +30,7 @@ LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 
 
 def make_versions(count: int, learning_rate: float) -> list[torch.nn.Module]:
-    """The model that the engine starts with, and what each version makes of it."""
+    """Return the model that the engine starts with, and what each version makes of it."""
     models = []
     for version in range(count):
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def make_versions(count: int, learning_rate: float) -> list[torch.nn.Module]:
 
 
 def run(policy: str, models: list[torch.nn.Module]) -> tuple[list[Rollout], float]:
-    """(rollouts, seconds), with the next version published every few passes."""
+    """Return (rollouts, seconds), with the next version published every few passes."""
     options = EngineOptions(
         model="small", device="cpu", max_sequences=SEQUENCES, max_context=PROMPT + TOKENS, kv_on_swap=policy
     )
@@ -71,7 +71,7 @@ def run(policy: str, models: list[torch.nn.Module]) -> tuple[list[Rollout], floa
 
 @torch.no_grad()
 def errors(rollouts: list[Rollout], models: list[torch.nn.Module]) -> np.ndarray:
-    """f64[tokens drawn after the first swap]: recorded log-probability − that of a full forward pass."""
+    """Return f64[tokens drawn after the first swap]: recorded log-probability − that of a full forward pass."""
     found = []
     for rollout in rollouts:
         ids = torch.from_numpy(np.concatenate([rollout.prompt_token_ids, rollout.token_ids])).long()

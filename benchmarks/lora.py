@@ -1,4 +1,5 @@
-"""What adapters cost: a publish of adapters against one of all weights, and drawing with an adapter against without.
+"""Measures what adapters cost: a publish of adapters against one of all weights, and drawing with an adapter against
+without.
 
     python benchmarks/lora.py [FILE]
 
@@ -46,7 +47,7 @@ def prompts() -> list[list[int]]:
 
 
 def measure_publishes(dtype: torch.dtype) -> dict[str, Any]:
-    """Seconds of each copy and bytes of each kind of publish."""
+    """Measure the seconds of each copy and the bytes of each kind of publish."""
     models = {"adapters": make_model(dtype, adapters=True), "weights": make_model(dtype, adapters=False)}
     seconds: dict[str, list[float]] = {name: [] for name in models}
     sent: dict[str, int] = {}
@@ -82,7 +83,7 @@ def measure_publishes(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
-    """Tokens per second of an engine that has all cores, for requests with the adapter and without."""
+    """Measure tokens per second of an engine that has all cores, for requests with the adapter and without."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     options = EngineOptions(
         model="small",

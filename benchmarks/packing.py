@@ -1,4 +1,4 @@
-"""The trainer's forward and backward pass: packed with prompts shared, packed, and padded, in alternation.
+"""Times the trainer's forward and backward pass: packed with prompts shared, packed, and padded, in alternation.
 
     python benchmarks/packing.py [FILE]
 
@@ -69,7 +69,7 @@ def padded(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def alone(batch: PackedBatch) -> PackedBatch:
-    """Every sequence a group of its own, so that no prompt is shared."""
+    """Make every sequence a group of its own, so that no prompt is shared."""
     batch.groups = torch.arange(batch.num_sequences)
     return batch
 

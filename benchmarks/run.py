@@ -71,7 +71,7 @@ def staleness() -> None:
 
 
 def throughput() -> None:
-    """Against vLLM at three sizes, and against vLLM and Transformers over numbers of sequences."""
+    """Measure against vLLM at three sizes, and against vLLM and Transformers over numbers of sequences."""
     common = ("bench", "throughput", "--device", "cpu", "--prompt-tokens", "32", "--peer", "vllm")
     for model, dtype, sequences, tokens in THROUGHPUTS:
         path = RESULTS / f"throughput-{model}-{dtype}-{sequences}x{tokens}.json"

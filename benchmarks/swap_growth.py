@@ -1,5 +1,5 @@
-"""How a swap grows with the model, in bf16: five sizes from 1 M to 1 B parameters, engine and trainer on a core each;
-on a GPU that both share, five from 0.1 B to 8 B, two of them published 1,000 times.
+"""Measures how a swap grows with the model, in bf16: five sizes from 1 M to 1 B parameters, engine and trainer on a
+core each; on a GPU that both share, five from 0.1 B to 8 B, two of them published 1,000 times.
 
     python benchmarks/swap_growth.py [cpu | cuda | rehearsal [DIRECTORY]]
 
@@ -51,7 +51,7 @@ SIZES = {
 SEQUENCES = {"cpu": 4, "cuda": 64, "rehearsal": 2}
 TOKENS = {"cpu": 160, "cuda": 512, "rehearsal": 160}
 WINDOWS = 25
-"""Of publishes one after another, at most."""
+"""Windows of publishes one after another, at most."""
 
 
 def config(hidden: int, layers: int, vocabulary: int) -> Qwen3Config:
