@@ -46,7 +46,7 @@ class LearningSettings(LearningOptions):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where all runs of a seed begin."""
+    """The start of all runs of a seed."""
 
     task: Task
     seed: int
