@@ -29,15 +29,16 @@ def measure(options: LearningOptions, progress: Progress = lambda _: None) -> di
 def check(settings: LearningSettings) -> None:
     """Raise ValueError if a run would fail after its warm-up."""
     if not settings.modes or set(settings.modes) - set(ROLLOUT_SCHEDULES):
-        given = ",".join(settings.modes) or "none"
-        raise ValueError(f"--modes must be some of {', '.join(ROLLOUT_SCHEDULES)}, got {given}")
+        raise ValueError(
+            f"--modes must be some of {', '.join(ROLLOUT_SCHEDULES)}, got {','.join(settings.modes) or 'none'}"
+        )
     if settings.sequences < GROUP_SIZE:
         raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
     if settings.lags and not settings.corrections:
         raise ValueError("--corrections must name at least one correction, such as none,tis")
-    for name in settings.corrections if settings.lags else (settings.correction,):
+    for name in settings.corrections if settings.lags else (settings.objective,):
         if resolve(name).proximal == "recomputed":
-            raise ValueError(f"correction {name!r} is for several optimizer steps per batch; these runs take one")
+            raise ValueError(f"objective {name!r} is for several optimizer steps per batch; these runs take one")
 
 
 def table(result: dict[str, Any]) -> Table:

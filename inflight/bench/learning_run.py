@@ -142,7 +142,7 @@ def learn(
         steps=settings.steps,
         groups_per_step=settings.sequences // GROUP_SIZE,
         sampling=SamplingParams(n=GROUP_SIZE, max_tokens=start.task.max_tokens),
-        correction=settings.correction,
+        objective=settings.objective,
         schedule=schedule,
     )
     with (

@@ -55,10 +55,10 @@ def test_bench_learning_with_lags_compares_corrections(tmp_path):
     [
         (["--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
         (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
-        (["--correction", "hope"], "unknown correction 'hope'"),
-        (["--lags", "1", "--corrections", "none,hope"], "unknown correction 'hope'"),
+        (["--objective", "hope"], "unknown objective 'hope'"),
+        (["--lags", "1", "--corrections", "none,hope"], "unknown objective 'hope'"),
         (["--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
-        (["--correction", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
+        (["--objective", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
         (["--lags", "x"], "--lags must be one or more numbers such as 1,8,32, got 'x'"),
     ],
 )
