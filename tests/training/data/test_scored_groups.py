@@ -86,5 +86,6 @@ def test_records_of_what_was_dropped_add_up_and_become_numbers_and_a_sentence():
     assert numbers["num_failed_groups"] == 3
     assert numbers["stale_share"] == 0.2
     assert set(asdict(total)) - set(numbers) == {"sum_lengths", "sum_kept_lengths"}
+    assert not {"stale_share", "length_bias"} & set(Dropped().as_dict())
     assert "3 groups failed" in str(total)
     assert "20.0% of 25 tokens were too old" in str(total)
