@@ -16,15 +16,15 @@ from inflight.core.messages import Call, Result, read, shorten, to_raw
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _BRINGS_WORK: dict[Callable[..., Any], bool] = {}
-"""Every method that is a verb → whether it gives the generator something to do."""
+"""Maps every method that is a verb to whether it gives the generator something to do."""
 
 
 def verb(*, brings_work: bool = False) -> Callable[[Method], Method]:
-    """Let clients call the method that this decorates. It takes none but annotated parameters, of types that msgspec
-    can read, and returns what msgspec can write.
+    """Let clients call the method that this decorates. All its parameters are annotated with types that msgspec can
+    read, and it returns what msgspec can write.
 
-    brings_work: it gives the generator something to do, so that it is called at once, however many calls wait. Other
-    calls share a tenth of the time of a forward pass.
+    brings_work: it gives the generator something to do, so that calls of it are taken at once. All other calls together
+    get a tenth of the time of a forward pass.
     """
 
     def mark(method: Method) -> Method:
@@ -38,45 +38,34 @@ class Verbs:
     """The verbs of some objects."""
 
     def __init__(self, *owners: object):
-        self._verbs = {name: _Verb(method) for owner in owners for name, method in _marked_methods(owner)}
+        self._methods: dict[str, Callable[..., Any]] = {}
+        self._decoders: dict[str, msgspec.msgpack.Decoder] = {}
+        for owner in owners:
+            for name, function in inspect.getmembers(type(owner), inspect.isfunction):
+                if function in _BRINGS_WORK:
+                    self._methods[name] = getattr(owner, name)
+                    self._decoders[name] = _arguments_decoder(self._methods[name])
 
     def brings_work(self, call: Call) -> bool:
-        return self._find(call).brings_work
+        return _BRINGS_WORK[self._methods[call.verb].__func__]
 
     def answer(self, call: Call) -> Result:
         """Call a verb. Raises ProtocolError for an unknown verb or arguments that do not fit it, and what the method
         itself raises."""
-        found = self._find(call)
-        returned = found.method(**found.read_arguments(call.arguments))
+        if call.verb not in self._methods:
+            names = ", ".join(sorted(self._methods))
+            raise ProtocolError(f"the engine has no verb {shorten(call.verb, 100)!r}; it has {names}")
+        arguments = read(self._decoders[call.verb], call.arguments)
+        returned = self._methods[call.verb](**{name: getattr(arguments, name) for name in arguments.__struct_fields__})
         return Result(ticket=call.ticket, value=to_raw(returned, f"what {call.verb} returned"))
 
-    def _find(self, call: Call) -> "_Verb":
-        if call.verb not in self._verbs:
-            raise ProtocolError(
-                f"the engine has no verb {shorten(call.verb, 100)!r}; it has {', '.join(sorted(self._verbs))}"
-            )
-        return self._verbs[call.verb]
 
-
-class _Verb:
-    """A method and how its arguments are read."""
-
-    def __init__(self, method: Callable[..., Any]):
-        self.method = method
-        self.brings_work = _BRINGS_WORK[method.__func__]
-        types = get_type_hints(method)
-        fields = [
-            (name, types[name]) if parameter.default is parameter.empty else (name, types[name], parameter.default)
-            for name, parameter in inspect.signature(method).parameters.items()
-        ]
-        arguments = msgspec.defstruct(method.__name__, fields, kw_only=True, forbid_unknown_fields=True)
-        self._decoder = msgspec.msgpack.Decoder(arguments)
-
-    def read_arguments(self, arguments: msgspec.Raw) -> dict[str, Any]:
-        read_as = read(self._decoder, arguments)
-        return {name: getattr(read_as, name) for name in read_as.__struct_fields__}
-
-
-def _marked_methods(owner: object) -> list[tuple[str, Callable[..., Any]]]:
-    marked = inspect.getmembers(type(owner), lambda member: inspect.isfunction(member) and member in _BRINGS_WORK)
-    return [(name, getattr(owner, name)) for name, _ in marked]
+def _arguments_decoder(method: Callable[..., Any]) -> msgspec.msgpack.Decoder:
+    """Reads a map of arguments as a struct whose fields are the method's parameters."""
+    types, fields = get_type_hints(method), []
+    for name, parameter in inspect.signature(method).parameters.items():
+        if name not in types:
+            raise TypeError(f"parameter {name!r} of the verb {method.__name__} needs an annotation")
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        fields.append((name, types[name], *default))
+    return msgspec.msgpack.Decoder(msgspec.defstruct(method.__name__, fields, kw_only=True, forbid_unknown_fields=True))
