@@ -17,8 +17,6 @@ from inflight.core.waiting import Wait
 
 logger = logging.getLogger("inflight.client")
 
-ANSWER_TIMEOUT_S = 60.0
-"""Default bound for an answer. The engine answers between two forward passes."""
 _CHECK_S = 0.1
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NONE: type[Any] = type(None)
@@ -38,7 +36,7 @@ class EngineClient:
         endpoint: str,
         *,
         check_engine: Callable[[], None] = lambda: None,
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        answer_timeout_s: float = 60.0,
     ):
         self.endpoint = endpoint
         self.answer_timeout_s = answer_timeout_s
