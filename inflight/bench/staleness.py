@@ -90,7 +90,7 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
         result = {
             "bench": "staleness",
             **asdict(settings),
-            "engine": engine.info.how(),
+            "engine": engine.info.execution(),
             "tokens_per_s": (engine.stream.num_tokens - drawn) / seconds,
             "num_swaps": status.num_swaps,
             "num_swaps_in_flight": status.num_swaps_in_flight,

@@ -203,8 +203,8 @@ class Welcome(_Message, frozen=True):
     package: str = ""
     """Where the engine's inflight lies."""
 
-    def how(self) -> dict[str, Any]:
-        """How passes run, for records of measurements."""
+    def execution(self) -> dict[str, Any]:
+        """Says how forward passes run, for records of measurements."""
         return {"attention": self.attention, "fused": self.fused, "num_graphs": self.num_graphs}
 
 

@@ -58,7 +58,11 @@ class PublisherService:
 
     def handle(self, sender: bytes, message: FromPublisher) -> Attached | None:
         """Returns the answer, unless it comes later or not at all. Raises InflightError to refuse the message."""
-        return self._handlers[type(message)](sender, message)
+        began_ns = now_ns()
+        answer = self._handlers[type(message)](sender, message)
+        if isinstance(message, SlotReady | SlotRequest):
+            self._slot_table.handling_ns += now_ns() - began_ns
+        return answer
 
     def take_results(self) -> None:
         """Tell the publisher what its loader has done since the last pass."""
@@ -108,10 +112,8 @@ class PublisherService:
         return self._engine.adapters.slot_table
 
     def _request_slot(self, sender: bytes, message: SlotRequest) -> None:
-        began_ns = now_ns()
         self._seat.check(sender)
         self._slot_table.request()
-        self._slot_table.handling_ns += now_ns() - began_ns
 
     def _join(self, sender: bytes, message: Join) -> None:
         self._seat.check(sender)
@@ -123,14 +125,12 @@ class PublisherService:
         self._load(sender, message)
 
     def _take_version(self, sender: bytes, message: SlotReady) -> None:
-        began_ns = now_ns()
         self._seat.check(sender)
         if message.checksum is None:
             self._slot_table.ready(message)
         else:
             self._slot_table.check(message)
             self._load(sender, message)
-        self._slot_table.handling_ns += now_ns() - began_ns
 
     def _detach(self, sender: bytes, message: Detach) -> None:
         if sender == self._seat.holder:

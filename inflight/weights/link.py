@@ -163,11 +163,10 @@ class EngineLink:
 
     def send(self, message: ToEngine) -> None:
         """Send a message in this thread, at once."""
-        if message.ticket:
-            self._answers[message.ticket] = self._connection.ask(message)
-        else:
-            self._connection.send(message)
+        answer = self._connection.send(message)
         self._connection.flush()
+        if message.ticket:
+            self._answers[message.ticket] = answer
 
     def wait_for(self, ticket: int, timeout_s: float) -> None:
         """Return when the engine has joined or filled. Raises what kept it from that, EngineHungError or
@@ -244,7 +243,7 @@ class EngineLink:
     def _ask_for_sign(self) -> None:
         """Ask the engine how it is, which says both that it answers and why it keeps its slots."""
         status = Call(ticket=self._connection.ticket(), verb="status", arguments=to_raw({}, "nothing"))
-        self._connection.ask(status).add_done_callback(self._take_status)
+        self._connection.send(status).add_done_callback(self._take_status)
         self._connection.flush()
 
     def _take_status(self, answer: Answer) -> None:
@@ -254,7 +253,7 @@ class EngineLink:
             self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
 
     def _ask(self, message: ToEngine, expected: type[Expected]) -> Expected:
-        answer, what = self._connection.ask(message), f"did not answer {type(message).__name__}"
+        answer, what = self._connection.send(message), f"did not answer {type(message).__name__}"
         self._connection.flush()
         wait = _EngineWait(what, self._timeout_s, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
         self._wait_until(answer.done, wait)
