@@ -56,9 +56,9 @@ class Address:
 
     endpoint: str
     check: Callable[[], None] = lambda: None
-    """Raises if the engine is known to be dead; called while waiting for it."""
+    """Called while waiting for the engine; raises if it is known to be dead."""
     on_publish: Callable[[int, int], None] = lambda version, called_ns: None
-    """Told of every publish."""
+    """Called with every publish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class EngineLink:
     """
 
     def __init__(self, address: Address, source: Source, *, map_slots: bool, timeout_s: float):
-        """`timeout_s`: for how long the engine may be silent while something is waited for. A slot may take longer."""
+        """timeout_s: how long the engine may be silent while something is waited for. A slot may take longer."""
         self.address = address
         self._timeout_s = timeout_s
         self._given_up = False
@@ -90,7 +90,7 @@ class EngineLink:
         self._lock_file: int | None = None
         self._alive_file: int | None = None
         self._files = threading.Lock()
-        """Held while these are looked at."""
+        """Held while one of the two files is used."""
         try:
             self.welcome = self._ask(Hello(ticket=self.ticket()), Welcome)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
@@ -110,18 +110,18 @@ class EngineLink:
             self.release()
             raise
         self.layout: WeightLayout = self.attached.layout
-        """Of the engine's slots."""
+        """The layout of the engine's slots."""
         self.version = self.attached.version
-        """The newest that the engine holds."""
+        """The newest version that the engine holds."""
         self.free = list(self.attached.free)
         """Slots that may be written to."""
         self._untouched: set[int] = set()
-        """Those of them that were lent since and not used."""
+        """Free slots that the engine lent since, and that were not written to."""
         self.filled: int | None = None
-        """The version that the engine was made to fill a slot with last, and so a base for what comes next."""
+        """The version that the engine filled a slot with last: a base for the difference to the next one."""
 
     def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
-        """A slot of ours, or the next that the engine frees, which it does at a forward boundary.
+        """Take a free slot, or wait for the next that the engine frees, which it does at a forward boundary.
 
         timeout_s: how long an engine that answers may keep it (while requests are pinned to versions, for example);
         `setting` is how a user calls this bound. Raises what the engine says that was wrong with a version before,
@@ -186,6 +186,7 @@ class EngineLink:
     def give_up(self) -> None:
         """Whoever waits for the engine gets an error soon. From any thread."""
         self._given_up = True
+        self._connection.wake()
 
     def unlock(self) -> None:
         """Let another publisher come. From any thread."""
