@@ -174,7 +174,7 @@ def learn(
             accuracy_before=before,
             accuracy_after=after,
             staleness=engine.staleness.summary(),
-            engine=engine.info.how(),
+            engine=engine.info.execution(),
             gpu_busy=meter.share,
         )
 
