@@ -19,7 +19,7 @@ from inflight_kernels import linear_logprobs, linear_logprobs_reference
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 
 REFERENCE_ROWS = 256
 """Rows whose logits exist in float64 at a time."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from inflight.engine.adapters import Lora, lora_of, merge_lora
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
-from inflight.engine.kv_cache import KVCache
+from inflight.engine.kv_memory import KVMemory
 
 
 class UnknownPartError(Exception):
@@ -80,7 +80,9 @@ class _Attention:
     """Of all query and all key heads together (OLMo 2)."""
     sinks: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend
+    ) -> torch.Tensor:
         qkv = self.qkv(x)
         if self.whole_norms is not None:
             q_norm, k_norm = self.whole_norms
@@ -96,9 +98,9 @@ class _Attention:
             self.rope.cos,
             self.rope.sin,
             batch.positions,
-            batch.slots[cache.group_of[self.index]],
-            cache.keys[self.index],
-            cache.values[self.index],
+            batch.cache_index[memory.group_of[self.index]],
+            memory.keys[self.index],
+            memory.values[self.index],
             q_heads=self.q_heads,
             kv_heads=self.kv_heads,
             **norms,
@@ -140,8 +142,8 @@ class _Layer:
 class FusedDecoder:
     """A decoder over the weights of one slot. Raises UnknownPartError if a part of the model is not known."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, backend: AttentionBackend, max_context: int):
-        self._cache, self._backend = cache, backend
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, backend: AttentionBackend, max_context: int):
+        self._memory, self._backend = memory, backend
         body = _part(model, "model", nn.Module)
         self._embed = _part(body, "embed_tokens", nn.Module)
         ropes = _Ropes(_part(body, "rotary_emb", nn.Module), max_context)
@@ -159,7 +161,7 @@ class FusedDecoder:
         residual = self._embed(batch.token_ids)
         x = residual if (first := self._layers[0].before_attention) is None else first(residual)
         for index, layer in enumerate(self._layers):
-            x = layer.attention(x, batch, self._cache, self._backend)
+            x = layer.attention(x, batch, self._memory, self._backend)
             if layer.after_attention is not None:
                 x = layer.after_attention(x)
             x, residual = _add(x, residual, layer.before_mlp)

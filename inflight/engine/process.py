@@ -152,7 +152,7 @@ class EngineProcess:
             reply = self._handle(sender, message)
             has_work = isinstance(message, _WORK)
             if isinstance(message, (SlotReady, SlotRequest)):
-                self._receiver.handling_ns += now_ns() - began_ns
+                self._engine.stall_clock.handled(self._receiver, began_ns)
         except InflightError as error:
             reply = self._refusal(ticket, error)
         if reply is not None:
@@ -240,8 +240,8 @@ class EngineProcess:
             max_sequences=engine.max_sequences,
             max_context=engine.max_context,
             vocab_size=engine.vocab_size,
-            kv_cache_bytes=engine.cache.nbytes,
-            kv_cache_tokens=engine.cache.capacity_tokens,
+            kv_cache_bytes=engine.memory.nbytes,
+            kv_cache_tokens=engine.memory.capacity_tokens,
             attention=engine.attention,
             fused=engine.runner.unfused_reason is None,
             num_graphs=engine.runner.num_graphs,
@@ -352,7 +352,7 @@ class EngineProcess:
                 began_ns = now_ns()
                 if not self._send(self._seat.holder, SlotFree(slot=slot)):  # it does not know that it was lent one
                     slot_table.withdraw([slot])
-                slot_table.handling_ns += now_ns() - began_ns
+                self._engine.stall_clock.handled(slot_table, began_ns)
 
     def _send(self, to: bytes, message: FromEngine) -> bool:
         """Whether the slot_table is there. One that reads nothing misses what is beyond some thousands of messages."""

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.engine.scheduler import Sequence
+from inflight.engine.sequence import Sequence
 
 _TOKENS_PER_CHARACTER = 4
 """A character is at most four bytes of UTF-8, and a token holds at least one byte."""
