@@ -82,10 +82,10 @@ def _imported(text: str, sources: dict[str, str]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.module is not None and not node.level, "imports are absolute"
+            assert not node.level, "imports are absolute"
             for alias in node.names:  # a module of a package, or a name in a module
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in sources else node.module
+                yield whole if whole in sources else str(node.module)
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
