@@ -129,25 +129,10 @@ class Scheduler:
         version that its tokens bear, which counts publishes of adapters, too; None: `version`."""
         stamp = version if stamp is None else stamp
         pins = (UNPINNED, version) if live else (version,)
-        budget = self._options.max_prefill_tokens
-        single: list[Chunk] = []
-        several: list[Chunk] = []
-        for sequence in list(self.running.values()):
-            if sequence.batch_row < 0 or sequence.pin not in pins:
-                continue
-            todo = sequence.length - sequence.holding.computed
-            if len(sequence.tokens) + sequence.num_pending >= sequence.max_tokens:
-                continue  # its last token is drawn, but not read yet
-            count = 1 if todo == 1 and sequence.has_drawn_in_row else min(todo, budget)
-            if not count or not self._make_room(sequence, sequence.holding.computed + count):
-                continue
-            drew_it = sequence.has_drawn_in_row and todo == 1
-            (single if drew_it else several).append(self._advance(sequence, count, version, stamp))
-            budget -= 0 if drew_it else count
-        starts: list[Sequence] = []
-        followers: dict[int, list[Sequence]] = {}
-        for chunk in several:
-            followers[chunk.sequence.request_id] = self._let_follow(chunk.sequence)
+        single, several = self._continue_running(pins, version, stamp)
+        budget = self._options.max_prefill_tokens - sum(chunk.count for chunk in several)
+        followers = {chunk.sequence.request_id: self._let_follow(chunk.sequence) for chunk in several}
+        joined: list[Sequence] = []
         while budget > 0 and self._free_rows:
             sequence = self._first_waiting(pins)
             if sequence is None or not self._admit(sequence, version, stamp):
@@ -157,26 +142,48 @@ class Scheduler:
                 raise AssertionError("a sequence was admitted without room for it")
             budget -= count
             several.append(self._advance(sequence, count, version, stamp))
-            starts.append(sequence)
+            joined.append(sequence)
             followers[sequence.request_id] = self._let_follow(sequence)
         chunks = single + several
         draws: list[tuple[Sequence, int]] = []
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             if sequence.holding.computed == sequence.length:
-                drawing = [sequence, *followers.get(sequence.request_id, ())]
-                draws += [(s, index) for s in drawing]
-                starts += drawing[1:]
+                following = followers.get(sequence.request_id, ())
+                draws += [(s, index) for s in (sequence, *following)]
+                joined += following
         for sequence, _ in draws:
             sequence.num_pending += 1
             sequence.has_drawn_in_row = True
-        new = [s for s in starts if not s.started]
-        for sequence in new:
+        starts = [s for s in joined if not s.started]
+        for sequence in starts:
             sequence.started = True
-        taken_over = [s.prefix_taken_over() for s in starts if s.taken_over]
-        return Schedule(version, stamp, chunks, len(single), draws, new, taken_over)
+        taken_over = [s.prefix_taken_over() for s in joined if s.taken_over]
+        return Schedule(version, stamp, chunks, len(single), draws, starts, taken_over)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _continue_running(
+        self, pins: tuple[int | None, ...], version: int, stamp: int
+    ) -> tuple[list[Chunk], list[Chunk]]:
+        """Chunks of the running sequences: those that are the last token of one, and those of prompts."""
+        single: list[Chunk] = []
+        several: list[Chunk] = []
+        budget = self._options.max_prefill_tokens
+        for sequence in list(self.running.values()):
+            if sequence.batch_row < 0 or sequence.pin not in pins:  # preempted by one before it, or of another version
+                continue
+            if len(sequence.tokens) + sequence.num_pending >= sequence.max_tokens:
+                continue  # its last token is drawn, but not read yet
+            computed = sequence.holding.computed
+            todo = sequence.length - computed
+            drew_last = sequence.has_drawn_in_row and todo == 1
+            count = 1 if drew_last else min(todo, budget)
+            if not count or not self._make_room(sequence, computed + count):
+                continue
+            (single if drew_last else several).append(self._advance(sequence, count, version, stamp))
+            budget -= 0 if drew_last else count
+        return single, several
 
     def _advance(self, sequence: Sequence, count: int, version: int, stamp: int) -> Chunk:
         start, (namespace, computed_by) = sequence.holding.computed, self._kv_namespace(sequence, version, stamp)
