@@ -24,9 +24,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "session": {"core", "weights", "stream", "observability", "engine", "training"},
     "integrations": {"core", "weights", "stream", "engine", "training", "session"},
     "doctor": {"core", "kernels", "weights", "observability", "engine"},
-    "demo": {"core", "observability", "engine", "training", "session"},
-    "bench": {"core", "kernels", "weights", "stream", "observability", "engine", "training", "session", "demo"},
-    "cli": {"core", "observability", "engine", "doctor", "demo", "bench"},
+    "command_line": {"core"},
+    "demo": {"core", "command_line", "observability", "engine", "training", "session"},
+    "bench": {
+        *("core", "command_line", "kernels", "weights", "stream", "observability"),
+        *("engine", "training", "session", "demo"),
+    },
+    "cli": {"core", "command_line", "observability", "doctor", "demo", "bench"},
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""
 
