@@ -15,6 +15,7 @@ from inflight_kernels import add_lora
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.core.decoder import ATTENTION, MLP
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
 from inflight.core.options import EngineOptions
@@ -23,7 +24,7 @@ from inflight.weights.slot_table import Slot, SlotTable
 from inflight.weights.tensors import dtype_name
 
 SLOTS = 2
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+_PROJECTIONS = [name for projections in (*ATTENTION, *MLP) for name in projections.names]
 _ATTRIBUTE = "inflight_lora"
 
 

@@ -21,6 +21,7 @@ from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, r
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
 from inflight.engine.adapters import Lora, lora_of, merge_lora
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
 from inflight.engine.kv_memory import KVMemory
@@ -209,27 +210,23 @@ def _part(module: nn.Module, name: str, kind: type) -> Any:
 
 def _layer(layer: nn.Module, ropes: "_Ropes") -> _Layer:
     norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
-    behind = "post_feedforward_layernorm" in norms  # then "post_attention" means behind the attention
-    around = ["input_layernorm"]
-    around += ["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"] if behind else []
-    around += [] if behind else ["", "post_attention_layernorm", ""]
-    if unknown := set(norms) - set(around):
+    kind = next((kind for kind in LAYER_NORMS if kind.last in norms), LAYER_NORMS[-1])
+    places = (kind.before_attention, kind.after_attention, kind.before_mlp, kind.after_mlp)
+    if unknown := set(norms) - set(places):
         raise UnknownPartError(f"{type(layer).__name__} has {', '.join(sorted(unknown))}")
-    before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in around)
+    before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in places)
     attention = _attention(_part(layer, "self_attn", nn.Module), ropes)
     return _Layer(before, attention, after, before_mlp, _mlp(_part(layer, "mlp", nn.Module)), after_mlp)
 
 
 def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
-    if hasattr(module, "qkv_proj"):
-        qkv, out = _linear(_part(module, "qkv_proj", nn.Linear)), _linear(_part(module, "o_proj", nn.Linear))
-        q_heads = out.weight.shape[1] // head_dim
-        kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
-    else:
-        q, k, v, o = (_linear(_part(module, f"{name}_proj", nn.Linear)) for name in "qkvo")
-        q_heads, kv_heads = q.weight.shape[0] // head_dim, k.weight.shape[0] // head_dim
-        qkv, out = _merge_linear(q, k, v), o
+    names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
+    parts = (names.whole,) if hasattr(module, names.whole) else names.parts
+    linears = [_linear(_part(module, name, nn.Linear)) for name in parts]
+    out = _linear(_part(module, names.out, nn.Linear))
+    qkv, q_heads = _merge_linear(*linears), out.weight.shape[1] // head_dim
+    kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
     norms = None
     if hasattr(module, "q_norm"):
         norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
@@ -251,15 +248,13 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
-    down = getattr(module, "down_proj", None)
-    if activation is None or not isinstance(down, nn.Linear):
-        return _Opaque(module)
-    if isinstance(both := getattr(module, "gate_up_proj", None), nn.Linear):
-        return _Mlp(_linear(both), _linear(down), activation)
-    gate, up = getattr(module, "gate_proj", None), getattr(module, "up_proj", None)
-    if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
-        return _Opaque(module)
-    return _Mlp(_merge_linear(_linear(gate), _linear(up)), _linear(down), activation)
+    for names in MLP if activation is not None else ():
+        for parts in ((names.whole,), names.parts):
+            linears = [getattr(module, name, None) for name in (*parts, names.out)]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                *gate_up, down = (_linear(linear) for linear in linears)
+                return _Mlp(_merge_linear(*gate_up), down, activation)
+    return _Opaque(module)
 
 
 def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
