@@ -5,7 +5,6 @@ next pass computes (schedule); the model gives logits (forward), from which toke
 the host they are appended to their sequences, some of which end (collect), and a frame tells all that (emit).
 """
 
-import logging
 import uuid
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -21,14 +20,12 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note, span
-from inflight.engine.build import build
+from inflight.engine.build import Parts
 from inflight.engine.columns import extra_columns, routed_experts_columns
 from inflight.engine.sampler import Drawn, nothing_drawn
 from inflight.engine.sequence import Schedule
 from inflight.engine.stall import StallClock
 from inflight.weights.slot_table import SlotTable
-
-logger = logging.getLogger("inflight.engine")
 
 
 @dataclass(slots=True)
@@ -45,7 +42,7 @@ class _Launched:
     done: torch.cuda.Event | torch.Event | None
 
 
-class Engine:
+class Engine(Parts):
     """Generates tokens in this process. `step()` returns the frame of one forward pass.
 
     Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all;
@@ -56,18 +53,10 @@ class Engine:
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
         """overlap: launch a pass before the results of the one before it are read, so that the host works while the
         device does. By default on a GPU."""
-        parts = build(options)
+        super().__init__(options)
         self.engine_id = uuid.uuid4().hex[:12]
-        self.options = parts.options
-        self.device, self.attention = parts.device, parts.attention
-        self.max_sequences, self.max_context = parts.options.max_sequences, parts.options.max_context
-        self.vocab_size = parts.limits.vocab_size
-        self.aliases = parts.aliases
-        """Other names under which trainers and checkpoints hold the weights."""
-        self.slot_table, self.adapters = parts.slot_table, parts.adapters
-        self.memory, self.cache = parts.memory, parts.cache
-        self.scheduler, self.requests, self.runner = parts.scheduler, parts.requests, parts.runner
-        self._sampler, self._stop, self._routed_experts = parts.sampler, parts.stop, parts.routed_experts
+        self.max_sequences, self.max_context = self.options.max_sequences, self.options.max_context
+        self.vocab_size = self.limits.vocab_size
         self.stall_clock = StallClock()
         """Measures what swaps cost; whoever handles messages about slots tells it."""
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
@@ -253,8 +242,8 @@ class Engine:
         """Draw tokens, and put their way to the host behind the pass."""
         with span("sample"):
             sequences = [sequence for sequence, _ in schedule.draws]
-            drawn = self._sampler.draw(logits, sequences) if sequences else nothing_drawn(logits)
-            routed_experts = self._routed_experts.take() if self._routed_experts else None
+            drawn = self.sampler.draw(logits, sequences) if sequences else nothing_drawn(logits)
+            routed_experts = self.routed_experts.take() if self.routed_experts else None
             drawn = drawn.to_host()
             done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         swap = None
@@ -282,7 +271,7 @@ class Engine:
                 sequence.tokens.append(tokens[row])
                 if not finite[row]:
                     self.requests.finish(sequence, "error")
-                elif self._stop.is_met(sequence):
+                elif self.stop.is_met(sequence):
                     self.requests.finish(sequence, "stop")
                 elif len(sequence.tokens) >= sequence.max_tokens:
                     self.requests.finish(sequence, "length")
@@ -311,8 +300,8 @@ class Engine:
         if len(rows) < len(request_ids):
             request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
         extras = extra_columns(drawn, rows)
-        if self._routed_experts is not None and launched.routed_experts is not None:
-            extras |= routed_experts_columns(schedule.chunks, launched.routed_experts, self._routed_experts.dtype)
+        if self.routed_experts is not None and launched.routed_experts is not None:
+            extras |= routed_experts_columns(schedule.chunks, launched.routed_experts, self.routed_experts.dtype)
         return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
