@@ -50,7 +50,7 @@ def main(name: str = "tiny") -> None:
         engine.submit(islice(prompts, 24), params)
         for step, batch in enumerate(engine.stream.batches(rollouts=64, score=inflight.Scorer(judge, timeout_s=10)), 1):
             engine.submit(islice(prompts, 8), params)
-            loss, stats = inflight.policy_loss(model, batch, correction="tis")
+            loss, stats = inflight.policy_loss(model, batch, objective="tis")
             loss.backward()
             inflight.clip_and_step(optimizer, max_grad_norm=1.0)
             version = publisher.publish()
@@ -60,7 +60,7 @@ def main(name: str = "tiny") -> None:
         for step, ids in evaluations.items():
             scores = [share_of_digits(rollout) for [rollout] in engine.stream.groups(ids)]
             print(f"held out, after step {step}  reward {sum(scores) / len(scores):.3f}")
-        print(f"{engine.stream.num_unscored} answers were left without a reward")
+        print(f"{engine.stream.dropped.num_unscored_rollouts} answers were left without a reward")
 
 
 if __name__ == "__main__":

@@ -34,12 +34,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""
 
-EXCEPTIONS = {
-    ("inflight.training.lag", "inflight.session"),
-    ("inflight_kernels._policy_loss_triton", "inflight_kernels.policy_loss"),
-}
-"""Imports that are still to go."""
-
 PROGRAM = """
 import sys
 import inflight
@@ -118,10 +112,7 @@ def part(module: str) -> str:
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    found = imports_of(our_sources())
-    for name, other in EXCEPTIONS:
-        found.get(name, set()).discard(other)
-    return found
+    return imports_of(our_sources())
 
 
 def test_no_modules_import_one_another_in_a_circle(imports):

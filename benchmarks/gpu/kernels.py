@@ -37,8 +37,6 @@ from inflight_kernels import (
     copy_all,
     draw,
     gated_activation,
-    policy_loss_terms,
-    policy_loss_terms_reference,
     rms_norm,
     rope_and_cache,
     selective_logprobs,
@@ -75,7 +73,6 @@ class Sizes:
     head_dim: int = 128
     vocab: int = 151_936
     logprob_rows: int = 4096
-    drawn_tokens: int = 1 << 18
     copied: tuple[int, ...] = (151_936 * 4096, *[4096 * 4096] * 16, *[4096] * 16)
     rank: int = 16
     adapters: int = 8
@@ -94,7 +91,6 @@ SMALL = Sizes(
     head_dim=16,
     vocab=1500,
     logprob_rows=6,
-    drawn_tokens=100,
     copied=(3000, 64),
     rank=4,
     adapters=2,
@@ -452,36 +448,6 @@ def copy_case(machine: Machine, dtype: torch.dtype) -> Case:
     )
 
 
-def policy_loss_case(machine: Machine) -> Case:
-    tokens = machine.sizes.drawn_tokens
-    logprobs = -machine.random(tokens, dtype=FP32).abs()
-    behavior, proximal = (logprobs + machine.random(tokens, dtype=FP32, scale=0.2) for _ in range(2))
-    advantages = machine.random(tokens, dtype=FP32)
-    weights = torch.rand(tokens, device=machine.device) / tokens
-    tensors = logprobs, behavior, proximal, advantages, weights
-    classes = machine.integers(3, tokens)
-    options: dict[str, Any] = {"correction": "truncate", "high": 2.0, "surrogate": "ppo_clip"}
-    options |= {"clip_low": 0.2, "clip_high": 0.28, "dual": 3.0}
-
-    def error() -> float:
-        result = policy_loss_terms(*tensors, classes, **options)
-        wide: list[Any] = [*(tensor.double() for tensor in tensors), classes]
-        expected = policy_loss_terms_reference(*wide, **options)
-        return max(relative_error(mine, other) for mine, other in zip(result, expected, strict=True))
-
-    return Case(
-        name="policy_loss_terms",
-        shape=f"{tokens:,} tokens",
-        dtype="float32",
-        num_bytes=sum(tensor.nbytes for tensor in (*tensors, classes)) + logprobs.nbytes,
-        is_long=False,
-        ours=lambda: policy_loss_terms(*tensors, classes, **options),
-        error=error,
-        tolerance=5e-3,  # a token within rounding of a bound is clipped in one precision and not in the other
-        peers={"eager": lambda: lambda: policy_loss_terms_reference(*tensors, classes, **options)},
-    )
-
-
 CASES: dict[str, Callable[[Machine], Case]] = {
     "rms_norm": norm_case,
     "add_rms_norm": lambda machine: add_norm_case(machine, machine.sizes.tokens),
@@ -496,7 +462,6 @@ CASES: dict[str, Callable[[Machine], Case]] = {
     "add_lora, decode": lambda machine: lora_case(machine, machine.sizes.decode),
     "copy_all, cast": lambda machine: copy_case(machine, FP32),
     "copy_all": lambda machine: copy_case(machine, BF16),
-    "policy_loss_terms": policy_loss_case,
 }
 
 

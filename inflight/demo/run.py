@@ -218,7 +218,7 @@ class _Run:
             version_lag=float(staleness.version_lag.mean()) if staleness else None,
             ess=stats.ess if stats else None,
             kl=stats.kl if stats else None,
-            ratio_mean=stats.ratio_mean if stats else None,
+            ratio_mean=stats.ratios.mean if stats else None,
         )
         self.records.append(record)
         with _writing(self._steps_file.parent):
