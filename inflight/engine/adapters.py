@@ -72,7 +72,7 @@ class AdapterBank:
         self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
         max_tokens = options.max_sequences + options.max_prefill_tokens
         self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=memory.buffer.device)
-        """Which adapter of which slot each token of the pass under way uses, −1 for none."""
+        """The adapter, and its slot, that each token of the pass under way uses; −1 for none."""
         self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
         first = next(iter(targets.values())).weight

@@ -1,4 +1,4 @@
-"""Whether the engine computes what a model computes: in fp32, on a twin of it, and on its own weights if it is small.
+"""Checks that the engine computes what a model does: in fp32, on a twin of it, and on its own weights if it is small.
 
 Three ways to compute the logits of the same sequences are held against each other: Transformers' own (eager) attention,
 one sequence at a time; the same module with our attention over a paged cache, several sequences to a pass, prompts in
@@ -87,7 +87,7 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory,
 
 @torch.inference_mode()
 def _compare_itself(model: PreTrainedModel, *, fused: bool) -> str | None:
-    """As `_compare`, with the model's own weights in fp32 on the CPU."""
+    """Do what `_compare` does with the model's own weights, in fp32 on the CPU."""
     packed = copy.deepcopy(model)
     nn.Module.to(packed, "cpu", torch.float32)
     packed.set_attn_implementation("eager")

@@ -147,22 +147,22 @@ class Engine(Parts):
 
     @property
     def has_work(self) -> bool:
-        """Whether there are sequences to advance, or news to send."""
+        """There are sequences to advance, or news to send."""
         return self.scheduler.has_work or self._under_way is not None or self.requests.has_news
 
     @property
     def blocked(self) -> bool:
-        """Whether no forward pass can run: paused, asleep, or the only slot is lent to the publisher."""
+        """No forward pass can run: the engine is paused, asleep, or its only slot is lent to the publisher."""
         return self.paused or self.asleep or self.slot_table.live is None
 
     @property
     def idle(self) -> bool:
-        """Whether `step()` would do nothing until a message comes."""
+        """`step()` would do nothing until a message comes."""
         return not self.has_work or (self.blocked and self._under_way is None and not self.requests.has_news)
 
     @property
     def slot_tables(self) -> list[SlotTable]:
-        """Where weights arrive, and where adapters do."""
+        """The slots where weights arrive, and those where adapters do."""
         return [self.slot_table] if self.adapters is None else [self.slot_table, self.adapters.slot_table]
 
     @property
@@ -224,7 +224,7 @@ class Engine(Parts):
             note(f"swap to version {ready.version}", began_ns, in_flight=num_in_flight)
 
     def _schedule(self) -> Schedule | None:
-        """Which tokens the next pass computes; None if there are none, or no pass can run."""
+        """Choose the tokens that the next pass computes. None if there are none, or no pass can run."""
         if self.blocked or not self.scheduler.has_work:
             return None
         live = self.slot_table.version
@@ -326,7 +326,7 @@ class Engine(Parts):
         starts: Seq[int] = (),
         taken_over: Seq[TakenOver] = (),
     ) -> FrameHeader:
-        news = self.requests.take_news()
+        groups, finishes = self.requests.take_news()
         self._num_frames += 1
         return FrameHeader(
             engine_id=self.engine_id,
@@ -335,10 +335,10 @@ class Engine(Parts):
             time_ns=now_ns(),
             step=self.step_count,
             num_tokens=num_tokens,
-            groups=news.groups,
+            groups=groups,
             starts=list(starts),
             taken_over=list(taken_over),
-            finishes=news.finishes,
+            finishes=finishes,
             swap=swap,
             next_group_id=self.requests.next_group_id,
         )

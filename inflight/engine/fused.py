@@ -76,9 +76,9 @@ class _Attention:
     kv_heads: int
     rope: _Rope
     head_norms: tuple[_Norm, _Norm] | None
-    """Of each query and key head (Qwen 3, Gemma 3)."""
+    """They norm each query and key head (Qwen 3, Gemma 3)."""
     whole_norms: tuple[_Norm, _Norm] | None
-    """Of all query and all key heads together (OLMo 2)."""
+    """They norm all query heads together, and all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
 
     def __call__(
@@ -182,7 +182,7 @@ class FusedDecoder:
 
 
 def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
+    """True if two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
     weights, at most rows: in 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by
     their size; what is closer is told apart in fp32 (`agreement.py`)."""
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
@@ -294,7 +294,7 @@ def _cover(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(module: nn.Module) -> _Norm:
-    """Which RMSNorm a module is, told by what it makes of random numbers in the dtype of its weight."""
+    """The RMSNorm that a module is, told by what it makes of random numbers in the dtype of its weight."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):

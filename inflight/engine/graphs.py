@@ -74,7 +74,7 @@ class DecodeGraphs:
         """Token ids, positions, and the cache index of each group."""
         self._rows = torch.arange(max_sequences, device=device)
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
-        """By slot and size: what a replay leaves for the head."""
+        """Maps (slot, size) to what a replay leaves for the head."""
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._backend.prepare_graphs(memory, max_sequences)
         self._record(device)

@@ -15,7 +15,7 @@ class Limits:
     max_context: int
     vocab_size: int
     can_read_text: bool
-    """Whether there is a tokenizer for stop strings."""
+    """There is a tokenizer, which stop strings need."""
     adapters: Collection[str]
 
 

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,15 +19,7 @@ from inflight.engine.sequence import Sequence
 from inflight.weights.slot_table import SlotTable
 
 MAX_REQUESTS_PER_SUBMIT = 65536
-"""As many as one prompt may ask for. Accepting them takes about a second, in which there is no forward pass."""
-
-
-@dataclass(slots=True)
-class News:
-    """What the next frame tells of requests."""
-
-    groups: list[GroupStart]
-    finishes: list[Finish]
+"""One prompt may ask for as many. Accepting them takes about a second, in which there is no forward pass."""
 
 
 class Requests:
@@ -44,15 +35,17 @@ class Requests:
         """Maps group ids to the ids of unfinished requests."""
         self.next_group_id = 0
         self._next_request_id = 0
-        self._news = News([], [])
+        self._starts: list[GroupStart] = []
+        self._finishes: list[Finish] = []
 
     @property
     def has_news(self) -> bool:
-        return bool(self._news.groups or self._news.finishes)
+        """Groups have come, or requests ended, of which no frame has told yet."""
+        return bool(self._starts or self._finishes)
 
-    def take_news(self) -> News:
-        """What has happened since the last call."""
-        news, self._news = self._news, News([], [])
+    def take_news(self) -> tuple[list[GroupStart], list[Finish]]:
+        """The groups that came and the requests that ended since the last call."""
+        news, self._starts, self._finishes = (self._starts, self._finishes), [], []
         return news
 
     def submit(self, prompts: Seq[Prompt]) -> list[int]:
@@ -103,7 +96,7 @@ class Requests:
         members.remove(sequence.request_id)
         if not members:
             del self._groups[sequence.group_id]
-        self._news.finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
+        self._finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
 
     def _check(self, name: str, prompt: Prompt) -> None:
         check_prompt(name, prompt, self._limits, self._slot_table)
@@ -127,7 +120,7 @@ class Requests:
             self._scheduler.add(leader)
         origin = (forked_from[0].request_id, forked_from[1]) if forked_from else None
         seeded = msgspec.structs.replace(params, seed=seed)
-        self._news.groups.append(GroupStart(group_id, first, prompt.token_ids, seeded, prompt.metadata, origin))
+        self._starts.append(GroupStart(group_id, first, prompt.token_ids, seeded, prompt.metadata, origin))
         return group_id
 
     def _sequence(self, prompt: Prompt, sample: int, seed: int) -> Sequence:

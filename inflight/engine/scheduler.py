@@ -1,4 +1,4 @@
-"""Which tokens take part in the next forward pass.
+"""Decides which tokens take part in the next forward pass.
 
 There is no phase of prefill or of decode: a sequence has tokens, the first `computed` of which have their keys and
 values in the cache, and a pass computes some more of them. A sequence whose last token is computed draws the next one.

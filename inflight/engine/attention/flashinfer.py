@@ -167,7 +167,7 @@ class _Plans:
     decode: Any
     prefill: Any
     graphs: dict[int, Any] = field(default_factory=dict)
-    """By number of sequences: decoding with all addresses fixed."""
+    """Maps numbers of sequences to wrappers that decode with all addresses fixed."""
     current: Any = None
     """What computes the single tokens of this pass: `decode` or one of `graphs`."""
 
@@ -187,7 +187,7 @@ class FlashInferAttention:
         self._memory: KVMemory | None = None
         self._plans: dict[_Shape, _Plans] = {}
         self._plans_of: list[_Plans] = []
-        """By layer."""
+        """The plans of each layer."""
         self._graph_inputs: list[torch.Tensor] = []
         """Per group of the cache, i32: the page lists that graphs read, one after another."""
         self._graph_workspaces: tuple[torch.Tensor, dict[_Shape, torch.Tensor]] | None = None
