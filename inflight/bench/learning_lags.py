@@ -23,7 +23,7 @@ from inflight.bench.learning_run import (
     warm_start,
 )
 from inflight.demo.trainer import split_cores
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 
 
 def measure_lags(settings: LearningSettings, progress: Progress = lambda _: None) -> dict[str, Any]:

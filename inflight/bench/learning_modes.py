@@ -34,7 +34,7 @@ from inflight.bench.learning_run import (
     warm_start,
 )
 from inflight.demo.trainer import Threads, split_cores
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 from inflight.training.schedules import RolloutSchedule
 
 TRIAL_STEPS = 10

@@ -19,7 +19,7 @@ from inflight.demo.run import held_out_accuracy, longest
 from inflight.demo.tasks import Task, gym_task
 from inflight.demo.trainer import Threads, load_trainer, require_tokenizer, torch_threads, without_full_collections
 from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, StepReport, grpo

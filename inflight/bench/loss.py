@@ -20,7 +20,7 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 from inflight.bench.options import LossOptions
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 
 REFERENCE_ROWS = 256
 """Rows whose logits exist in float64 at a time."""

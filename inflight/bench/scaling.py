@@ -19,8 +19,9 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import without_full_collections
+from inflight.engine.device import resolve_device
 from inflight.engine.engine import Engine
-from inflight.engine.loading import load_config, resolve_device
+from inflight.engine.loading import load_config
 
 CONTEXT_SEQUENCES = 16
 """Sequences at each context length."""

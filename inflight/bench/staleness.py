@@ -12,7 +12,7 @@ from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import load_trainer, split_cores, torch_threads
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 from inflight.session import launch
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.objective.loss import policy_loss

@@ -30,8 +30,9 @@ from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.engine.device import resolve_device
 from inflight.engine.launcher import EngineLauncher
-from inflight.engine.loading import load_model, resolve_device
+from inflight.engine.loading import load_model
 from inflight.stream.reader import StreamReader
 from inflight.weights.link import Address
 from inflight.weights.publisher import Publisher

@@ -23,7 +23,8 @@ from inflight.bench.options import ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.bench.peers import Worker, interpreter
 from inflight.bench.plots import draw_sizes, new_figure, save_figure
-from inflight.engine.loading import load_config, resolve_device, resolve_dtype
+from inflight.engine.device import resolve_device
+from inflight.engine.loading import load_config, resolve_dtype
 from inflight.engine.shapes import SHAPES
 
 SETTLE_S = 0.5

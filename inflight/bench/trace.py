@@ -13,7 +13,7 @@ from inflight.bench.options import TraceOptions
 from inflight.bench.staleness import parity_of_tokens
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import load_trainer, split_cores, torch_threads
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 from inflight.observability.trace import check_path
 from inflight.observability.trace_file import GPU_WORK, Event, read
 from inflight.session import launch

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from inflight.core.decoder import ATTENTION, MLP
+
 ALIGNMENT_BYTES = 64
 
 DTYPE_BYTES = {
@@ -23,9 +25,9 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
-# Sibling projections that read the same input. Their tensors lie side by side without a gap, so that one
-# [q + k + v, hidden] or [gate + up, hidden] view covers them.
-FUSED_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Projections that read the same input lie side by side without a gap, so that one [q + k + v, hidden] or
+# [gate + up, hidden] view covers them.
+_SIBLINGS = [projections.parts for projections in (*ATTENTION, *MLP)]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +101,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
 
 def _runs(tensors: list[tuple[str, tuple[int, ...], str]]) -> Iterable[list[tuple[str, tuple[int, ...], str]]]:
-    """Split into runs to be placed without gaps: fused siblings of one dtype together, every other tensor alone."""
+    """Split tensors into runs to be placed without gaps: siblings of one dtype together, every other tensor alone."""
     by_name = {name: (name, shape, dtype) for name, shape, dtype in tensors}
     placed: set[str] = set()
     for name, shape, dtype in tensors:
@@ -109,7 +111,7 @@ def _runs(tensors: list[tuple[str, tuple[int, ...], str]]) -> Iterable[list[tupl
         parts = name.rsplit(".", 2)
         if len(parts) == 3:
             parent, module, leaf = parts
-            siblings = next((s for s in FUSED_SIBLINGS if module in s), ())
+            siblings = next((s for s in _SIBLINGS if module in s), ())
             family = [by_name.get(f"{parent}.{sibling}.{leaf}") for sibling in siblings]
             members = [member for member in family if member is not None]
             if members and len(members) == len(family) and len({(m[2], m[1][1:]) for m in members}) == 1:

@@ -48,6 +48,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     tokens then attend to what older weights computed, as those of running sequences do (kv_on_swap="keep", which it
     asks for). Adapters share nothing with each other or the weights alone, requests that are pinned to a version
     nothing with others. Each rollout says what it took over (`prefix_tokens`, `prefix_version`)."""
+    schedule_order: str = "inflight.engine.order:first_come_first_served"
+    """The function, as "module:function", that says which sequences are admitted first and preempted last, by a number
+    for each (engine/order.py). The engine's process imports the module."""
     attention: str = "auto"
     """flashinfer, torch or cpu; auto takes what is fastest and there."""
     cuda_graphs: bool = True

@@ -22,7 +22,7 @@ from inflight.demo.record import StepRecord, append_step, plot
 from inflight.demo.tasks import Task, file_task, gym_task
 from inflight.demo.trainer import load_trainer, require_tokenizer, split_cores, torch_threads, without_full_collections
 from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
-from inflight.engine.loading import resolve_device
+from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, write_json
 from inflight.session import LaunchedEngine, launch

@@ -15,13 +15,16 @@ from inflight_kernels import add_lora
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.core.decoder import ATTENTION, MLP
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
+from inflight.core.options import EngineOptions
+from inflight.engine.attention.backend import AttentionBackend, GraphBackend
 from inflight.weights.slot_table import Slot, SlotTable
 from inflight.weights.tensors import dtype_name
 
 SLOTS = 2
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+_PROJECTIONS = [name for projections in (*ATTENTION, *MLP) for name in projections.names]
 _ATTRIBUTE = "inflight_lora"
 
 
@@ -49,14 +52,13 @@ class AdapterBank:
     def __init__(
         self,
         model: PreTrainedModel,
-        names: Sequence[str],
-        rank: int,
-        *,
-        max_tokens: int,
+        options: EngineOptions,
         make_slot: Callable[[int], Slot],
-        always: bool,
+        backend: AttentionBackend,
     ):
-        """max_tokens: of one pass. always: compute adapters in passes that need none, as CUDA graphs do."""
+        """Uses adapters, lora_rank, cuda_graphs and the numbers of sequences and prompt tokens in a pass. With CUDA
+        graphs adapters are computed in passes that need none, too."""
+        names, rank = options.adapters, options.lora_rank
         targets = {
             name: module
             for name, module in model.named_modules()
@@ -68,9 +70,10 @@ class AdapterBank:
         self.layout = _layout(targets, names, rank)
         memory = make_slot(SLOTS * self.layout.total_bytes)
         self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
+        max_tokens = options.max_sequences + options.max_prefill_tokens
         self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=memory.buffer.device)
-        """Of the pass under way, by token: which adapter of which slot, −1 for none."""
-        self.active = self._always = always
+        """The adapter, and its slot, that each token of the pass under way uses; −1 for none."""
+        self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
         first = next(iter(targets.values())).weight
         words, size = memory.buffer.view(first.dtype), DTYPE_BYTES[dtype_name(first.dtype)]

@@ -1,4 +1,4 @@
-"""Whether the engine computes what a model computes: in fp32, on a twin of it, and on its own weights if it is small.
+"""Checks that the engine computes what a model does: in fp32, on a twin of it, and on its own weights if it is small.
 
 Three ways to compute the logits of the same sequences are held against each other: Transformers' own (eager) attention,
 one sequence at a time; the same module with our attention over a paged cache, several sequences to a pass, prompts in
@@ -15,10 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, choose_backend
+from inflight.core.options import EngineOptions
+from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
+from inflight.engine.attention.choose import choose_backend
 from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
 from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
-from inflight.engine.kv_cache import KVCache
+from inflight.engine.kv_memory import KVMemory
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import module_over
 from inflight.models.twin import TOLERANCE, NoTwinError, first_line, relative_error, try_sequences, twin_of
@@ -63,11 +65,11 @@ def check_model(model: PreTrainedModel, *, fused: bool) -> str | None:
 
 
 @torch.inference_mode()
-def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> None:
+def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend) -> None:
     """Compare a module over its slot with itself under Transformers' own attention, in the dtype and on the device that
     serve it, for a batch of one sequence. Raises UnsupportedModelError if they differ by more than rounding does."""
-    backend.begin(batch, cache)
-    ours = run_packed(model, batch, cache, backend)
+    backend.begin(batch, memory)
+    ours = run_packed(model, batch, memory, backend)
     try:
         model.set_attn_implementation("eager")
         theirs = model(input_ids=batch.token_ids[None], use_cache=False).logits[0, batch.rows]
@@ -85,7 +87,7 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, cache: KVCache, b
 
 @torch.inference_mode()
 def _compare_itself(model: PreTrainedModel, *, fused: bool) -> str | None:
-    """As `_compare`, with the model's own weights in fp32 on the CPU."""
+    """Do what `_compare` does with the model's own weights, in fp32 on the CPU."""
     packed = copy.deepcopy(model)
     nn.Module.to(packed, "cpu", torch.float32)
     packed.set_attn_implementation("eager")
@@ -105,18 +107,14 @@ def _compare(
     layers = probe_layers(model)
     longest = max(map(len, sequences))
     backend = choose_backend("cpu", layers, cpu)
-    cache = KVCache(
-        layers,
-        backend,
-        max_sequences=len(sequences),
-        max_context=longest,
-        max_prefill_tokens=sum(map(len, sequences)),
-        device=cpu,
-        fraction=0.5,
+    num_tokens = sum(map(len, sequences))
+    options = EngineOptions(
+        model=name, max_sequences=len(sequences), max_context=longest, max_prefill_tokens=num_tokens
     )
+    memory = KVMemory(layers, backend, options, cpu)
     theirs = torch.cat(expected)
     try:
-        ours = _logits(sequences, cache, backend, lambda batch: run_packed(model, batch, cache, backend))
+        ours = _logits(sequences, memory, backend, lambda batch: run_packed(model, batch, memory, backend))
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -124,7 +122,7 @@ def _compare(
     if ours.shape != theirs.shape:
         raise UnsupportedModelError(f"{name} does not give logits for the tokens that it is asked for")
     if not (error := relative_error(ours, theirs)) < TOLERANCE:
-        alone = _whole(sequences[0], cache, backend, model)
+        alone = _whole(sequences[0], memory, backend, model)
         raise UnsupportedModelError(
             f"{name} cannot be run: {_why(alone, expected[0])}, its logits are off by {error:.0%}"
         )
@@ -135,7 +133,7 @@ def _compare(
         buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         fill(slot_views(buffer, layout), published_tensors(model))
         module = module_over(model, layout, buffer)
-        ours = _logits(sequences, cache, backend, FusedDecoder(module, cache, backend, longest))
+        ours = _logits(sequences, memory, backend, FusedDecoder(module, memory, backend, longest))
     except UnknownPartError as error:
         return str(error)
     except Exception as error:  # what a foreign model raises on its way into ours
@@ -145,11 +143,11 @@ def _compare(
     return None
 
 
-def _whole(ids: torch.Tensor, cache: KVCache, backend: AttentionBackend, model: PreTrainedModel) -> torch.Tensor:
+def _whole(ids: torch.Tensor, memory: KVMemory, backend: AttentionBackend, model: PreTrainedModel) -> torch.Tensor:
     """Logits [T, V] of one sequence in one pass."""
-    batch = _batch([ids], [(0, 0, len(ids))], cache)
-    backend.begin(batch, cache)
-    return run_packed(model, batch, cache, backend)
+    batch = _batch([ids], [(0, 0, len(ids))], memory)
+    backend.begin(batch, memory)
+    return run_packed(model, batch, memory, backend)
 
 
 def _why(alone: torch.Tensor, expected: torch.Tensor) -> str:
@@ -163,15 +161,15 @@ def _why(alone: torch.Tensor, expected: torch.Tensor) -> str:
 
 def _logits(
     sequences: list[torch.Tensor],
-    cache: KVCache,
+    memory: KVMemory,
     backend: AttentionBackend,
     run: Callable[[ForwardBatch], torch.Tensor],
 ) -> torch.Tensor:
     """Logits [sum of T, V] of all tokens, computed in passes that begin, go on with and end sequences."""
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for chunks in _passes([len(ids) for ids in sequences]):
-        batch = _batch(sequences, chunks, cache)
-        backend.begin(batch, cache)
+        batch = _batch(sequences, chunks, memory)
+        backend.begin(batch, memory)
         parts = run(batch).float().split([end - start for _, start, end in chunks])
         for (index, _, _), part in zip(chunks, parts, strict=True):
             rows[index].append(part)
@@ -189,19 +187,19 @@ def _passes(lengths: list[int]) -> Iterator[list[tuple[int, int, int]]]:
             yield sorted(chunks, key=lambda chunk: chunk[2] - chunk[1] > 1)
 
 
-def _batch(sequences: list[torch.Tensor], chunks: list[tuple[int, int, int]], cache: KVCache) -> ForwardBatch:
+def _batch(sequences: list[torch.Tensor], chunks: list[tuple[int, int, int]], memory: KVMemory) -> ForwardBatch:
     """Sequence i holds the i-th run of `max_blocks` blocks of every group."""
-    size, per_sequence = cache.block_size, cache.max_blocks
+    size, per_sequence = memory.block_size, memory.max_blocks
     tables = np.array([[1 + i * per_sequence + block for block in range(per_sequence)] for i, _, _ in chunks], np.int32)
     positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
-    slots = torch.cat([torch.arange(s, e) + (1 + i * per_sequence) * size for i, s, e in chunks])
+    cache_index = torch.cat([torch.arange(s, e) + (1 + i * per_sequence) * size for i, s, e in chunks])
     counts = [end - start for _, start, end in chunks]
     return ForwardBatch(
         token_ids=torch.cat([sequences[i][start:end] for i, start, end in chunks]),
         positions=positions,
         rows=torch.arange(len(positions)),
-        slots=[slots for _ in cache.groups],
-        tables=[tables for _ in cache.groups],
+        cache_index=[cache_index for _ in memory.groups],
+        tables=[tables for _ in memory.groups],
         starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
         contexts=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
         num_single=sum(count == 1 for count in counts),

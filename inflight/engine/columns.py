@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from inflight.engine.sampler import Drawn
-from inflight.engine.scheduler import Chunk
+from inflight.engine.sequence import Chunk
 
 
 def extra_columns(drawn: Drawn, rows: Rows[int]) -> dict[str, np.ndarray]:

@@ -21,9 +21,10 @@ from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, r
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
 from inflight.engine.adapters import Lora, lora_of, merge_lora
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
-from inflight.engine.kv_cache import KVCache
+from inflight.engine.kv_memory import KVMemory
 
 
 class UnknownPartError(Exception):
@@ -75,12 +76,14 @@ class _Attention:
     kv_heads: int
     rope: _Rope
     head_norms: tuple[_Norm, _Norm] | None
-    """Of each query and key head (Qwen 3, Gemma 3)."""
+    """They norm each query and key head (Qwen 3, Gemma 3)."""
     whole_norms: tuple[_Norm, _Norm] | None
-    """Of all query and all key heads together (OLMo 2)."""
+    """They norm all query heads together, and all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend
+    ) -> torch.Tensor:
         qkv = self.qkv(x)
         if self.whole_norms is not None:
             q_norm, k_norm = self.whole_norms
@@ -96,9 +99,9 @@ class _Attention:
             self.rope.cos,
             self.rope.sin,
             batch.positions,
-            batch.slots[cache.group_of[self.index]],
-            cache.keys[self.index],
-            cache.values[self.index],
+            batch.cache_index[memory.group_of[self.index]],
+            memory.keys[self.index],
+            memory.values[self.index],
             q_heads=self.q_heads,
             kv_heads=self.kv_heads,
             **norms,
@@ -140,8 +143,8 @@ class _Layer:
 class FusedDecoder:
     """A decoder over the weights of one slot. Raises UnknownPartError if a part of the model is not known."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, backend: AttentionBackend, max_context: int):
-        self._cache, self._backend = cache, backend
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, backend: AttentionBackend, max_context: int):
+        self._memory, self._backend = memory, backend
         body = _part(model, "model", nn.Module)
         self._embed = _part(body, "embed_tokens", nn.Module)
         ropes = _Ropes(_part(body, "rotary_emb", nn.Module), max_context)
@@ -159,7 +162,7 @@ class FusedDecoder:
         residual = self._embed(batch.token_ids)
         x = residual if (first := self._layers[0].before_attention) is None else first(residual)
         for index, layer in enumerate(self._layers):
-            x = layer.attention(x, batch, self._cache, self._backend)
+            x = layer.attention(x, batch, self._memory, self._backend)
             if layer.after_attention is not None:
                 x = layer.after_attention(x)
             x, residual = _add(x, residual, layer.before_mlp)
@@ -179,7 +182,7 @@ class FusedDecoder:
 
 
 def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
+    """True if two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
     weights, at most rows: in 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by
     their size; what is closer is told apart in fp32 (`agreement.py`)."""
     tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
@@ -207,27 +210,23 @@ def _part(module: nn.Module, name: str, kind: type) -> Any:
 
 def _layer(layer: nn.Module, ropes: "_Ropes") -> _Layer:
     norms = {name: child for name, child in layer.named_children() if name.endswith("layernorm")}
-    behind = "post_feedforward_layernorm" in norms  # then "post_attention" means behind the attention
-    around = ["input_layernorm"]
-    around += ["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"] if behind else []
-    around += [] if behind else ["", "post_attention_layernorm", ""]
-    if unknown := set(norms) - set(around):
+    kind = next((kind for kind in LAYER_NORMS if kind.last in norms), LAYER_NORMS[-1])
+    places = (kind.before_attention, kind.after_attention, kind.before_mlp, kind.after_mlp)
+    if unknown := set(norms) - set(places):
         raise UnknownPartError(f"{type(layer).__name__} has {', '.join(sorted(unknown))}")
-    before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in around)
+    before, after, before_mlp, after_mlp = (_norm(norms[name]) if name in norms else None for name in places)
     attention = _attention(_part(layer, "self_attn", nn.Module), ropes)
     return _Layer(before, attention, after, before_mlp, _mlp(_part(layer, "mlp", nn.Module)), after_mlp)
 
 
 def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
-    if hasattr(module, "qkv_proj"):
-        qkv, out = _linear(_part(module, "qkv_proj", nn.Linear)), _linear(_part(module, "o_proj", nn.Linear))
-        q_heads = out.weight.shape[1] // head_dim
-        kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
-    else:
-        q, k, v, o = (_linear(_part(module, f"{name}_proj", nn.Linear)) for name in "qkvo")
-        q_heads, kv_heads = q.weight.shape[0] // head_dim, k.weight.shape[0] // head_dim
-        qkv, out = _merge_linear(q, k, v), o
+    names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
+    parts = (names.whole,) if hasattr(module, names.whole) else names.parts
+    linears = [_linear(_part(module, name, nn.Linear)) for name in parts]
+    out = _linear(_part(module, names.out, nn.Linear))
+    qkv, q_heads = _merge_linear(*linears), out.weight.shape[1] // head_dim
+    kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
     norms = None
     if hasattr(module, "q_norm"):
         norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
@@ -249,15 +248,15 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
-    down = getattr(module, "down_proj", None)
-    if activation is None or not isinstance(down, nn.Linear):
+    if activation is None:
         return _Opaque(module)
-    if isinstance(both := getattr(module, "gate_up_proj", None), nn.Linear):
-        return _Mlp(_linear(both), _linear(down), activation)
-    gate, up = getattr(module, "gate_proj", None), getattr(module, "up_proj", None)
-    if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
-        return _Opaque(module)
-    return _Mlp(_merge_linear(_linear(gate), _linear(up)), _linear(down), activation)
+    for names in MLP:
+        for parts in ((names.whole,), names.parts):
+            linears = [getattr(module, name, None) for name in (*parts, names.out)]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                *gate_up, down = (_linear(linear) for linear in linears if isinstance(linear, nn.Module))
+                return _Mlp(_merge_linear(*gate_up), down, activation)
+    return _Opaque(module)
 
 
 def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
@@ -297,7 +296,7 @@ def _cover(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _norm(module: nn.Module) -> _Norm:
-    """Which RMSNorm a module is, told by what it makes of random numbers in the dtype of its weight."""
+    """The RMSNorm that a module is, told by what it makes of random numbers in the dtype of its weight."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(eps, float):

@@ -14,7 +14,8 @@ import torch
 
 from inflight.engine.attention.backend import ForwardBatch, GraphBackend
 from inflight.engine.fused import FusedDecoder
-from inflight.engine.kv_cache import NO_BLOCK, KVCache
+from inflight.engine.kv_cache import NO_BLOCK
+from inflight.engine.kv_memory import KVMemory
 
 _WARM_UP_PASSES = 2
 
@@ -60,22 +61,22 @@ class DecodeGraphs:
     def __init__(
         self,
         decoders: Seq[FusedDecoder],
-        cache: KVCache,
+        memory: KVMemory,
         backend: GraphBackend,
         *,
         max_sequences: int,
         device: torch.device,
     ):
         """Records all graphs. Raises RuntimeError if a pass cannot be recorded."""
-        self._decoders, self._cache, self._backend = list(decoders), cache, backend
+        self._decoders, self._memory, self._backend = list(decoders), memory, backend
         self._sizes = graph_sizes(max_sequences)
-        self._inputs = torch.zeros(2 + len(cache.groups), max_sequences, dtype=torch.int64, device=device)
-        """Token ids, positions, and the slots of each group."""
+        self._inputs = torch.zeros(2 + len(memory.groups), max_sequences, dtype=torch.int64, device=device)
+        """Token ids, positions, and the cache index of each group."""
         self._rows = torch.arange(max_sequences, device=device)
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
-        """By slot and size: what a replay leaves for the head."""
+        """Maps (slot, size) to what a replay leaves for the head."""
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
-        self._backend.prepare_graphs(cache, max_sequences)
+        self._backend.prepare_graphs(memory, max_sequences)
         self._record(device)
 
     def __len__(self) -> int:
@@ -86,9 +87,9 @@ class DecodeGraphs:
         """Logits [S, V] of a batch of S single tokens."""
         count = len(batch.contexts)
         size = next(size for size in self._sizes if size >= count)
-        self._inputs[:, :count] = torch.stack((batch.token_ids, batch.positions, *batch.slots))
+        self._inputs[:, :count] = torch.stack((batch.token_ids, batch.positions, *batch.cache_index))
         self._inputs[:, count:size] = 0
-        self._backend.begin_graph(self._padded(batch, size), self._cache)
+        self._backend.begin_graph(self._padded(batch, size), self._memory)
         self._replays[slot, size]()
         return self._decoders[slot].logits(self._hidden[slot, size][:count])
 
@@ -98,7 +99,7 @@ class DecodeGraphs:
         return ForwardBatch(
             token_ids=self._inputs[0, :size],
             positions=self._inputs[1, :size],
-            slots=list(self._inputs[2:, :size]),
+            cache_index=list(self._inputs[2:, :size]),
             tables=[np.pad(table, ((0, more), (0, 0)), constant_values=NO_BLOCK) for table in batch.tables],
             starts=torch.arange(size + 1, dtype=torch.int32),
             contexts=torch.cat((batch.contexts, batch.contexts.new_ones(more))),
@@ -113,11 +114,11 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             batch = self._empty(size)
             for slot, decoder in enumerate(self._decoders):
-                self._backend.begin_graph(batch, self._cache)
+                self._backend.begin_graph(batch, self._memory)
                 self._replays[slot, size], self._hidden[slot, size] = record(partial(decoder.hidden, batch))
 
     def _empty(self, size: int) -> ForwardBatch:
         """A batch of padding alone."""
-        groups, tokens, host = len(self._cache.groups), self._rows[:0], torch.empty(0, dtype=torch.int32)
+        groups, tokens, host = len(self._memory.groups), self._rows[:0], torch.empty(0, dtype=torch.int32)
         tables = [np.empty((0, 1), np.int32)] * groups
         return self._padded(ForwardBatch(tokens, tokens, [tokens] * groups, tables, host, host, tokens), size)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.hook import record_calls
-from inflight.engine.kv_cache import LayerShape
+from inflight.engine.kv_memory import LayerShape
 from inflight.models.twin import first_line
 
 

@@ -5,24 +5,23 @@ from dataclasses import dataclass
 
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Prompt, shorten
+from inflight.weights.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of an engine, as it is now."""
+    """What an engine takes, for as long as it lives."""
 
     max_context: int
     vocab_size: int
     can_read_text: bool
-    """Whether there is a tokenizer for stop strings."""
+    """There is a tokenizer, which stop strings need."""
     adapters: Collection[str]
-    versions: Collection[int]
-    """That some slot holds."""
-    has_live_version: bool
 
 
-def check_prompt(name: str, prompt: Prompt, limits: Limits) -> None:
-    """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it."""
+def check_prompt(name: str, prompt: Prompt, limits: Limits, slot_table: SlotTable) -> None:
+    """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it, or has not the
+    version that it is pinned to now."""
     ids, params = prompt.token_ids, prompt.params
     if not ids:
         raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
@@ -53,10 +52,10 @@ def check_prompt(name: str, prompt: Prompt, limits: Limits) -> None:
             )
         if prompt.version is not None:
             raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
-    if prompt.version not in (None, LIVE_VERSION) and prompt.version not in limits.versions:
+    if prompt.version not in (None, LIVE_VERSION) and prompt.version not in slot_table.versions:
         raise InvalidRequestError(
             f"{name} is pinned to version {prompt.version}, which no slot holds; "
-            f"held are {', '.join(map(str, limits.versions)) or 'none'}"
+            f"held are {', '.join(map(str, slot_table.versions)) or 'none'}"
         )
-    if prompt.version == LIVE_VERSION and not limits.has_live_version:
+    if prompt.version == LIVE_VERSION and slot_table.live is None:
         raise InvalidRequestError(f"{name} is pinned to the live version, but the only slot is being written to")

@@ -29,23 +29,6 @@ from inflight.weights.tensors import published_tensors, slot_views
 RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def resolve_device(name: str) -> torch.device:
-    """cpu, or a GPU with its index; "auto" is the first GPU where there is one. Raises ModelLoadError."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelLoadError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ModelLoadError(f"device {name!r} was asked for, but torch sees no GPU; use device='cpu'")
-        return torch.device("cuda", device.index or 0)
-    if device.type != "cpu":
-        raise ModelLoadError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
-    return device
-
-
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
     """The dtype of the weights. "auto" is the checkpoint's own, told by None; for a built-in shape, bf16 on a GPU and
     fp32 on a CPU."""

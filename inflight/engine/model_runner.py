@@ -7,15 +7,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_weights
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
 from inflight.engine.attention.hook import run_packed
+from inflight.engine.device import to_device
 from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
 from inflight.engine.graphs import DecodeGraphs
-from inflight.engine.kv_cache import NO_BLOCK, KVCache
-from inflight.engine.scheduler import Schedule
-from inflight.engine.transfer import to_device
+from inflight.engine.kv_cache import NO_BLOCK
+from inflight.engine.kv_memory import KVMemory
+from inflight.engine.sequence import Schedule
 from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
@@ -27,33 +29,30 @@ class ModelRunner:
     def __init__(
         self,
         modules: Seq[PreTrainedModel],
-        cache: KVCache,
+        memory: KVMemory,
         backend: AttentionBackend,
-        *,
-        max_sequences: int,
-        max_context: int,
+        options: EngineOptions,
         device: torch.device,
+        adapters: AdapterBank | None,
         unfused_reason: str | None,
-        cuda_graphs: bool,
-        adapters: AdapterBank | None = None,
     ):
         self._modules = list(modules)
         self._adapters = adapters
-        self._cache, self._backend, self._device = cache, backend, device
-        self.last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        """By batch row: the token drawn last. It never visits the host on its way into the next pass."""
+        self._memory, self._backend, self._device = memory, backend, device
+        self._options = options
+        self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=device)
+        """The token drawn last in each batch row. It never visits the host on its way into the next pass."""
         self.unfused_reason = unfused_reason
         """Why the model runs as Transformers runs it; None where it runs fused."""
         self._decoders: list[FusedDecoder] = []
-        batch = self._probe(min(12, max_context))
-        check_weights(self._modules[0], batch, cache, backend)
+        batch = self._probe(min(12, options.max_context))
+        check_weights(self._modules[0], batch, memory, backend)
         if unfused_reason is None:
-            self._fuse(batch, max_context)
+            self._fuse(batch)
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
-        self._tables = [_BlockTable(max_sequences, cache.max_blocks) for _ in cache.groups]
-        self._max_sequences = max_sequences
-        self._wants_graphs = cuda_graphs
+        self._tables = [_BlockTable(options.max_sequences, memory.max_blocks) for _ in memory.groups]
+        self._wants_graphs = options.cuda_graphs
         self._graphs: DecodeGraphs | None = None
         self.capture()
 
@@ -69,7 +68,7 @@ class ModelRunner:
             return
         try:
             self._graphs = DecodeGraphs(
-                self._decoders, self._cache, backend, max_sequences=self._max_sequences, device=self._device
+                self._decoders, self._memory, backend, max_sequences=self._options.max_sequences, device=self._device
             )
         except RuntimeError as error:  # a mixture of experts that asks the device how many tokens each of them has
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
@@ -92,7 +91,7 @@ class ModelRunner:
         if self._graphs is not None and schedule.num_single == len(schedule.chunks):
             logits = self._graphs.run(slot, batch)
         else:
-            self._backend.begin(batch, self._cache)
+            self._backend.begin(batch, self._memory)
             logits = self._run(slot, batch)
         chunks = [chunk for _, chunk in schedule.draws]
         if len(set(chunks)) < len(chunks):  # samples of one prompt draw from the same row
@@ -102,10 +101,10 @@ class ModelRunner:
     def _run(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
         if self._decoders:
             return self._decoders[slot](batch)
-        return run_packed(self._modules[slot], batch, self._cache, self._backend)
+        return run_packed(self._modules[slot], batch, self._memory, self._backend)
 
     def _batch(self, schedule: Schedule) -> ForwardBatch:
-        chunks, size = schedule.chunks, self._cache.block_size
+        chunks, size = schedule.chunks, self._memory.block_size
         counts = np.array([chunk.count for chunk in chunks])
         begins = np.array([chunk.start for chunk in chunks])
         starts = np.concatenate(([0], np.cumsum(counts)))
@@ -116,23 +115,23 @@ class ModelRunner:
         used = -(-int((begins + counts).max()) // size)
         owner = np.repeat(np.arange(len(chunks)), counts)
         rows_S = np.array([chunk.sequence.batch_row for chunk in chunks])
-        tables, slots = [], []
+        tables, cache_index = [], []
         for group, table_of_rows in enumerate(self._tables):
             for chunk in chunks:
-                table_of_rows.update(chunk.sequence.batch_row, chunk.sequence.blocks[group])
+                table_of_rows.update(chunk.sequence.batch_row, chunk.sequence.holding.blocks[group])
             table = table_of_rows.blocks[rows_S, :used]
-            slots.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
+            cache_index.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
             tables.append(table)
         num_single = schedule.num_single
-        ids, positions, rows, batch_rows, *slots = self._to_device(
-            [token_ids, positions, rows, rows_S[:num_single], *slots]
+        ids, positions, rows, batch_rows, *cache_index = self._to_device(
+            [token_ids, positions, rows, rows_S[:num_single], *cache_index]
         )
         ids[:num_single] = self.last_tokens[batch_rows]
         return ForwardBatch(
             token_ids=ids,
             positions=positions,
             rows=rows,
-            slots=slots,
+            cache_index=cache_index,
             tables=tables,
             starts=torch.from_numpy(starts.astype(np.int32)),
             contexts=torch.from_numpy((begins + counts).astype(np.int32)),
@@ -159,13 +158,13 @@ class ModelRunner:
     # ---- fusion -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _fuse(self, batch: ForwardBatch, max_context: int) -> None:
+    def _fuse(self, batch: ForwardBatch) -> None:
         """Use fused decoders if they compute over these weights, in this dtype and on this device, what the model
         computes. Their parts were compared closely before (`agreement.py`)."""
         try:
-            decoders = [FusedDecoder(m, self._cache, self._backend, max_context) for m in self._modules]
-            self._backend.begin(batch, self._cache)
-            theirs = run_packed(self._modules[0], batch, self._cache, self._backend)
+            decoders = [FusedDecoder(m, self._memory, self._backend, self._options.max_context) for m in self._modules]
+            self._backend.begin(batch, self._memory)
+            theirs = run_packed(self._modules[0], batch, self._memory, self._backend)
             agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
         except UnknownPartError as error:
             self.unfused_reason = str(error)
@@ -179,16 +178,16 @@ class ModelRunner:
 
     def _probe(self, length: int) -> ForwardBatch:
         """A batch of one sequence in the first blocks of the cache, which nobody holds yet."""
-        size = self._cache.block_size
+        size = self._memory.block_size
         positions = torch.arange(length, device=self._device)
         vocabulary = self._modules[0].config.get_text_config().vocab_size
         table = np.arange(1, -(-length // size) + 1, dtype=np.int32)[None]
-        groups = range(len(self._cache.groups))
+        groups = range(len(self._memory.groups))
         return ForwardBatch(
             token_ids=(positions * 7919 + 1) % vocabulary,
             positions=positions,
             rows=positions,
-            slots=[positions + size for _ in groups],
+            cache_index=[positions + size for _ in groups],
             tables=[table for _ in groups],
             starts=torch.tensor([0, length], dtype=torch.int32),
             contexts=torch.tensor([length], dtype=torch.int32),

@@ -11,7 +11,7 @@ from inflight.core.errors import InvalidRequestError
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a row of a dataset."""
 _COLUMNS = ("prompt", "messages")
-"""Of a dataset's row: where its prompt is."""
+"""The columns of a dataset that may hold its prompts."""
 
 
 def encode_prompts(

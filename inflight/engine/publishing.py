@@ -65,7 +65,7 @@ class PublisherService:
                 self._slot_table.check(message)
                 self._load(sender, message)
         if isinstance(message, SlotReady | SlotRequest):
-            self._slot_table.handling_ns += now_ns() - began_ns
+            self._engine.stall_clock.handled(self._slot_table, began_ns)
         return None
 
     def take_results(self) -> None:
@@ -81,7 +81,7 @@ class PublisherService:
                 began_ns = now_ns()
                 if not self._control.send(holder, SlotFree(slot=slot)):  # it does not know that it was lent one
                     slot_table.withdraw([slot])
-                slot_table.handling_ns += now_ns() - began_ns
+                self._engine.stall_clock.handled(slot_table, began_ns)
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""

@@ -15,8 +15,8 @@ import torch
 from inflight_kernels import draw, uniforms
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.scheduler import Sequence
-from inflight.engine.transfer import to_device
+from inflight.engine.device import to_device
+from inflight.engine.sequence import Sequence
 
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)

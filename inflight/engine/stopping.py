@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.engine.scheduler import Sequence
+from inflight.engine.sequence import Sequence
 
 _TOKENS_PER_CHARACTER = 4
 """A character is at most four bytes of UTF-8, and a token holds at least one byte."""
@@ -19,7 +19,7 @@ class StopCondition:
 
     @property
     def can_read_text(self) -> bool:
-        """Whether there is a tokenizer, without which stop strings cannot be seen."""
+        """There is a tokenizer, without which stop strings cannot be seen."""
         return self._tokenizer is not None
 
     def is_met(self, sequence: Sequence) -> bool:
@@ -31,7 +31,7 @@ class StopCondition:
         return bool(params.stop) and self._ends_with_a_stop_string(sequence)
 
     def _ends_with_a_stop_string(self, sequence: Sequence) -> bool:
-        """Whether the last token completes a stop string."""
+        """True if the last token completes a stop string."""
         assert self._tokenizer is not None
         stops = sequence.params.stop
         tokens = sequence.tokens[-(_TOKENS_PER_CHARACTER * max(map(len, stops)) + 1) :]

@@ -59,8 +59,6 @@ class SlotTable:
         self.live: int | None = 0
         """None while the only slot is lent."""
         self.version = 0
-        self.handling_ns = 0
-        """Time spent on messages about slots since the last swap."""
         self._ready: Ready | None = None
         self._wanted = False
         self._version_of: dict[int, int] = {0: 0}

@@ -680,21 +680,21 @@ int gated_activation(const void *x, int64_t stride, void *out, int bf, int64_t t
     return 0;
 }
 
-// Per-head norm (optional), rotation of the first `rotary` dims, keys and values written to their slots.
+// Per-head norm (optional), rotation of the first `rotary` dims, keys and values written to their places in the cache.
 // qkv [T, (Hq + 2 Hk) D] -> q [T, Hq, D]; caches as for paged_attention with Dv = D. cos, sin f32[P, rotary].
 int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys, void *values, const float *cosines,
-        const float *sines, int rotary, const int64_t *positions, const int64_t *slots, int64_t tokens, int q_heads,
-        int kv_heads, int dim, const void *q_norm, const void *k_norm, float eps, float offset, int cast_first,
-        int threads) {
+        const float *sines, int rotary, const int64_t *positions, const int64_t *cache_index, int64_t tokens,
+        int q_heads, int kv_heads, int dim, const void *q_norm, const void *k_norm, float eps, float offset,
+        int cast_first, int threads) {
     if (dim % LANES || dim > MAX_HEAD || rotary % (2 * LANES)) return 1;
 #pragma omp parallel for schedule(static) num_threads(tokens * stride > 8192 ? threads : 1)
     for (int64_t t = 0; t < tokens; t++) {
         const float *cosine = cosines + positions[t] * rotary, *sine = sines + positions[t] * rotary;
-        const int64_t slot = slots[t], block = slot / LANES, at = slot % LANES;
+        const int64_t place = cache_index[t], block = place / LANES, at = place % LANES;
         float row[MAX_HEAD] __attribute__((aligned(64))), turned[MAX_HEAD] __attribute__((aligned(64)));
         // A key goes to one line of the cache per dimension: they are fetched while the queries are computed.
         const int64_t key_bytes = (int64_t)kv_heads * dim * LANES * (bf ? 2 : 4);
-        const int64_t share = slot < 0 ? 0 : (key_bytes / 64 + q_heads - 1) / q_heads;
+        const int64_t share = place < 0 ? 0 : (key_bytes / 64 + q_heads - 1) / q_heads;
         const char *line = (const char *)keys + block * key_bytes;
         for (int h = 0; h < q_heads + kv_heads; h++) {
             const int is_key = h >= q_heads;
@@ -724,7 +724,7 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
             if (!is_key) {
                 for (int d = 0; d < dim; d += LANES)
                     store(q, bf, (t * q_heads + h) * (ptrdiff_t)dim + d, *(vf *)&turned[d]);
-            } else if (slot >= 0) {
+            } else if (place >= 0) {
                 const ptrdiff_t head = block * kv_heads + (h - q_heads);
                 for (int d = 0; d < dim; d++) store1(keys, bf, (head * dim + d) * LANES + at, turned[d]);
                 const ptrdiff_t value = t * stride + (ptrdiff_t)(q_heads + kv_heads + h - q_heads) * dim;

@@ -44,7 +44,7 @@ def rotated_heads(
 def store_heads(
     values,
     cache,
-    slot,
+    place,
     stride_block,
     stride_index,
     stride_head,
@@ -57,9 +57,9 @@ def store_heads(
 ):
     heads = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
     dims = tl.arange(0, BLOCK_D)[None, :].to(tl.int64)
-    at = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_index
+    at = (place // BLOCK_SIZE) * stride_block + (place % BLOCK_SIZE) * stride_index
     at = at + heads * stride_head + dims * stride_dim
-    written = tl.where(slot >= 0, HEADS, 0)
+    written = tl.where(place >= 0, HEADS, 0)
     tl.store(cache + at, values.to(cache.dtype.element_ty), mask=(heads < written) & (dims < D))
 
 
@@ -69,7 +69,7 @@ def rope_and_cache_kernel(
     cos,
     sin,
     positions,
-    slots,
+    cache_index,
     k_cache,
     v_cache,
     q_norm,
@@ -97,7 +97,7 @@ def rope_and_cache_kernel(
     CAST_FIRST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
+    place = tl.load(cache_index + token)
     position = tl.load(positions + token)
     dims = tl.arange(0, BLOCK_D)[None, :]
     dtype: tl.constexpr = qkv.dtype.element_ty
@@ -113,12 +113,12 @@ def rope_and_cache_kernel(
 
     base += Q_HEADS * D
     rotated = rotated_heads(base, k_norm, cosine, sine, eps, offset, KV_HEADS, D, R, BLOCK_KV, BLOCK_D, CAST_FIRST)
-    store_heads(rotated, k_cache, slot, k_block, k_index, k_head, k_dim, BLOCK_SIZE, KV_HEADS, D, BLOCK_KV, BLOCK_D)
+    store_heads(rotated, k_cache, place, k_block, k_index, k_head, k_dim, BLOCK_SIZE, KV_HEADS, D, BLOCK_KV, BLOCK_D)
 
     base += KV_HEADS * D
     heads = tl.arange(0, BLOCK_KV)[:, None]
     values = tl.load(base + heads * D + dims, mask=(heads < KV_HEADS) & (dims < D), other=0.0)
-    store_heads(values, v_cache, slot, v_block, v_index, v_head, v_dim, BLOCK_SIZE, KV_HEADS, D, BLOCK_KV, BLOCK_D)
+    store_heads(values, v_cache, place, v_block, v_index, v_head, v_dim, BLOCK_SIZE, KV_HEADS, D, BLOCK_KV, BLOCK_D)
 
 
 def rope_and_cache(
@@ -126,7 +126,7 @@ def rope_and_cache(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    cache_index: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
@@ -150,7 +150,7 @@ def rope_and_cache(
         cos.contiguous(),
         sin.contiguous(),
         positions.contiguous(),
-        slots.contiguous(),
+        cache_index.contiguous(),
         k_cache,
         v_cache,
         q_norm,

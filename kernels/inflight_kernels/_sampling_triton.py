@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels.sampling import BLOCK
-
 
 @triton.jit
 def mix64(x):
@@ -107,11 +105,16 @@ def draw_kernel(
 
 
 def draw(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, entropy: bool
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    entropy: bool,
+    block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    blocks = triton.cdiv(vocabulary, BLOCK)
+    blocks = triton.cdiv(vocabulary, block_size)
     # Each begins at a multiple of 16 bytes, whatever the number of rows: Triton compiles anew for pointers that do not.
     size = triton.cdiv(rows * blocks, 4) * 4
     statistics = torch.empty(3 if entropy else 2, size, dtype=torch.float32, device=logits.device)
@@ -130,7 +133,7 @@ def draw(
             logits.stride(0),
             V=vocabulary,
             BLOCKS=blocks,
-            BLOCK=BLOCK,
+            BLOCK=block_size,
             num_warps=1,  # sums and maxima of one warp need no barrier, and each thread has several loads in flight
         )
         launch = draw_kernel[(rows,)]
@@ -149,6 +152,6 @@ def draw(
             V=vocabulary,
             BLOCKS=blocks,
             BLOCK_B=triton.next_power_of_2(blocks),
-            BLOCK=BLOCK,
+            BLOCK=block_size,
         )
     return tokens, logprobs, entropies

@@ -18,7 +18,7 @@ def rope_and_cache(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    cache_index: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
@@ -34,10 +34,10 @@ def rope_and_cache(
 
     qkv [T, (Hq + 2·Hk)·D] of any float dtype, its rows any distance apart: all query heads, then all keys, then all
     values. cos and sin f32[P, R], the second half of the columns repeating the first; positions i64[T] are rows of
-    them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype; slots i64[T] are
+    them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype; cache_index i64[T] are
     block · block size + index in the block, and a negative one writes nothing. q_norm and k_norm [D] are weights of an
     RMSNorm over each head before the rotation; eps, offset and cast_first are those of `rms_norm`.
-    Raises ValueError if the shapes do not fit. Neither positions nor slots are checked against their range.
+    Raises ValueError if the shapes do not fit. Neither positions nor cache_index are checked against their range.
     """
     head_dim, rotated = k_cache.shape[-1], cos.shape[-1]
     if qkv.ndim != 2 or qkv.shape[1] != (q_heads + 2 * kv_heads) * head_dim:
@@ -55,9 +55,10 @@ def rope_and_cache(
             f"expected cos and sin [P, R] with R even and at most {head_dim}, got {list(cos.shape)} and "
             f"{list(sin.shape)}"
         )
-    if positions.shape != qkv.shape[:1] or slots.shape != qkv.shape[:1]:
+    if positions.shape != qkv.shape[:1] or cache_index.shape != qkv.shape[:1]:
         raise ValueError(
-            f"expected positions and slots [{qkv.shape[0]}], got {list(positions.shape)} and {list(slots.shape)}"
+            f"expected positions and cache_index [{qkv.shape[0]}], got {list(positions.shape)} and "
+            f"{list(cache_index.shape)}"
         )
     for weight in (q_norm, k_norm):
         if weight is not None and weight.shape != (head_dim,):
@@ -67,8 +68,8 @@ def rope_and_cache(
         q = torch.empty(qkv.shape[0], q_heads, head_dim, dtype=qkv.dtype)
         ran = _cpu.call(
             "rope_and_cache", qkv, qkv.stride(0), q, qkv.dtype == torch.bfloat16, k_cache, v_cache,
-            cos.float().contiguous(), sin.float().contiguous(), rotated, positions.contiguous(), slots.contiguous(),
-            len(qkv), q_heads, kv_heads, head_dim, q_norm, k_norm, eps, offset, cast_first,
+            cos.float().contiguous(), sin.float().contiguous(), rotated, positions.contiguous(),
+            cache_index.contiguous(), len(qkv), q_heads, kv_heads, head_dim, q_norm, k_norm, eps, offset, cast_first,
         )  # fmt: skip
         if ran:
             return q
@@ -83,7 +84,7 @@ def rope_and_cache(
         cos,
         sin,
         positions,
-        slots,
+        cache_index,
         k_cache,
         v_cache,
         q_heads=q_heads,
@@ -101,7 +102,7 @@ def rope_and_cache_reference(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    cache_index: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     *,
@@ -122,9 +123,9 @@ def rope_and_cache_reference(
     cos_T1R = cos[positions].to(qkv.dtype).float()[:, None]
     sin_T1R = sin[positions].to(qkv.dtype).float()[:, None]
     k_THD = _rotate(k_THD, cos_T1R, sin_T1R)
-    kept = slots >= 0
-    kept_slots = slots[kept]
-    where = (kept_slots // k_cache.shape[1], kept_slots % k_cache.shape[1])
+    kept = cache_index >= 0
+    kept_index = cache_index[kept]
+    where = (kept_index // k_cache.shape[1], kept_index % k_cache.shape[1])
     k_cache[where] = k_THD[kept].to(k_cache.dtype)
     v_cache[where] = v_THD[kept].to(v_cache.dtype)
     return _rotate(q_THD, cos_T1R, sin_T1R)

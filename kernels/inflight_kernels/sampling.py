@@ -54,7 +54,7 @@ def draw(
     if logits.is_cuda:
         from inflight_kernels import _sampling_triton
 
-        return _sampling_triton.draw(logits, temperatures, seeds, positions, entropy)
+        return _sampling_triton.draw(logits, temperatures, seeds, positions, entropy, BLOCK)
     if _cpu.takes(logits):
         tokens = torch.empty(rows, dtype=torch.int64)
         logprobs = torch.empty(rows, dtype=torch.float32)

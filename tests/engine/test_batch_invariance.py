@@ -26,7 +26,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.sampler import Drawn, Sampler
-from inflight.engine.scheduler import Sequence
+from inflight.engine.sequence import Sequence
 
 # ---- rows beside each other ------------------------------------------------------------------------------------------
 

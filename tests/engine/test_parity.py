@@ -273,7 +273,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_afterwards(make_eng
     for _ in range(6):
         assembler.add(engine.step())
     engine.sleep()
-    assert engine.cache.keys == []
+    assert engine.memory.keys == []
     assert engine.step() is None
     assert engine.idle
     engine.wake()

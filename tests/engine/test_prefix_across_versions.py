@@ -147,11 +147,11 @@ def test_the_versions_that_are_recorded_are_those_that_computed(make_engine):
         if frame is None:
             continue
         for part in frame.header.taken_over:
-            sequence = engine._sequences.get(part.request_id)
+            sequence = engine.requests.unfinished.get(part.request_id)
             if sequence is None:  # it drew one token and ended
                 continue
-            blocks = torch.tensor(sequence.blocks[0])
-            computed_by = engine.cache.values[0][blocks].flatten(0, 1)[:, 0, 0]
+            blocks = torch.tensor(sequence.holding.blocks[0])
+            computed_by = engine.memory.values[0][blocks].flatten(0, 1)[:, 0, 0]
             assert computed_by[: part.num_tokens].min() == part.version, "the oldest"
             assert computed_by[sequence.taken_over] == frame.header.version, "what is left is computed now"
             truth.setdefault(part.request_id, []).append(part.version)
@@ -268,8 +268,8 @@ def test_random_loads_draw_as_if_everything_were_computed_for_them(make_engine: 
             prompt = [*stem[: rng.randint(1, 60)], rng.randrange(VOCABULARY)]
             params = SamplingParams(max_tokens=rng.randint(1, 25), ignore_eos=True, n=rng.choice([1, 1, 3]))
             engine.submit([Prompt(prompt, params)])
-        if rng.random() < 0.1 and engine._sequences:
-            engine.fork(rng.choice(sorted(engine._sequences)))
+        if rng.random() < 0.1 and engine.requests.unfinished:
+            engine.fork(rng.choice(sorted(engine.requests.unfinished)))
         if rng.random() < 0.15:
             slots = engine.slot_table.lend(in_use=engine.slot_in_use(engine.slot_table))
             if slots:
@@ -277,7 +277,7 @@ def test_random_loads_draw_as_if_everything_were_computed_for_them(make_engine: 
         frame = engine.step()
         if frame is not None:
             rollouts += [r for group in assembler.add(frame) for r in group]
-        engine.cache.check(engine._sequences.values())
+        engine.cache.check(s.holding for s in engine.requests.unfinished.values())
     while engine.has_work:
         frame = engine.step()
         rollouts += [r for group in (assembler.add(frame) if frame else ()) for r in group]

@@ -120,13 +120,13 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_counted(self) -> None:
-        self.engine.cache.check(self.engine._sequences.values())
+        self.engine.cache.check(s.holding for s in self.engine.requests.unfinished.values())
         scheduler = self.engine.scheduler
-        assert scheduler.num_waiting + len(scheduler.running) == len(self.engine._sequences)
+        assert scheduler.num_waiting + len(scheduler.running) == len(self.engine.requests.unfinished)
         batch_rows = [s.batch_row for s in scheduler.running.values()]
         assert len(set(batch_rows)) == len(batch_rows)
         assert sum(self.engine.slot_table._pins.values()) == sum(
-            s.pin is not None for s in self.engine._sequences.values()
+            s.pin is not None for s in self.engine.requests.unfinished.values()
         )
 
     def teardown(self) -> None:
@@ -169,7 +169,7 @@ class Schedules(RuleBasedStateMachine):
         return [self.random.randrange(VOCABULARY) for _ in range(length)]
 
     def _any_sequence(self):
-        sequences = list(self.engine._sequences.values())
+        sequences = list(self.engine.requests.unfinished.values())
         return self.random.choice(sequences) if sequences else None
 
 

@@ -8,7 +8,7 @@ from tiny_models import run
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
-from inflight.engine.scheduler import Sequence
+from inflight.engine.sequence import Sequence
 from inflight.engine.shapes import EOS_TOKEN_ID, byte_tokenizer
 from inflight.engine.stopping import StopCondition
 

@@ -23,7 +23,7 @@ from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.options import EngineOptions
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine import engine as engine_module
+from inflight.engine import build as build_module
 from inflight.engine import model_runner
 from inflight.engine.attention.flashinfer import FlashInferAttention
 from inflight.engine.engine import Engine
@@ -94,7 +94,7 @@ def live(device: str, adapters: tuple[str, ...] = ()) -> list[Rollout]:
     forked = SamplingParams(max_tokens=9, seed=60, n=2)
     events: dict[int, Callable[[], object]] = {
         0: lambda: engine.submit([*prompts, pinned]),
-        5: lambda: engine.fork(next(iter(engine._sequences)), params=forked),
+        5: lambda: engine.fork(next(iter(engine.requests.unfinished)), params=forked),
         8: lambda: publish(engine, make_model(MODEL, seed=1).to(engine.device)),
         14: engine.sleep,
         16: engine.wake,
@@ -158,9 +158,9 @@ def engine_that_forgets_draws_something_else() -> None:
         done.done = None
         return collect(self, done)
 
-    def plan_once(self, batch, cache):
-        if cache is not self._cache or len(batch.contexts) not in self._plans_of[0].graphs:
-            begin_graph(self, batch, cache)
+    def plan_once(self, batch, memory):
+        if memory is not self._memory or len(batch.contexts) not in self._plans_of[0].graphs:
+            begin_graph(self, batch, memory)
 
     for owner, name, forgetful in (
         (Engine, "_collect", collect_without_waiting),
@@ -281,8 +281,8 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
 def main(directory: str, *programs: str) -> None:
     torch.set_num_threads(1)
     pretend_gpu.install()
-    choose = engine_module.choose_backend
-    engine_module.choose_backend = lambda name, layers, device: (
+    choose = build_module.choose_backend
+    build_module.choose_backend = lambda name, layers, device: (
         FlashInferAttention(layers, device) if device.type == "cuda" else choose(name, layers, device)
     )
     os.chdir(directory)

@@ -28,7 +28,7 @@ from inflight_kernels.activation import gated_activation_reference
 from inflight_kernels.lora import add_lora_reference
 from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
-from inflight_kernels.sampling import draw_reference, uniforms
+from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -247,7 +247,7 @@ def check_draw(device: str, dtype: torch.dtype, rows: int, vocabulary: int, entr
     temperatures = temperatures.to(device)
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device)
     positions = torch.arange(rows, device=device)
-    tokens, logprobs, entropies = _sampling_triton.draw(logits, temperatures, seeds, positions, entropy)
+    tokens, logprobs, entropies = _sampling_triton.draw(logits, temperatures, seeds, positions, entropy, BLOCK)
     expected = draw_reference(logits, temperatures, seeds, positions, entropy=entropy)
     assert ((tokens >= 0) & (tokens < vocabulary)).all()
     assert logprobs[4:8].isnan().all()

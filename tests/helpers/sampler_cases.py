@@ -18,7 +18,7 @@ from transformers import (
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.sampler import Drawn, Sampler
-from inflight.engine.scheduler import Sequence
+from inflight.engine.sequence import Sequence
 
 EOS = 7
 BAN = -math.inf

@@ -18,6 +18,7 @@ from inflight_kernels import (
     _sampling_triton,
     _selective_logprob_triton,
 )
+from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
 SPILLED_BYTES = 256
@@ -57,7 +58,7 @@ def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
 
 def draw(vocabulary: int, entropy: bool, dtype: torch.dtype) -> None:
     numbers = meta(2, 256, dtype=I64).unbind()
-    _sampling_triton.draw(meta(256, vocabulary, dtype=dtype), meta(256, dtype=FP32), *numbers, entropy)
+    _sampling_triton.draw(meta(256, vocabulary, dtype=dtype), meta(256, dtype=FP32), *numbers, entropy, BLOCK)
 
 
 def selective_logprobs(vocabulary: int, dtype: torch.dtype) -> None:

@@ -86,7 +86,7 @@ KERNELS = {
 }
 F32_POINTERS = ["cos", "sin", "temperatures", "logprobs", "entropies", "lses", "grads", "peaks", "totals", "moments"]
 F32_POINTERS += ["shrunk"]
-I64_POINTERS = ["tokens", "seeds", "positions", "slots", "table"]
+I64_POINTERS = ["tokens", "seeds", "positions", "cache_index", "table"]
 I64_SCALARS = ["stride_n", "stride_m", "stride_x", "stride_residual", "stride_t", "stride_y", "stride_a", "stride_b"]
 I64_SCALARS += ["stride_source", "stride_destination"]
 I64_SCALARS += [f"{cache}_{step}" for cache in "kv" for step in ("block", "index", "head", "dim")]
@@ -206,7 +206,7 @@ def test_head_norms_are_those_of_transformers(module, config, rounding, dtype):
     assert_rotated(*rotate(qkv, table, shape, attention=attention, eps=shape.rms_norm_eps, **rounding))
 
 
-def test_a_negative_slot_writes_nothing():
+def test_a_negative_cache_index_writes_nothing():
     caches = torch.zeros(2, 2, 4, 1, 8)
     rope_and_cache(
         torch.ones(2, 24),
@@ -361,13 +361,13 @@ def test_shapes_that_do_not_fit_are_named():
     [
         ({"qkv": (2, 40)}, r"expected qkv \[T, \(4 \+ 2·2\)·8\].* got \[2, 40\]"),
         ({"cos": (5, 10), "sin": (5, 10)}, r"expected cos and sin \[P, R\] with R even and at most 8, got \[5, 10\]"),
-        ({"slots": (3,)}, r"expected positions and slots \[2\], got \[2\] and \[3\]"),
+        ({"cache_index": (3,)}, r"expected positions and cache_index \[2\], got \[2\] and \[3\]"),
         ({"v_cache": (3, 4, 1, 8)}, r"expected k_cache and v_cache .* got \[3, 4, 2, 8\] and \[3, 4, 1, 8\]"),
         ({"k_norm": (7,)}, r"expected q_norm and k_norm \[8\], got \[7\]"),
     ],
 )
 def test_shapes_that_do_not_fit_a_rotation_are_named(wrong, message):
-    shapes = {"qkv": (2, 64), "cos": (5, 8), "sin": (5, 8), "positions": (2,), "slots": (2,)}
+    shapes = {"qkv": (2, 64), "cos": (5, 8), "sin": (5, 8), "positions": (2,), "cache_index": (2,)}
     shapes |= {"k_cache": (3, 4, 2, 8), "v_cache": (3, 4, 2, 8)} | wrong
     arguments = {name: torch.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):

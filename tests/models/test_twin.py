@@ -37,7 +37,7 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.attention import hook
 from inflight.engine.engine import Engine
-from inflight.engine.kv_cache import LayerShape
+from inflight.engine.kv_memory import LayerShape
 from inflight.models import masks, twin
 from inflight.models.shrink import shrink
 from inflight.models.twin import NoTwinError, twin_of

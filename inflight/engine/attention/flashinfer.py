@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from inflight_kernels.attention import paged_attention_reference
 
+from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import ForwardBatch
-from inflight.engine.kv_cache import KVCache, LayerShape
+from inflight.engine.kv_memory import KVMemory, LayerShape
 
 logger = logging.getLogger("inflight.engine")
 
@@ -130,7 +131,7 @@ class _Shape:
     """What layers that share a plan have in common."""
 
     group: int
-    """Of the KV cache."""
+    """The group of the cache."""
     window: int | None
     q_heads: int
     kv_heads: int
@@ -166,7 +167,7 @@ class _Plans:
     decode: Any
     prefill: Any
     graphs: dict[int, Any] = field(default_factory=dict)
-    """By number of sequences: decoding with all addresses fixed."""
+    """Maps numbers of sequences to wrappers that decode with all addresses fixed."""
     current: Any = None
     """What computes the single tokens of this pass: `decode` or one of `graphs`."""
 
@@ -183,12 +184,12 @@ class FlashInferAttention:
         self._lib = _flashinfer()
         # Kernels of one stream follow one another, so that all wrappers can use one workspace.
         self._workspace = self._new_workspace()
-        self._cache: KVCache | None = None
+        self._memory: KVMemory | None = None
         self._plans: dict[_Shape, _Plans] = {}
         self._plans_of: list[_Plans] = []
-        """By layer."""
+        """The plans of each layer."""
         self._graph_inputs: list[torch.Tensor] = []
-        """By group of the cache, i32: the page lists that graphs read, one after another."""
+        """Per group of the cache, i32: the page lists that graphs read, one after another."""
         self._graph_workspaces: tuple[torch.Tensor, dict[_Shape, torch.Tensor]] | None = None
         self._num_single = 0
         self._staged = torch.cuda.Event() if device.type == "cuda" else None
@@ -201,8 +202,8 @@ class FlashInferAttention:
             torch.empty(shape, dtype=layer.dtype, device=self._device),
         )
 
-    def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
-        self._use(cache)
+    def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
+        self._use(memory)
         lists = self._page_lists(batch)
         single = self._num_single = batch.num_single
         query_indptr = batch.starts.numpy()[single:] - single
@@ -235,9 +236,9 @@ class FlashInferAttention:
         self._mark_staged()
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        assert self._cache is not None, "attend follows begin"
+        assert self._memory is not None, "attend follows begin"
         plans, single = self._plans_of[layer], self._num_single
-        pages = self._cache.keys[layer], self._cache.values[layer]
+        pages = self._memory.keys[layer], self._memory.values[layer]
         out = query.new_empty(query.shape)
         if single:
             plans.current.run(query[:single], pages, out=out[:single])
@@ -247,21 +248,21 @@ class FlashInferAttention:
 
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
-    def prepare_graphs(self, cache: KVCache, max_sequences: int) -> None:
+    def prepare_graphs(self, memory: KVMemory, max_sequences: int) -> None:
         """Memory at fixed addresses for passes of up to max_sequences single tokens."""
-        self._use(cache)
-        length = max_sequences * (cache.max_blocks + 2) + 1
-        self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in cache.groups]
+        self._use(memory)
+        length = max_sequences * (memory.max_blocks + 2) + 1
+        self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in memory.groups]
         # Every pass is planned anew, so that the plans of all sizes can lie in the same place; those of several shapes
         # are in use together.
         plan_bytes = [torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self._device) for _ in self._plans]
         workspace = self._new_workspace(max_sequences)
         self._graph_workspaces = workspace, dict(zip(self._plans, plan_bytes, strict=True))
 
-    def begin_graph(self, batch: ForwardBatch, cache: KVCache) -> None:
+    def begin_graph(self, batch: ForwardBatch, memory: KVMemory) -> None:
         """Like `begin` for single tokens, with everything that the kernels read at the same addresses each time there
         are as many of them: a graph that was recorded after such a call may be replayed after any later one."""
-        self._use(cache)
+        self._use(memory)
         size = self._num_single = len(batch.contexts)
         staged = []
         for pages, inputs in zip(self._page_lists(batch), self._graph_inputs, strict=True):
@@ -308,15 +309,15 @@ class FlashInferAttention:
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _use(self, cache: KVCache) -> None:
+    def _use(self, memory: KVMemory) -> None:
         """Wait until the plans of the pass before are on the device: FlashInfer copies them from pinned memory that it
         writes to again in the next `plan`. With a pass in flight that is as soon as the one before it is done."""
         if self._staged is not None:
             self._staged.synchronize()
-        if cache is self._cache:
+        if memory is self._memory:
             return
-        self._cache = cache
-        shapes = [self._shape(layer, cache.group_of[index], cache) for index, layer in enumerate(self._layers)]
+        self._memory = memory
+        shapes = [self._shape(layer, memory.group_of[index], memory) for index, layer in enumerate(self._layers)]
         self._plans = {shape: self._new_plans(shape) for shape in dict.fromkeys(shapes)}
         self._plans_of = [self._plans[shape] for shape in shapes]
 
@@ -324,8 +325,8 @@ class FlashInferAttention:
         if self._staged is not None:
             self._staged.record(torch.cuda.current_stream(self._device))
 
-    def _shape(self, layer: LayerShape, group: int, cache: KVCache) -> _Shape:
-        window = cache.groups[group].window
+    def _shape(self, layer: LayerShape, group: int, memory: KVMemory) -> _Shape:
+        window = memory.groups[group].window
         sizes = layer.q_heads, layer.kv_heads, layer.key_dim
         return _Shape(group, window, *sizes, layer.dtype, layer.scale, layer.softcap)
 
@@ -345,9 +346,9 @@ class FlashInferAttention:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _page_lists(self, batch: ForwardBatch) -> list[PageLists]:
-        assert self._cache is not None
+        assert self._memory is not None
         counts, contexts = np.diff(batch.starts.numpy()), batch.contexts.numpy()
-        tables = zip(batch.tables, self._cache.groups, strict=True)
+        tables = zip(batch.tables, self._memory.groups, strict=True)
         return [page_lists(table, counts, contexts, group.window) for table, group in tables]
 
     def _stage(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
@@ -378,39 +379,38 @@ def _difference(layers: list[LayerShape], device: torch.device) -> float:
     table[np.arange(used.max()) < used[:, None]] = 1 + np.random.default_rng(0).permutation(used.sum())
     backend = FlashInferAttention(layers, device)
     max_context = int(contexts.max())
-    cache = KVCache(
-        layers,
-        backend,
+    options = EngineOptions(
+        model="",
         max_sequences=1,
         max_context=max_context,
         max_prefill_tokens=max_context,
-        device=device,
-        fraction=1.0,
-        max_tokens=int(used.sum()) * BLOCK_SIZE,
+        kv_cache_fraction=1.0,
+        kv_cache_tokens=int(used.sum()) * BLOCK_SIZE,
     )
+    memory = KVMemory(layers, backend, options, device)
     nothing = torch.empty(0)
     batch = ForwardBatch(
         token_ids=nothing,
         positions=nothing,
-        slots=[],
+        cache_index=[],
         starts=torch.from_numpy(starts),
         contexts=torch.from_numpy(contexts),
         rows=nothing,
-        tables=[table for _ in cache.groups],
+        tables=[table for _ in memory.groups],
         num_single=3,
     )
-    backend.begin(batch, cache)
+    backend.begin(batch, memory)
     generator = torch.Generator(device).manual_seed(0)
     errors = []
     for index, layer in enumerate(layers):
-        for pages in (cache.keys[index], cache.values[index]):
+        for pages in (memory.keys[index], memory.values[index]):
             pages.normal_(generator=generator)
         query = torch.empty(int(starts[-1]), layer.q_heads, layer.key_dim, dtype=layer.dtype, device=device)
         query.normal_(generator=generator)
         expected = paged_attention_reference(
             query,
-            cache.keys[index],
-            cache.values[index],
+            memory.keys[index],
+            memory.values[index],
             torch.from_numpy(table).to(device),
             batch.starts,
             batch.contexts,

@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
-from inflight.engine.kv_cache import KVCache, LayerShape
+from inflight.engine.kv_memory import KVMemory, LayerShape
 from inflight.models.masks import BOTH_SIDES, mask_note, noted
 
 ATTENTION_NAME = "inflight"
@@ -26,7 +26,7 @@ ATTENTION_NAME = "inflight"
 @dataclass(slots=True)
 class _Pass:
     batch: ForwardBatch
-    cache: KVCache
+    memory: KVMemory
     backend: AttentionBackend
     calls: int = 0
 
@@ -45,9 +45,9 @@ _pass: ContextVar[_Pass | None] = ContextVar("inflight_pass", default=None)
 _recorder: ContextVar[list[AttentionCall] | None] = ContextVar("inflight_layer_recorder", default=None)
 
 
-def run_packed(model: nn.Module, batch: ForwardBatch, cache: KVCache, backend: AttentionBackend) -> torch.Tensor:
+def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend) -> torch.Tensor:
     """The model's logits [M, V] for a batch that the backend has begun."""
-    token = _pass.set(_Pass(batch, cache, backend))
+    token = _pass.set(_Pass(batch, memory, backend))
     try:
         logits = model(
             input_ids=batch.token_ids[None],
@@ -122,10 +122,11 @@ def attend(
         raise UnsupportedModelError(f"{type(module).__name__} hands a mask of its own to its attention")
     layer = current.calls
     current.calls += 1
-    cache, slots = current.cache, current.batch.slots[current.cache.group_of[layer]]
-    where = (slots // cache.block_size, slots % cache.block_size)
-    cache.keys[layer][where] = key[0].transpose(0, 1)
-    cache.values[layer][where] = value[0].transpose(0, 1)
+    memory = current.memory
+    cache_index = current.batch.cache_index[memory.group_of[layer]]
+    where = (cache_index // memory.block_size, cache_index % memory.block_size)
+    memory.keys[layer][where] = key[0].transpose(0, 1)
+    memory.values[layer][where] = value[0].transpose(0, 1)
     return current.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
 
 

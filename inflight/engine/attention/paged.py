@@ -4,8 +4,8 @@ import torch
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
 
 from inflight.engine.attention.backend import ForwardBatch
-from inflight.engine.kv_cache import KVCache, LayerShape
-from inflight.engine.transfer import to_device
+from inflight.engine.device import to_device
+from inflight.engine.kv_memory import KVMemory, LayerShape
 
 
 class _PagedAttention:
@@ -16,17 +16,17 @@ class _PagedAttention:
     def __init__(self, layers: list[LayerShape], device: torch.device):
         self._layers, self._device = layers, device
 
-    def begin(self, batch: ForwardBatch, cache: KVCache) -> None:
-        self._batch, self._cache = batch, cache
+    def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
+        self._batch, self._memory = batch, memory
         self._tables = [to_device(torch.from_numpy(table), self._device) for table in batch.tables]
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        shape, batch, cache = self._layers[layer], self._batch, self._cache
+        shape, batch, memory = self._layers[layer], self._batch, self._memory
         return self._function(
             query,
-            cache.keys[layer],
-            cache.values[layer],
-            self._tables[cache.group_of[layer]],
+            memory.keys[layer],
+            memory.values[layer],
+            self._tables[memory.group_of[layer]],
             batch.starts,
             batch.contexts,
             scale=shape.scale,

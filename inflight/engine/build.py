@@ -1,0 +1,116 @@
+"""From options to the parts of an engine."""
+
+from functools import partial
+
+import msgspec
+import torch
+from transformers import PretrainedConfig
+
+from inflight.core.options import EngineOptions
+from inflight.engine.adapters import AdapterBank
+from inflight.engine.agreement import check_model
+from inflight.engine.aliases import aliases_of
+from inflight.engine.attention.choose import choose_backend
+from inflight.engine.device import resolve_device
+from inflight.engine.kv_cache import KVCache
+from inflight.engine.kv_memory import KVMemory
+from inflight.engine.layers import probe_layers
+from inflight.engine.limits import Limits
+from inflight.engine.loading import (
+    context_limit,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    modules_over_slots,
+    prefill_limit,
+    resolve_dtype,
+)
+from inflight.engine.model_runner import ModelRunner
+from inflight.engine.order import load_order
+from inflight.engine.requests import Requests
+from inflight.engine.routed_experts import RoutedExpertsRecorder
+from inflight.engine.sampler import Sampler
+from inflight.engine.scheduler import Scheduler
+from inflight.engine.stopping import StopCondition
+from inflight.weights.slot_table import SlotTable, make_slot
+from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+
+_PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
+
+
+class Parts:
+    """What an engine is made of."""
+
+    def __init__(self, options: EngineOptions):
+        """Load the model, check that it can be run, and make all parts for it. Raises ModelLoadError,
+        UnsupportedModelError, SharedMemoryError or DeviceMemoryError."""
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        order = load_order(options.schedule_order)
+        self.device = resolve_device(options.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # kernels are launched on the current one
+        dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
+        model = load_model(options.model, dtype=dtype, device=self.device, seed=options.seed)
+        layers = probe_layers(model)
+        unfused_reason = check_model(model, fused=options.fused)
+        text_config = model.config.get_text_config()
+        self.options = options = _resolved(options, text_config, self.device)
+        """The options asked for, with numbers in place of the zeros that stand for a default."""
+
+        layout = layout_of(model)
+        slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
+        fill(slot_views(slots[0].buffer, layout), published_tensors(model))
+        self.aliases = aliases_of(model)
+        """Other names under which trainers and checkpoints hold the weights."""
+        self.slot_table = SlotTable(layout, slots)
+        backend = choose_backend(options.attention, layers, self.device)
+        self.attention = backend.name
+        self.adapters: AdapterBank | None = None
+        if options.lora_rank:
+            self.adapters = AdapterBank(model, options, partial(make_slot, device=self.device), backend)
+        modules = modules_over_slots(model, layout, slots)
+        del model
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the weights as they were loaded; what is free now is the KV cache's
+        if self.adapters is not None:
+            for module in modules:
+                self.adapters.attach(module)
+
+        self.memory = KVMemory(layers, backend, options, self.device)
+        self.cache = KVCache(
+            [(group.window, group.num_blocks) for group in self.memory.groups],
+            block_size=self.memory.block_size,
+            max_blocks=self.memory.max_blocks,
+            prefix_caching=options.prefix_caching,
+        )
+        self.runner = ModelRunner(modules, self.memory, backend, options, self.device, self.adapters, unfused_reason)
+        self.scheduler = Scheduler(self.cache, options, order)
+        eos_ids = eos_token_ids(modules[0])
+        self.stop = StopCondition(eos_ids, load_tokenizer(options.model))
+        self.limits = Limits(
+            max_context=options.max_context,
+            vocab_size=int(text_config.vocab_size),
+            can_read_text=self.stop.can_read_text,
+            adapters=options.adapters if self.adapters is not None else (),
+        )
+        forks_share = not options.record_routed_experts
+        self.requests = Requests(self.scheduler, self.slot_table, self.limits, forks_share=forks_share)
+        self.sampler = Sampler(self.limits.vocab_size, eos_ids, self.runner.last_tokens)
+        self.routed_experts: RoutedExpertsRecorder | None = None
+        if options.record_routed_experts:
+            self.routed_experts = RoutedExpertsRecorder(modules, text_config)
+
+
+def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.device) -> EngineOptions:
+    """The options with the numbers that the model and the device give where 0 was asked for, and without what recorded
+    experts rule out. Raises UnsupportedModelError if the model does not allow what was asked for."""
+    prefill_tokens = options.max_prefill_tokens or _PREFILL_TOKENS[device.type]
+    records = options.record_routed_experts
+    return msgspec.structs.replace(
+        options,
+        max_context=context_limit(config, options.max_context),
+        max_prefill_tokens=prefill_limit(config, prefill_tokens, options.max_sequences),
+        prefix_caching=options.prefix_caching and not records,
+        cuda_graphs=options.cuda_graphs and not records,
+    )

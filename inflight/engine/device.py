@@ -1,0 +1,44 @@
+"""The device that an engine computes on: its name, the memory that is left on it, and the way of values to it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from inflight.core.errors import DeviceMemoryError, ModelLoadError
+
+
+def resolve_device(name: str) -> torch.device:
+    """cpu, or a GPU with its index; "auto" is the first GPU where there is one. Raises ModelLoadError."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ModelLoadError(f"device {name!r} was asked for, but torch sees no GPU; use device='cpu'")
+        return torch.device("cuda", device.index or 0)
+    if device.type != "cpu":
+        raise ModelLoadError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    return device
+
+
+def memory_left(device: torch.device) -> int:
+    """Bytes of the device's memory that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise DeviceMemoryError("cannot read the memory that is left from /proc/meminfo")
+
+
+def to_device(
+    values: torch.Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Values of the host as a tensor on `device`, without waiting for it. A GPU reads them from pinned memory, which
+    PyTorch hands out again only after that, while the host goes on."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,172 @@
+"""Who holds which blocks, and what the prefix cache remembers, without a model."""
+
+import pytest
+
+from inflight.engine.kv_cache import MIXED, NO_BLOCK, Holding, KVCache
+
+SIZE = 4
+TOKENS = list(range(100, 140))
+
+
+def make_cache(*windows: int | None, num_blocks: int = 8, prefix_caching: bool = True) -> KVCache:
+    groups = [(window, num_blocks + 1) for window in windows or (None,)]
+    return KVCache(groups, block_size=SIZE, max_blocks=10, prefix_caching=prefix_caching)
+
+
+def compute(cache: KVCache, length: int, *, version: int = 0, holding: Holding | None = None) -> Holding:
+    """A sequence of the first TOKENS up to `length`, computed under one version and remembered."""
+    holding = cache.new_holding() if holding is None else holding
+    assert cache.reserve(holding, length)
+    cache.advance(holding, length - holding.computed, version, version)
+    cache.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
+    return holding
+
+
+def test_blocks_cover_the_tokens_and_come_back():
+    cache = make_cache()
+    holding = cache.new_holding()
+    assert cache.reserve(holding, 9)
+    assert len(holding.blocks[0]) == 3 == cache.num_used_blocks
+    assert NO_BLOCK not in holding.blocks[0]
+    cache.check([holding])
+    cache.release(holding)
+    assert cache.num_used_blocks == 0
+    assert holding.blocks == [[]]
+
+
+def test_nothing_is_taken_when_too_few_blocks_are_left():
+    cache = make_cache(None, 8)
+    first, second = cache.new_holding(), cache.new_holding()
+    assert cache.reserve(first, 6 * SIZE)
+    assert cache.has_room(second, 2 * SIZE, spare=0)
+    assert not cache.has_room(second, 2 * SIZE, spare=1)
+    assert not cache.reserve(second, 3 * SIZE)
+    assert second.blocks == [[], []]
+    cache.check([first, second])
+
+
+def test_a_list_of_blocks_only_grows_and_is_another_one_after_a_release():
+    cache = make_cache()
+    holding = compute(cache, 3)
+    blocks = holding.blocks[0]
+    assert cache.reserve(holding, 12)
+    assert holding.blocks[0] is blocks
+    cache.release(holding)
+    assert holding.blocks[0] is not blocks
+
+
+def test_full_blocks_of_a_beginning_are_found_again_but_never_the_last_token():
+    cache = make_cache()
+    cache.release(compute(cache, 10))
+    again = cache.new_holding()
+    assert cache.match(again, TOKENS[:10], 0) == 8 == again.computed
+    cache.check([again])
+    cache.release(again)
+    assert cache.match(again, TOKENS[:8], 0) == 4, "the last token's logits are needed"
+    cache.release(again)
+    assert cache.match(again, [*TOKENS[:6], 0, 0, 0], 0) == 4
+    assert cache.num_reused_tokens == 16
+
+
+def test_a_match_shares_the_blocks_of_a_sequence_that_still_runs():
+    cache = make_cache()
+    running, joining = compute(cache, 9), cache.new_holding()
+    assert cache.match(joining, TOKENS[:9], 0) == 8
+    assert joining.blocks[0] == running.blocks[0][:2]
+    assert cache.num_used_blocks == 3
+    cache.check([running, joining])
+
+
+def test_no_other_namespace_and_no_older_version_matches():
+    cache = make_cache()
+    cache.release(compute(cache, 9, version=3))
+    holding = cache.new_holding()
+    assert cache.match(holding, TOKENS[:9], 4) == 0
+    assert cache.match(holding, TOKENS[:9], 3, oldest=4) == 0
+    assert cache.match(holding, TOKENS[:9], 3, oldest=3) == 8
+    assert holding.oldest == 3
+
+
+def test_of_two_entries_for_the_same_tokens_the_newer_one_stays():
+    cache = make_cache()
+    old, new = cache.new_holding(), cache.new_holding()
+    for holding, version in ((old, 1), (new, 2)):
+        assert cache.reserve(holding, 8)
+        cache.advance(holding, 8, "", version)
+        cache.remember(holding, 8, lambda start, end: tuple(TOKENS[start:end]))
+    cache.release(old)
+    matched = cache.new_holding()
+    assert cache.match(matched, TOKENS[:9], "", oldest=2) == 8
+    assert matched.blocks == new.blocks
+
+
+def test_what_two_namespaces_computed_is_not_remembered():
+    cache = make_cache()
+    holding = compute(cache, 5, version=1)
+    compute(cache, 13, version=2, holding=holding)
+    assert (holding.namespace, holding.oldest, holding.num_remembered) == (MIXED, 1, 1)
+    assert cache.match(cache.new_holding(), TOKENS[:13], 1) == 4
+
+
+def test_without_prefix_caching_nothing_is_remembered():
+    cache = make_cache(prefix_caching=False)
+    cache.release(compute(cache, 9))
+    assert cache.match(cache.new_holding(), TOKENS[:9], 0) == 0
+
+
+def test_remembered_blocks_are_taken_when_no_others_are_free_the_longest_unused_last_ones_first():
+    cache = make_cache(num_blocks=4)
+    cache.release(compute(cache, 12))
+    holding = cache.new_holding()
+    assert cache.reserve(holding, 2 * SIZE), "one free block, and one that was remembered"
+    cache.check([holding])
+    assert cache.match(cache.new_holding(), TOKENS[:13], 0) == 8, "the beginning is forgotten last"
+
+
+def test_forgetting_empties_the_prefix_cache():
+    cache = make_cache()
+    cache.release(compute(cache, 9))
+    cache.forget()
+    assert cache.match(cache.new_holding(), TOKENS[:9], 0) == 0
+    cache.check([])
+    compute(cache, 9)
+    with pytest.raises(AssertionError, match="still hold"):
+        cache.forget()
+
+
+def test_shared_blocks_are_full_and_the_last_one_is_copied_once():
+    cache = make_cache()
+    parent, child, grandchild = compute(cache, 10), cache.new_holding(), cache.new_holding()
+    assert cache.share(parent, child, 10)
+    assert child.blocks[0][:2] == parent.blocks[0][:2]
+    assert child.blocks[0][2] != parent.blocks[0][2]
+    assert (child.computed, child.namespace, child.oldest) == (10, 0, 0)
+    assert cache.share(child, grandchild, 9)
+    origin = parent.blocks[0][2]
+    assert cache.take_copies() == [{child.blocks[0][2]: origin, grandchild.blocks[0][2]: origin}]
+    assert cache.take_copies() == [{}]
+    cache.check([parent, child, grandchild])
+
+
+def test_sharing_without_a_block_to_copy_to_takes_nothing():
+    cache = make_cache(num_blocks=3)
+    parent, child = compute(cache, 10), cache.new_holding()
+    assert not cache.share(parent, child, 10)
+    assert child.blocks == [[]]
+    assert cache.share(parent, child, 8), "full blocks need none"
+    cache.check([parent, child])
+
+
+def test_a_sliding_window_gives_back_what_no_later_token_sees():
+    cache = make_cache(None, 6)
+    holding = compute(cache, 14)
+    assert cache.reserve(holding, 15)
+    full, sliding = holding.blocks
+    assert NO_BLOCK not in full
+    assert sliding[:2] == [NO_BLOCK, NO_BLOCK], "tokens 0 … 8 are out of sight of token 14"
+    assert NO_BLOCK not in sliding[2:]
+    cache.check([holding])
+    child = cache.new_holding()
+    assert not cache.share(holding, child, 9), "the parent has dropped what a fork at 9 sees"
+    assert cache.share(holding, child, 14)
+    cache.check([holding, child])

@@ -1,0 +1,259 @@
+"""Which tokens take part in a pass, without a model; and an order of scheduling of one's own."""
+
+import pytest
+from tiny_models import VOCABULARY, run
+
+from inflight.core.errors import InvalidRequestError, ModelLoadError
+from inflight.core.frames import TakenOver
+from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.engine import Engine
+from inflight.engine.kv_cache import KVCache
+from inflight.engine.order import Order, first_come_first_served, load_order
+from inflight.engine.scheduler import Scheduler
+from inflight.engine.sequence import Schedule, Sequence
+
+
+def by_priority(sequence: Sequence) -> float:
+    """An order of one's own: prompts with a higher "priority" in their metadata first."""
+    return -sequence.metadata.get("priority", 0)
+
+
+def longest_first(sequence: Sequence) -> float:
+    """Another one, which changes while a sequence grows."""
+    return -sequence.length
+
+
+class Run:
+    """A scheduler whose passes draw token 0."""
+
+    def __init__(self, order: Order = first_come_first_served, *, rows: int = 4, budget: int = 8, blocks: int = 100):
+        options = EngineOptions(model="", max_sequences=rows, max_prefill_tokens=budget)
+        self.cache = KVCache([(None, blocks + 1)], block_size=4, max_blocks=25)
+        self.scheduler = Scheduler(self.cache, options, order)
+        self.sequences: list[Sequence] = []
+
+    def add(self, length: int = 4, *, n: int = 1, max_tokens: int = 50, pin: int | None = None, **metadata) -> Sequence:
+        params = SamplingParams(n=n, max_tokens=max_tokens)
+        prompt = [len(self.sequences) + 1] * length
+        leader, *leader.followers = [
+            Sequence(len(self.sequences) + i, 0, i, 0, prompt, params, max_tokens, None, pin, metadata)
+            for i in range(n)
+        ]
+        self.sequences += [leader, *leader.followers]
+        self.scheduler.add(leader)
+        return leader
+
+    def step(self, version: int = 0, *, live: bool = True) -> Schedule:
+        self.cache.take_copies()
+        schedule = self.scheduler.schedule(version, live=live)
+        for sequence, _ in schedule.draws:
+            sequence.num_pending -= 1
+            sequence.tokens.append(0)
+        self.scheduler.remember(schedule.chunks)
+        self.cache.check(sequence.holding for sequence in self.sequences)
+        return schedule
+
+    @property
+    def running(self) -> list[int]:
+        return list(self.scheduler.running)
+
+
+def drawing(schedule: Schedule) -> list[int]:
+    return [sequence.request_id for sequence, _ in schedule.draws]
+
+
+def chunks(schedule: Schedule) -> list[tuple[int, int, int]]:
+    return [(chunk.sequence.request_id, chunk.start, chunk.count) for chunk in schedule.chunks]
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_what_is_decoded():
+    run = Run()
+    run.add(4)
+    assert chunks(run.step()) == [(0, 0, 4)]
+    run.add(20)
+    assert chunks(run.step()) == [(0, 4, 1), (1, 0, 8)]
+    assert chunks(run.step()) == [(0, 5, 1), (1, 8, 8)]
+    last = run.step()
+    assert chunks(last) == [(0, 6, 1), (1, 16, 4)]
+    assert (drawing(last), last.num_single) == ([0, 1], 1)
+
+
+def test_samples_of_a_prompt_follow_the_first_one():
+    run = Run(rows=3)
+    run.add(8, n=4)
+    schedule = run.step()
+    assert chunks(schedule) == [(0, 0, 8)]
+    assert drawing(schedule) == [0, 1, 2], "as many as there are batch rows"
+    assert run.scheduler.num_waiting == 1
+    run.scheduler.remove(run.sequences[1])
+    schedule = run.step()
+    assert [(s.request_id, s.taken_over) for s in schedule.starts] == [(3, 4)], "the last token of 8 is computed again"
+
+
+def test_when_a_leader_is_cancelled_the_next_sample_leads():
+    run = Run(rows=1)
+    run.add(4)
+    leader = run.add(4, n=3)
+    run.step()
+    run.scheduler.remove(leader)
+    run.scheduler.remove(run.sequences[0])
+    assert drawing(run.step()) == [2]
+    assert run.scheduler.num_waiting == 1
+
+
+def test_the_last_one_gives_up_its_blocks_and_comes_back_before_those_that_wait():
+    run = Run(blocks=5)
+    first, second = run.add(7), run.add(7)
+    run.step(), run.step()
+    assert run.running == [0, 1]
+    run.add(4)
+    for _ in range(3):
+        run.step()
+    assert (run.running, run.scheduler.num_preemptions, second.holding.computed) == ([0], 1, 0)
+    tokens = list(second.tokens)
+    run.scheduler.remove(first)
+    run.step(), run.step()
+    assert run.running[0] == 1, "it came before the third one"
+    assert second.tokens[: len(tokens)] == tokens
+
+
+def test_a_pass_takes_sequences_that_are_pinned_to_its_version_alone():
+    run = Run()
+    run.add(4, pin=1), run.add(4), run.add(4, pin=2)
+    assert drawing(run.step(1, live=False)) == [0]
+    assert drawing(run.step(2)) == [1, 2]
+    assert sorted(run.scheduler.versions) == [1, 2]
+    assert run.scheduler.has_unpinned
+
+
+def test_a_fork_shares_what_its_parent_computed():
+    run = Run()
+    parent = run.add(8)
+    run.step(), run.step()
+    fork = Sequence(1, 1, 0, 0, parent.prompt + parent.tokens[:1], parent.params, 50)
+    run.sequences.append(fork)
+    run.scheduler.fork(parent, fork)
+    schedule = run.step()
+    assert (1, 8, 1) in chunks(schedule)
+    assert schedule.taken_over == [TakenOver(1, 8, 0)]
+
+
+def test_after_a_swap_sequences_that_draw_compute_their_tokens_again_and_prompts_go_on():
+    run = Run()
+    run.add(4)
+    run.step()
+    run.add(12)
+    run.step()
+    run.scheduler.recompute_unpinned(adapted=False)
+    assert run.running == [1]
+    schedule = run.step(1)
+    assert chunks(schedule) == [(1, 8, 4), (0, 0, 4)], "the second one's prompt goes on where it was"
+    assert run.scheduler.num_preemptions == 0
+
+
+# ---- orders ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_sequences_are_admitted_as_they_came():
+    run = Run(rows=2, budget=100)
+    for length in (4, 9, 6, 5):
+        run.add(length)
+    assert drawing(run.step()) == [0, 1]
+    run.scheduler.remove(run.sequences[0])
+    assert run.running == [1]
+    run.step()
+    assert run.running == [1, 2]
+
+
+def test_another_order_says_who_is_admitted_first():
+    run = Run(by_priority, rows=1, budget=100)
+    for priority in (1, 3, 2, 3):
+        run.add(4, priority=priority)
+    admitted = []
+    for _ in range(4):
+        run.step()
+        admitted += run.running
+        run.scheduler.remove(run.sequences[admitted[-1]])
+    assert admitted == [1, 3, 2, 0]
+
+
+@pytest.mark.parametrize(("order", "left"), [(first_come_first_served, [0]), (by_priority, [1]), (longest_first, [1])])
+def test_another_order_says_who_gives_up_its_blocks(order, left):
+    run = Run(order, blocks=6)
+    run.add(6, priority=1)
+    run.step()
+    run.add(9, priority=2)
+    while not run.scheduler.num_preemptions:
+        run.step()
+    assert run.running == left
+
+
+def test_whoever_gave_up_its_blocks_waits_for_its_turn_in_that_order():
+    run = Run(by_priority, rows=2, budget=100)
+    run.add(4, priority=1), run.add(4, priority=2)
+    run.step()
+    run.scheduler.preempt(run.sequences[0])
+    run.add(4, priority=3)
+    run.step()
+    assert run.running == [2, 1]
+    run.scheduler.remove(run.sequences[2])
+    run.step()
+    assert run.running == [1, 0]
+
+
+def test_longest_first_never_takes_blocks_from_one_that_is_in_the_pass_already():
+    run = Run(longest_first, rows=6, blocks=26, budget=13)
+    for length in (3, 30, 11, 7, 22, 5):
+        run.add(length, n=2, max_tokens=20)
+    unfinished = {sequence.request_id for sequence in run.sequences}
+    for _ in range(400):
+        schedule = run.step()
+        assert all(chunk.sequence.batch_row >= 0 for chunk in schedule.chunks)
+        for sequence in run.sequences:
+            if sequence.request_id in unfinished and len(sequence.tokens) == 20:
+                run.scheduler.remove(sequence)
+                unfinished.remove(sequence.request_id)
+    assert not unfinished
+    assert run.scheduler.num_preemptions
+    assert run.cache.num_used_blocks == 0
+
+
+# ---- orders of an engine ---------------------------------------------------------------------------------------------
+
+
+def engine(model: str, order: str) -> Engine:
+    return Engine(EngineOptions(model=model, device="cpu", max_sequences=1, max_context=64, schedule_order=order))
+
+
+def test_an_engine_takes_an_order_by_the_name_of_its_function(model_dir):
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    prompts = [Prompt([i % VOCABULARY] * 5, params, {"priority": i}) for i in range(4)]
+    with engine(model_dir("llama"), f"{__name__}:by_priority") as prioritising:
+        first = run(prioritising, prompts)
+        starts = [rollout.sampled_at_ns[0] for rollout in first]
+        assert starts == sorted(starts, reverse=True)
+    with engine(model_dir("llama"), f"{__name__}:first_come_first_served") as plain:
+        second = run(plain, prompts)
+        starts = [rollout.sampled_at_ns[0] for rollout in second]
+        assert starts == sorted(starts)
+
+
+def test_an_order_that_cannot_place_a_prompt_refuses_it(model_dir):
+    params = SamplingParams(max_tokens=2)
+    with engine(model_dir("llama"), f"{__name__}:by_priority") as prioritising:
+        with pytest.raises(InvalidRequestError, match="order of scheduling failed on prompt 1: TypeError"):
+            prioritising.submit([Prompt([1], params), Prompt([1], params, {"priority": "high"})])
+        with pytest.raises(InvalidRequestError, match="must give a number, for prompt 0 it gives nan"):
+            prioritising.submit([Prompt([1], params, {"priority": float("nan")})])
+        assert not prioritising.has_work
+
+
+@pytest.mark.parametrize("name", ["no_such_module:order", "inflight.engine.order:no_such_order", "fcfs", ""])
+def test_an_order_that_is_not_there_is_an_error_that_says_how_to_name_one(name):
+    with pytest.raises(ModelLoadError, match='"module:function"'):
+        load_order(name)
