@@ -38,7 +38,7 @@ def measure_lags(settings: LearningSettings, progress: Progress = lambda _: None
         with warm_start(settings, seed, progress) as start:
             for lag, correction in product(settings.lags, settings.corrections):
                 run = learn(
-                    replace(settings, correction=correction),
+                    replace(settings, objective=correction),
                     start,
                     schedule="sync",
                     threads=threads,
