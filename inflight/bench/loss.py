@@ -174,7 +174,7 @@ def _make_problem(settings: LossBench, device: torch.device, dtype: torch.dtype)
 
 
 def _ours(problem: _Problem) -> torch.Tensor:
-    return linear_logprobs(*problem.leaves(), problem.tokens_N, problem.temperatures_N, kept=problem.kept)[0]
+    return linear_logprobs(*problem.leaves(), problem.tokens_N, problem.temperatures_N, sampling_mask=problem.kept)[0]
 
 
 def _naive(problem: _Problem) -> torch.Tensor:
@@ -277,7 +277,7 @@ def _errors(problem: _Problem) -> tuple[float, float]:
             offsets, ids = problem.kept[0][first : first + REFERENCE_ROWS + 1], problem.kept[1]
             kept = offsets - offsets[0], ids[int(offsets[0]) : int(offsets[-1])]
         expected_N, _ = linear_logprobs_reference(
-            hidden_NH, weight_VH, problem.tokens_N[piece], problem.temperatures_N[piece], kept=kept
+            hidden_NH, weight_VH, problem.tokens_N[piece], problem.temperatures_N[piece], sampling_mask=kept
         )
         (-expected_N.sum() / rows).backward()
         assert hidden_NH.grad is not None

@@ -25,7 +25,6 @@ from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
 from inflight.engine.attention.backend import GraphBackend, choose_backend
-from inflight.engine.columns import extra_columns, routed_experts_columns
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.layers import probe_layers
 from inflight.engine.limits import Limits, check_prompt
@@ -40,8 +39,9 @@ from inflight.engine.loading import (
     resolve_dtype,
 )
 from inflight.engine.model_runner import ModelRunner
-from inflight.engine.routed_experts import RoutedExpertsRecorder
-from inflight.engine.sampler import Drawn, Sampler, nothing_drawn, sample_seed
+from inflight.engine.outputs import RoutedExpertsRecorder, routed_experts_columns, token_columns
+from inflight.engine.own_columns import load_columns
+from inflight.engine.sampler import Sampler, Samples, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
 from inflight.engine.stopping import StopCondition
 from inflight.weights.slot_table import SlotTable, make_slot
@@ -63,7 +63,7 @@ class _Pass:
     slot: int
     adapter_slot: int | None
     swap: Swap | None
-    drawn: Drawn
+    samples: Samples
     """On the CPU once `done` has happened."""
     routed_experts: torch.Tensor | None
     done: torch.cuda.Event | torch.Event | None
@@ -153,7 +153,8 @@ class Engine:
             prefix_across_versions=options.prefix_across_versions,
         )
         eos_ids = eos_token_ids(modules[0])
-        self._sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens)
+        self._own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
+        self._sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, self._own_columns)
         self._stop = StopCondition(eos_ids, load_tokenizer(options.model))
         self._routed_experts = RoutedExpertsRecorder(modules, text_config) if options.record_routed_experts else None
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
@@ -371,9 +372,10 @@ class Engine:
         slot, began_ns = self.slot_table.slot_of(version), now_ns()
         logits = self.runner.forward(schedule, slot)
         forwarded_ns = now_ns()
-        drawn = self._sampler.draw(logits, [s for s, _ in schedule.draws]) if schedule.draws else nothing_drawn(logits)
-        routing = self._routed_experts.take() if self._routed_experts else None
-        drawn = drawn.to_host()
+        draws = [sequence for sequence, _ in schedule.draws]
+        samples = self._sampler.sample(logits, draws) if draws else Samples.none(self.device)
+        routed_experts = self._routed_experts.take() if self._routed_experts else None
+        samples = samples.to_host()
         done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         note("sample", forwarded_ns)
         name = "decode" if schedule.num_single == len(schedule.chunks) else "prefill"
@@ -381,7 +383,7 @@ class Engine:
         swap, self._untold_swap = (self._untold_swap, None) if version == live else (None, self._untold_swap)
         self.step_count += 1
         adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
-        return _Pass(schedule, stamp, slot, adapter_slot, swap, drawn, routing, done)
+        return _Pass(schedule, stamp, slot, adapter_slot, swap, samples, routed_experts, done)
 
     def _next_version(self, live: int) -> int:
         """Versions that have sequences take turns; there is one, unless requests are pinned."""
@@ -394,7 +396,7 @@ class Engine:
         began_ns = now_ns()
         if done.done is not None:
             done.done.synchronize()
-        tokens, logprobs = done.drawn.tokens.tolist(), done.drawn.logprobs.numpy()
+        tokens, logprobs = done.samples.tokens.tolist(), done.samples.logprobs.numpy()
         finite = np.isfinite(logprobs).tolist()
         rows: list[int] = []
         for row, (sequence, _) in enumerate(done.schedule.draws):
@@ -441,10 +443,10 @@ class Engine:
             return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
         sequences = [sequence for sequence, _ in done.schedule.draws]
         request_ids = np.array([s.request_id for s in sequences], np.uint64)
-        tokens, logprobs = done.drawn.tokens.numpy(), done.drawn.logprobs.numpy()
+        tokens, logprobs = done.samples.tokens.numpy(), done.samples.logprobs.numpy()
         if len(rows) < len(sequences):
             request_ids, tokens, logprobs = (column[list(rows)] for column in (request_ids, tokens, logprobs))
-        extras = extra_columns(done.drawn, rows)
+        extras = token_columns(done.samples, rows)
         if self._routed_experts is not None and done.routed_experts is not None:
             extras |= routed_experts_columns(done.schedule.chunks, done.routed_experts, self._routed_experts.dtype)
         return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)
@@ -457,6 +459,7 @@ class Engine:
             vocab_size=self.vocab_size,
             can_read_text=self._stop.can_read_text,
             adapters=self.adapters.names if self.adapters is not None else (),
+            columns=tuple(self._own_columns),
             versions=self.slot_table.versions,
             has_live_version=self.slot_table.live is not None,
         )

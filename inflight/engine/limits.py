@@ -16,6 +16,8 @@ class Limits:
     can_read_text: bool
     """Whether there is a tokenizer for stop strings."""
     adapters: Collection[str]
+    columns: Collection[str]
+    """Names of the columns of a user's own."""
     versions: Collection[int]
     """That some slot holds."""
     has_live_version: bool
@@ -45,6 +47,12 @@ def check_prompt(name: str, prompt: Prompt, limits: Limits) -> None:
         raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
     if params.top_logprobs > limits.vocab_size:
         raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {limits.vocab_size} top_logprobs")
+    unknown = next((column for column in params.columns if column not in limits.columns), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"{name} asks for column {shorten(unknown, 200)!r}; the engine was launched with columns "
+            f"{', '.join(limits.columns) or 'of no name'} (EngineOptions.columns)"
+        )
     if prompt.adapter is not None:
         if prompt.adapter not in limits.adapters:
             raise InvalidRequestError(

@@ -110,7 +110,7 @@ def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
     temperatures = batch.temperatures[batch.drawn]
-    logits_nV = _without_what_was_cut(logits_nV, batch)
+    logits_nV = _apply_sampling_mask(logits_nV, batch)
     logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.drawn], temperatures)
     if not entropy:
         return TokenScores(logprobs, None)
@@ -118,10 +118,10 @@ def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) ->
     return TokenScores(logprobs, -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1))
 
 
-def _without_what_was_cut(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    if batch.kept is None:
+def _apply_sampling_mask(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    if batch.sampling_mask is None:
         return logits_nV
-    offsets, ids = batch.kept
+    offsets, ids = batch.sampling_mask.expand()
     counts = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(counts)), counts).to(ids.device)
     cut = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
