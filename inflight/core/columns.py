@@ -67,7 +67,8 @@ def find_column(name: str) -> TokenColumn | None:
 
 def asked_columns(params: SamplingParams) -> list[str]:
     """Names of the columns that a request's rollouts have in `Rollout.columns`."""
-    return [*(name for name, column in COLUMNS.items() if column.asked_by(params)), *params.columns]
+    built_in = [name for name, column in COLUMNS.items() if column.asked_by(params)]
+    return built_in + [name for name in params.columns if name not in COLUMNS]
 
 
 def own_column_name(path: str) -> str:

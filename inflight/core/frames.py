@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from inflight.core.columns import MASK_OFFSETS, REQUIRED, TOKENS, find_column
+from inflight.core.columns import COLUMNS, MASK_OFFSETS, REQUIRED, TOKENS, find_column
 from inflight.core.errors import FrameError
 from inflight.core.sampling import SamplingParams
 
@@ -133,8 +133,10 @@ class TokenFrame:
             raise FrameError(f"the frame has columns {names}, expected {list(REQUIRED)} and then others, once each")
         if len(parts) != 1 + len(names):
             raise FrameError(f"the frame has {len(parts)} parts, expected {1 + len(names)}")
-        columns = {s.name: _column(s, part) for s, part in zip(header.columns, parts[1:], strict=True)}
-        _check_shapes(columns, header.num_tokens)
+        sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
+        columns = {s.name: _column(s, part, sizes) for s, part in zip(header.columns, parts[1:], strict=True)}
+        if len(columns) > len(REQUIRED):
+            _check_extras(columns)
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
@@ -150,7 +152,8 @@ def _wire_dtype(name: str, dtype: np.dtype) -> str:
     return dtype.newbyteorder("<").str if others else first
 
 
-def _column(spec: ColumnSpec, part: bytes) -> np.ndarray:
+def _column(spec: ColumnSpec, part: bytes, sizes: dict[str, int]) -> np.ndarray:
+    """View the bytes of a column as an array. `sizes` maps names of dimensions to sizes, and learns new ones."""
     column = find_column(spec.name)
     if column is None:
         raise FrameError(f"the frame has an unknown column {spec.name!r}")
@@ -163,20 +166,17 @@ def _column(spec: ColumnSpec, part: bytes) -> np.ndarray:
     expected = math.prod(spec.shape) * np.dtype(dtype).itemsize
     if len(part) != expected:
         raise FrameError(f"column {spec.name} has {len(part)} bytes, expected {expected} for shape {list(spec.shape)}")
+    for dim, size in zip(column.dims, spec.shape, strict=True):
+        if size != sizes.setdefault(dim, size):
+            raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, expected {sizes[dim]} {dim}")
     return np.frombuffer(part, dtype).reshape(spec.shape)
 
 
-def _check_shapes(columns: dict[str, np.ndarray], num_tokens: int) -> None:
-    sizes = {TOKENS: num_tokens, MASK_OFFSETS: num_tokens + 1}
-    for name, array in columns.items():
-        column = find_column(name)
-        assert column is not None
-        missing = [other for other in column.needs if other not in columns]
+def _check_extras(columns: dict[str, np.ndarray]) -> None:
+    for name in columns:
+        missing = [other for other in COLUMNS[name].needs if other not in columns] if name in COLUMNS else None
         if missing:
             raise FrameError(f"column {name} comes without {', '.join(missing)}")
-        for dim, size in zip(column.dims, array.shape, strict=True):
-            if size != sizes.setdefault(dim, size):
-                raise FrameError(f"column {name} has shape {list(array.shape)}, expected {sizes[dim]} {dim}")
     if "mask_offsets" in columns:
         _check_mask(columns["mask_offsets"], columns["mask_token_ids"], columns.get("mask_cut_from"))
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from inflight.core.columns import COLUMNS, TOKENS, asked_columns, find_column
+from inflight.core.columns import COLUMNS, asked_columns
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.sampling_mask import SamplingMask
 
-_MASK = "sampling_mask"
+_MASK = "sampling mask"
+"""The rows of the mask among those of columns; no column can have this name."""
 
 
 @dataclass(slots=True)
@@ -110,7 +111,9 @@ class Assembler:
 
     def _append(self, frame: TokenFrame) -> None:
         version, time_ns = frame.header.version, frame.header.time_ns
-        columns = _columns_by_row(frame.extras)
+        columns: Mapping[str, Any] = frame.extras
+        if "mask_offsets" in columns:
+            columns = {**columns, _MASK: _mask_rows(columns)}
         rows = zip(frame.request_ids.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
         for row, (request_id, token_id, logprob) in enumerate(rows):
             partial = self._partials.get(request_id)
@@ -147,18 +150,10 @@ def _asked(group: GroupStart) -> list[str]:
     return asked_columns(params) + ([_MASK] if params.return_sampling_mask and params.filtered else [])
 
 
-def _columns_by_row(extras: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """The columns that have one row per token, as lists of these rows; those of the mask are (token ids, cut from)."""
-    columns: dict[str, list[Any]] = {}
-    for name, array in extras.items():
-        column = find_column(name)
-        if column is not None and column.dims[0] == TOKENS:
-            columns[name] = list(array)
-    if "mask_offsets" in extras:
-        cut_from = columns.pop("mask_cut_from", repeat(0))
-        ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
-        columns[_MASK] = list(zip(ids, cut_from, strict=False))
-    return columns
+def _mask_rows(extras: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, int]]:
+    """(token ids, the vocabulary that they were cut from or 0) of each row."""
+    ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
+    return list(zip(ids, extras["mask_cut_from"] if "mask_cut_from" in extras else repeat(0), strict=False))
 
 
 def _stack(name: str, rows: list[Any], params: SamplingParams) -> np.ndarray:
