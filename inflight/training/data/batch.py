@@ -15,7 +15,7 @@ import torch
 
 from inflight.core.rollout import Rollout
 from inflight.training.data.partition import partition
-from inflight.training.model.replay import routing_column
+from inflight.training.model.replay import routed_experts_column
 from inflight.training.model.sampling_mask import PackedSamplingMask, pack_masks
 from inflight.training.objective.aggregation import StepTotals
 
@@ -218,7 +218,7 @@ def pack(
             for name, dtype in _shared_columns(rollouts).items()
         },
         sampling_mask=pack_masks(rollouts, masks),
-        routed_experts=routing_column(rollouts),
+        routed_experts=routed_experts_column(rollouts),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
         rollouts=list(rollouts),
