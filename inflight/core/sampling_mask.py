@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,10 @@ class SamplingMask:
         return np.split(self.token_ids, self.offsets[1:-1])
 
     @classmethod
-    def join(cls, token_ids: Sequence[np.ndarray], cut_from: Sequence[int]) -> "SamplingMask":
-        """The mask of tokens whose ids are given one by one."""
+    def join(cls, token_ids: Sequence[np.ndarray], cut_from: ArrayLike = ()) -> "SamplingMask":
+        """The mask of tokens whose ids are given one by one; cut_from: one number for each, or none if all are 0."""
         return cls(
             np.concatenate([np.empty(0, np.int32), *token_ids]),
             np.cumsum([0, *map(len, token_ids)], dtype=np.int64),
-            np.array(cut_from, np.int32) if any(cut_from) else None,
+            np.array(cut_from, np.int32) if np.any(cut_from) else None,
         )

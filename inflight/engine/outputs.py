@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from inflight.core.columns import COLUMNS
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.sampling_mask import SamplingMask
-from inflight.engine.sampler import MaskedRows, Samples
+from inflight.engine.sampler import Samples
 from inflight.engine.scheduler import Chunk
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -18,21 +18,19 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def token_columns(samples: Samples, rows: Iterable[int]) -> dict[str, np.ndarray]:
     """The optional columns of these rows, as `TokenFrame.extras` names them."""
-    keep = list(rows)
-    extras: dict[str, np.ndarray] = {}
-    for name, column in samples.columns.items():
-        dtype = COLUMNS[name].dtypes[0] if name in COLUMNS else None
-        extras[name] = np.asarray(column.numpy(), dtype)[keep]
-    return extras if samples.masked is None else extras | _mask_columns(samples.masked, keep)
-
-
-def _mask_columns(masked: MaskedRows, keep: list[int]) -> dict[str, np.ndarray]:
-    pieces = dict(zip(masked.rows, masked.token_ids.split(masked.counts.tolist()), strict=True))
-    cut_from = dict(zip(masked.rows, masked.cut_from.tolist(), strict=True)) if masked.cut_from is not None else {}
-    ids = [pieces[row].numpy().astype(np.int32) if row in pieces else np.empty(0, np.int32) for row in keep]
-    mask = SamplingMask.join(ids, [cut_from.get(row, 0) for row in keep])
-    columns = {"mask_offsets": mask.offsets, "mask_token_ids": mask.token_ids}
-    return columns if mask.cut_from is None else columns | {"mask_cut_from": mask.cut_from}
+    keep, columns = list(rows), {name: column.numpy() for name, column in samples.columns.items()}
+    counts, ids, cut_from = (columns.pop(name, None) for name in ("mask_counts", "mask_token_ids", "mask_cut_from"))
+    extras = {
+        name: np.asarray(column, COLUMNS[name].dtypes[0] if name in COLUMNS else None)[keep]
+        for name, column in columns.items()
+    }
+    if counts is not None and ids is not None:
+        pieces = np.split(ids.astype(np.int32), np.cumsum(counts)[:-1])
+        mask = SamplingMask.join([pieces[row] for row in keep], () if cut_from is None else cut_from[keep])
+        extras |= {"mask_offsets": mask.offsets, "mask_token_ids": mask.token_ids}
+        if mask.cut_from is not None:
+            extras["mask_cut_from"] = mask.cut_from
+    return extras
 
 
 def routed_experts_columns(chunks: Sequence[Chunk], chosen: torch.Tensor, dtype: np.dtype) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ M rows, of which F are filtered and S have columns of a user's own; V vocabulary
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -39,27 +39,16 @@ def sample_seed(seed: int, sample: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedRows:
-    """The sampling masks of the rows that asked for them."""
-
-    rows: list[int]
-    counts: torch.Tensor
-    """i64[len(rows)]"""
-    token_ids: torch.Tensor
-    """i64[sum of counts]"""
-    cut_from: torch.Tensor | None = None
-    """i32[len(rows)]: 0, or the size of the vocabulary where the ids are those that were cut from it."""
-
-
-@dataclass(frozen=True, slots=True)
 class Samples:
-    """What a pass sampled, on its device: tokens i64[M], logprobs f32[M], the columns [M] or [M, k] that some row asked
-    for, and the sampling masks."""
+    """What a pass sampled, on its device: tokens i64[M], logprobs f32[M], and the columns that some row asked for.
+
+    `columns` maps their names to [M] or [M, k]. The sampling mask is mask_counts i64[M], 0 for rows without one,
+    mask_token_ids i64[sum of them], and where the ids of a row may be those that were cut mask_cut_from i32[M].
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    masked: MaskedRows | None = None
 
     @classmethod
     def none(cls, device: torch.device) -> "Samples":
@@ -70,16 +59,10 @@ class Samples:
         """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
         if self.tokens.device.type == "cpu":
             return self
-        masked = self.masked
-        if masked is not None:
-            cut_from = masked.cut_from if masked.cut_from is None else _to_host(masked.cut_from)
-            masked = MaskedRows(masked.rows, _to_host(masked.counts), _to_host(masked.token_ids), cut_from)
-        columns = {name: _to_host(column) for name, column in self.columns.items()}
-        return Samples(_to_host(self.tokens), _to_host(self.logprobs), columns, masked)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", non_blocking=True)
+        tokens, logprobs, *columns = (
+            tensor.to("cpu", non_blocking=True) for tensor in (self.tokens, self.logprobs, *self.columns.values())
+        )
+        return Samples(tokens, logprobs, dict(zip(self.columns, columns, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,23 +236,27 @@ class Sampler:
         else:
             samples.tokens[index], samples.logprobs[index] = tokens_F, logprobs_F
             _record_filtered(samples.columns, filtered)
-        return replace(samples, masked=self._masked_rows(filtered, rows, params)), filtered
+        samples.columns.update(self._mask_columns(filtered, rows, sequences))
+        return samples, filtered
 
-    def _masked_rows(self, filtered: _Filtered, rows: _Rows, params: Seq[SamplingParams]) -> MaskedRows | None:
-        asked = [f for f, p in enumerate(params) if p.return_sampling_mask]
+    def _mask_columns(self, filtered: _Filtered, rows: _Rows, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
+        asked = [f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask]
         if not asked:
-            return None
-        order_AK, mask_AK = filtered.order_FK, filtered.mask_FK
-        if len(asked) < len(params):
+            return {}
+        index_A, order_AK, mask_AK = filtered.rows, filtered.order_FK, filtered.mask_FK
+        if len(asked) < len(rows.filtered):
             among = self._tensor(asked, torch.int64)
-            order_AK, mask_AK = order_AK[among], mask_AK[among]
-        counts_A, cut_from_A, vocabulary = mask_AK.sum(-1), None, self._vocab_size
+            index_A, order_AK, mask_AK = index_A[among], order_AK[among], mask_AK[among]
+        counts_A, vocabulary = mask_AK.sum(-1), self._vocab_size
+        columns = {}
         if mask_AK.shape[1] == vocabulary > _LARGE_MASK:
             by_cut_A = counts_A > max(_LARGE_MASK, vocabulary // 2)
-            cut_from_A = by_cut_A.int() * vocabulary
+            columns["mask_cut_from"] = _spread(index_A, by_cut_A.int() * vocabulary, len(sequences))
             counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
             mask_AK = mask_AK ^ by_cut_A[:, None]
-        return MaskedRows([rows.filtered[f] for f in asked], counts_A, order_AK[mask_AK], cut_from_A)
+        columns["mask_counts"] = _spread(index_A, counts_A, len(sequences))
+        columns["mask_token_ids"] = order_AK[mask_AK]
+        return columns
 
     def _compute_own(
         self, logits_MV: torch.Tensor, tokens_M: torch.Tensor, rows: _Rows, filtered: _Filtered | None
@@ -285,7 +272,12 @@ class Sampler:
             whole_PV = torch.full_like(logprobs_SV[at], float("-inf"))
             logprobs_SV[at] = whole_PV.scatter_(1, filtered.order_FK[f], filtered.logprobs_FK[f])
         columns = compute_columns(rows.own, logprobs_SV, tokens_M[index])
-        return {name: c.new_zeros(len(tokens_M)).index_copy_(0, index, c) for name, c in columns.items()}
+        return {name: _spread(index, column, len(tokens_M)) for name, column in columns.items()}
+
+
+def _spread(index_S: torch.Tensor, values_S: torch.Tensor, count: int) -> torch.Tensor:
+    """[count]: the values at their rows and 0 elsewhere."""
+    return values_S.new_zeros(count).index_copy_(0, index_S, values_S)
 
 
 def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:

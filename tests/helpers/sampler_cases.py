@@ -129,11 +129,10 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def masks_by_row(samples: Samples) -> dict[int, list[int]]:
-    masked = samples.masked
-    if masked is None:
+    if "mask_counts" not in samples.columns:
         return {}
-    pieces = masked.token_ids.split(masked.counts.tolist())
-    return {row: piece.tolist() for row, piece in zip(masked.rows, pieces, strict=True)}
+    pieces = samples.columns["mask_token_ids"].split(samples.columns["mask_counts"].tolist())
+    return {row: piece.tolist() for row, piece in enumerate(pieces) if len(piece)}
 
 
 def mask_size(probs: np.ndarray, params: SamplingParams, slack: float) -> int:

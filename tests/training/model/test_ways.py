@@ -78,7 +78,7 @@ def make_rollouts(*, masked: bool) -> list[Rollout]:
             if t % 3:
                 others = rng.permutation(VOCABULARY)[: rng.integers(2, 30)]
                 sets[t] = np.append(others[others != token], token).astype(np.int32)
-        rollout.sampling_mask = SamplingMask.join(sets, [0] * len(sets))
+        rollout.sampling_mask = SamplingMask.join(sets)
     return rollouts
 
 
