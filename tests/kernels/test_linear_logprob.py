@@ -299,11 +299,13 @@ def test_what_does_not_fit_is_named(wrong, message):
 # ---- the benchmark --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 5])
-def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
+@pytest.mark.parametrize("num_ids", [0, 5])
+def test_the_benchmark_measures_errors_and_compares(monkeypatch, num_ids):
     monkeypatch.setattr(bench, "_peak_mib", lambda settings, dtype, problem, name: {"ours": 1.0, "naive": 8.0}[name])
     monkeypatch.setattr(bench, "REFERENCE_ROWS", 12)
-    settings = LossOptions(device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, kept=kept, pairs=2, seed=0)
+    settings = LossOptions(
+        device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, sampling_mask=num_ids, pairs=2, seed=0
+    )
     result = bench.measure(settings)
     assert result["dtype"] == "float32"
     assert 0 < result["max_abs_err"] < 1e-5
@@ -311,11 +313,13 @@ def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
     assert result["memory_ratio"] == 0.125
     assert result["time_ratio"] > 0
     assert result["peer_ms"] == {}  # those of a GPU
-    assert bench.loss_table(result).row_count == 2
+    assert bench.table(result).row_count == 2
 
 
 def test_memory_of_the_naive_way_is_that_of_logits():
-    settings = LossOptions(device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, kept=0, pairs=1, seed=0)
+    settings = LossOptions(
+        device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, sampling_mask=0, pairs=1, seed=0
+    )
     problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
     peaks = {}
     for name, variant in bench.VARIANTS.items():
@@ -326,7 +330,7 @@ def test_memory_of_the_naive_way_is_that_of_logits():
 
 
 def test_a_peer_that_fails_is_told():
-    settings = LossOptions(device="cpu", dtype="auto", tokens=4, hidden=8, vocab=20, kept=0, pairs=1, seed=0)
+    settings = LossOptions(device="cpu", tokens=4, hidden=8, vocab=20, pairs=1)
     problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
 
     def missing(problem):
