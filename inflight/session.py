@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from inflight.core.rollout import Rollout
-    from inflight.training.data.rollouts import RolloutStream
+    from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.link import Address
     from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
@@ -112,7 +112,7 @@ class LaunchedEngine:
         """Finished rollouts, in groups and batches."""
         with self._lock:
             if self._stream is None:
-                from inflight.training.data.rollouts import RolloutStream
+                from inflight.training.data.rollout_stream import RolloutStream
 
                 self._stream = RolloutStream(
                     self.info.stream_endpoint,
