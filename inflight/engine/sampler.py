@@ -5,12 +5,13 @@ off, each from the renormalised result of the one before; what they leave is the
 cumulative distribution at one uniform number per row, a hash of (seed, position): which other rows are in the batch
 does not matter.
 
-M rows, of which F are filtered and S have columns of a user's own; V vocabulary, K tokens that a filter may keep.
+M rows, of which F are filtered; V vocabulary, K tokens that a filter may leave.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,16 +66,13 @@ class Samples:
         return Samples(tokens, logprobs, dict(zip(self.columns, columns, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Filtered:
-    """The distributions of the rows that have filters."""
+class _Filtered(NamedTuple):
+    """The distributions of the rows i64[F] that have filters: token ids by falling probability, true for those that the
+    filters left, and their log-probabilities."""
 
     rows: torch.Tensor
-    """i64[F]"""
     order_FK: torch.Tensor
-    """Token ids by falling probability."""
     mask_FK: torch.Tensor
-    """Which of them the filters left."""
     logprobs_FK: torch.Tensor
 
 
@@ -92,8 +90,6 @@ class _Rows:
     top: int
     own: dict[str, ColumnFunction]
     """Columns of a user's own that some row asked for."""
-    asking: list[int]
-    """Rows that asked for them."""
 
 
 class Sampler:
@@ -157,7 +153,6 @@ class Sampler:
                 entropy=any(p.return_entropy for p in params),
                 top=max(p.top_logprobs for p in params),
                 own=own,
-                asking=[i for i, p in enumerate(params) if p.columns],
             )
         return self._rows
 
@@ -261,23 +256,17 @@ class Sampler:
     def _compute_own(
         self, logits_MV: torch.Tensor, tokens_M: torch.Tensor, rows: _Rows, filtered: _Filtered | None
     ) -> dict[str, torch.Tensor]:
-        """The columns of a user's own, [M], computed for the rows that asked for some and 0 elsewhere."""
-        index = self._tensor(rows.asking, torch.int64)
-        logits_SV = logits_MV[index].float() / _recorded_temperatures(rows.temperatures[index])
-        logprobs_SV = logits_SV.log_softmax(-1)
+        """The columns [M] of a user's own that some row asked for."""
+        logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
         if filtered is not None:
-            place = {row: f for f, row in enumerate(rows.filtered)}
-            pairs = [(s, place[row]) for s, row in enumerate(rows.asking) if row in place]
-            at, f = (self._tensor([pair[side] for pair in pairs], torch.int64) for side in (0, 1))
-            whole_PV = torch.full_like(logprobs_SV[at], float("-inf"))
-            logprobs_SV[at] = whole_PV.scatter_(1, filtered.order_FK[f], filtered.logprobs_FK[f])
-        columns = compute_columns(rows.own, logprobs_SV, tokens_M[index])
-        return {name: _spread(index, column, len(tokens_M)) for name, column in columns.items()}
+            cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
+            logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
+        return compute_columns(rows.own, logprobs_MV, tokens_M)
 
 
-def _spread(index_S: torch.Tensor, values_S: torch.Tensor, count: int) -> torch.Tensor:
+def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.Tensor:
     """[count]: the values at their rows and 0 elsewhere."""
-    return values_S.new_zeros(count).index_copy_(0, index_S, values_S)
+    return values_A.new_zeros(count).index_copy_(0, index_A, values_A)
 
 
 def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
