@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def compute_columns(
 def _load(path: str) -> ColumnFunction:
     where, _, name = path.rpartition(":")
     try:
-        function: Any = getattr(_import(where), name)
+        function = getattr(_import(where), name)
     except Exception as error:
         raise TokenColumnError(
             f"column {name} cannot be imported from {where} ({type(error).__name__}: {error}); the engine finds the "
@@ -62,7 +62,7 @@ def _load(path: str) -> ColumnFunction:
         ) from error
     if not callable(function):
         raise TokenColumnError(f"{path} is no function but {type(function).__name__}")
-    return function
+    return cast(ColumnFunction, function)
 
 
 def _import(where: str) -> ModuleType:
