@@ -100,8 +100,8 @@ def swap() -> None:
 
 def loss() -> None:
     inflight("bench", "loss", "--device", "cpu", "--json", str(RESULTS / "loss.json"))
-    kept = ("--tokens", "1024", "--kept", "64")
-    inflight("bench", "loss", "--device", "cpu", *kept, "--json", str(RESULTS / "loss-kept.json"))
+    masked = ("--tokens", "1024", "--sampling-mask", "64")
+    inflight("bench", "loss", "--device", "cpu", *masked, "--json", str(RESULTS / "loss-masked.json"))
     script("correction_bias.py")
     script("packing.py")
 

@@ -1,7 +1,7 @@
 """`inflight bench loss`: log-probabilities straight from hidden states against those from logits, forward and backward.
 
 Ours is `linear_logprobs`. The naive way multiplies, divides by the temperature, takes log_softmax over all logits and
-picks the tokens; with kept sets it masks the other logits. The loss is −mean of the log-probabilities.
+picks the tokens; with sampling masks it masks the other logits. The loss is −mean of the log-probabilities.
 """
 
 import multiprocessing
@@ -36,7 +36,7 @@ class _Problem:
     weight_VH: torch.Tensor
     tokens_N: torch.Tensor
     temperatures_N: torch.Tensor
-    kept: tuple[torch.Tensor, torch.Tensor] | None
+    sampling_mask: tuple[torch.Tensor, torch.Tensor] | None
 
     def leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.hidden_NH, self.weight_VH
@@ -48,16 +48,16 @@ def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: N
     max_abs_err, grad_max_abs_err: of log-probabilities and of the gradients of hidden and weight, against float64.
     time_ratio: naive / ours, median over `pairs` of alternated runs. peak_mb, naive_peak_mb: MiB above the inputs and
     two gradients; on a CPU the peak of the resident memory of a fresh process (memory_by: "resident"), which has what
-    libraries allocate in it too, on a GPU that of PyTorch's allocator ("allocator"). On a GPU and without kept sets
-    matmul_tflops is the rate of the product of hidden and weight alone in the same dtype, tflops that of ours, counting
-    6 · tokens · hidden · vocab operations, and matmul_share their ratio (ours multiplies once more in backward, which
-    counts for nothing); peer_ms has Liger's kernels at temperature 1, since they take one for all rows, that for
-    log-probabilities ("liger"), which on Hopper needs CuTe DSL, and that for the mean cross entropy, which multiplies
-    only once, and a compiled version in pieces of 1,024 rows, or None with the reason in peer_errors.
+    libraries allocate in it too, on a GPU that of PyTorch's allocator ("allocator"). On a GPU and without sampling
+    masks matmul_tflops is the rate of the product of hidden and weight alone in the same dtype, tflops that of ours,
+    counting 6 · tokens · hidden · vocab operations, and matmul_share their ratio (ours multiplies once more in
+    backward, which counts for nothing); peer_ms has Liger's kernels at temperature 1, since they take one for all rows,
+    that for log-probabilities ("liger"), which on Hopper needs CuTe DSL, and that for the mean cross entropy, which
+    multiplies only once, and a compiled version in pieces of 1,024 rows, or None with the reason in peer_errors.
     Raises InflightError or ValueError; `progress` is told what is going on.
     """
-    if settings.kept > settings.vocab:
-        raise ValueError(f"--kept {settings.kept} is more than the vocabulary of {settings.vocab}")
+    if settings.sampling_mask > settings.vocab:
+        raise ValueError(f"--sampling-mask {settings.sampling_mask} is more than the vocabulary of {settings.vocab}")
     device = resolve_device(settings.device)
     dtype = settings.dtype
     if dtype == "auto":
@@ -70,7 +70,7 @@ def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: N
     error, grad_error = _errors(problem)
     matmul_tflops = None
     peers: dict[str, Callable[[_Problem], torch.Tensor]] = {}
-    if device.type == "cuda" and not settings.kept:
+    if device.type == "cuda" and not settings.sampling_mask:
         matmul_tflops = _matmul_tflops(problem)
         peers = {"liger": _liger, "liger cross entropy": _liger_cross_entropy, "compiled": _compiled}
     times_ms: dict[str, list[float]] = {name: [] for name in VARIANTS}
@@ -110,10 +110,10 @@ def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: N
 
 
 def table(result: dict[str, Any]) -> Table:
-    kept = f", {result['kept']} kept per row" if result["kept"] else ""
+    masks = f", sampling masks of {result['sampling_mask']}" if result["sampling_mask"] else ""
     shown = Table(
         title=f"log-probabilities of {result['tokens']:,} tokens, hidden {result['hidden']:,}, vocabulary "
-        f"{result['vocab']:,}{kept}, {result['dtype']} on {result['device']}: forward and backward",
+        f"{result['vocab']:,}{masks}, {result['dtype']} on {result['device']}: forward and backward",
         title_justify="left",
     )
     shown.add_column("")
@@ -148,29 +148,31 @@ def _make_problem(settings: LossOptions, device: torch.device, dtype: torch.dtyp
     weight_VH = torch.randn(vocabulary, width, **on).div_(width**0.5)
     tokens_N = torch.randint(0, vocabulary, (rows,), **on)
     temperatures_N = torch.empty(rows, device=device).uniform_(0.5, 1.5, generator=generator)
-    kept = None
-    if settings.kept:
-        steps = 1 + torch.randperm(vocabulary - 1, **on)[: settings.kept - 1]
+    mask = None
+    if settings.sampling_mask:
+        steps = 1 + torch.randperm(vocabulary - 1, **on)[: settings.sampling_mask - 1]
         ids = (tokens_N[:, None] + torch.cat((steps.new_zeros(1), steps))) % vocabulary
-        kept = torch.arange(rows + 1) * settings.kept, ids.flatten()
+        mask = torch.arange(rows + 1) * settings.sampling_mask, ids.flatten()
     return _Problem(
         hidden_NH.to(dtype).requires_grad_(),
         weight_VH.to(dtype).requires_grad_(),
         tokens_N,
         temperatures_N,
-        kept,
+        mask,
     )
 
 
 def _ours(problem: _Problem) -> torch.Tensor:
-    return linear_logprobs(*problem.leaves(), problem.tokens_N, problem.temperatures_N, kept=problem.kept)[0]
+    return linear_logprobs(
+        *problem.leaves(), problem.tokens_N, problem.temperatures_N, sampling_mask=problem.sampling_mask
+    )[0]
 
 
 def _naive(problem: _Problem) -> torch.Tensor:
     scaled_NV = (problem.hidden_NH @ problem.weight_VH.T).float() / problem.temperatures_N[:, None]
-    if problem.kept is not None:
+    if problem.sampling_mask is not None:
         dropped_NV = torch.ones_like(scaled_NV, dtype=torch.bool)
-        dropped_NV.scatter_(1, problem.kept[1].view(len(scaled_NV), -1), False)
+        dropped_NV.scatter_(1, problem.sampling_mask[1].view(len(scaled_NV), -1), False)
         scaled_NV = scaled_NV.masked_fill(dropped_NV, -torch.inf)
     return torch.log_softmax(scaled_NV, -1).gather(1, problem.tokens_N[:, None])[:, 0]
 
@@ -261,12 +263,12 @@ def _errors(problem: _Problem) -> tuple[float, float]:
     for first in range(0, rows, REFERENCE_ROWS):
         piece = slice(first, first + REFERENCE_ROWS)
         hidden_NH = problem.hidden_NH[piece].detach().double().requires_grad_()
-        kept = None
-        if problem.kept is not None:
-            offsets, ids = problem.kept[0][first : first + REFERENCE_ROWS + 1], problem.kept[1]
-            kept = offsets - offsets[0], ids[int(offsets[0]) : int(offsets[-1])]
+        mask = None
+        if problem.sampling_mask is not None:
+            offsets, ids = problem.sampling_mask[0][first : first + REFERENCE_ROWS + 1], problem.sampling_mask[1]
+            mask = offsets - offsets[0], ids[int(offsets[0]) : int(offsets[-1])]
         expected_N, _ = linear_logprobs_reference(
-            hidden_NH, weight_VH, problem.tokens_N[piece], problem.temperatures_N[piece], kept=kept
+            hidden_NH, weight_VH, problem.tokens_N[piece], problem.temperatures_N[piece], sampling_mask=mask
         )
         (-expected_N.sum() / rows).backward()
         assert hidden_NH.grad is not None
@@ -292,7 +294,7 @@ def _peak_mib(settings: LossOptions, dtype: str, problem: _Problem, name: str) -
 def _resident_peak_mib(settings: LossOptions, dtype: str, name: str, num_threads: int) -> float:
     """In a process that has done nothing else, but for a small problem that loads what libraries load once."""
     torch.set_num_threads(num_threads)
-    small = replace(settings, tokens=32, hidden=32, vocab=64, kept=min(settings.kept, 8))
+    small = replace(settings, tokens=32, hidden=32, vocab=64, sampling_mask=min(settings.sampling_mask, 8))
     _step(VARIANTS[name], _make_problem(small, torch.device("cpu"), getattr(torch, dtype)))
     problem = _make_problem(settings, torch.device("cpu"), getattr(torch, dtype))
     before = _status_bytes("VmRSS")

@@ -205,7 +205,7 @@ class LossOptions:
     hidden: Annotated[int, typer.Option(min=1, help="The width of a hidden state.", rich_help_panel="Model")] = 512
     vocab: Annotated[int, typer.Option(min=2, help="The size of the vocabulary.", rich_help_panel="Model")] = 32_768
     tokens: Annotated[int, typer.Option(min=1, help="Tokens, which are rows of hidden states.")] = 4096
-    kept: Annotated[
+    sampling_mask: Annotated[
         int, typer.Option(min=0, help="Tokens in the sampling mask of each row; 0 leaves sampling masks out.")
     ] = 0
     pairs: Pairs = 5

@@ -21,6 +21,10 @@ class UnsupportedModelError(ModelLoadError):
     """The model has layers that the engine cannot run; the message names them."""
 
 
+class TokenColumnError(InflightError, ValueError):
+    """A per-token column of one's own cannot be imported, or its function does not return one number per token."""
+
+
 class LayoutMismatchError(InflightError, ValueError):
     """Trainer and engine hold different tensors; the message names the first that differ."""
 
@@ -96,6 +100,7 @@ _BY_NAME: dict[str, type[InflightError]] = {
         InvalidRequestError,
         ModelLoadError,
         UnsupportedModelError,
+        TokenColumnError,
         LayoutMismatchError,
         SharedMemoryError,
         DeviceMemoryError,

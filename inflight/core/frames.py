@@ -1,4 +1,4 @@
-"""What one forward pass of the generator sends: a header and one row per token drawn."""
+"""What one forward pass of the generator sends: a header and one row per sampled token."""
 
 import math
 from collections.abc import Mapping
@@ -8,36 +8,15 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from inflight.core.columns import COLUMNS, MASK_OFFSETS, REQUIRED, TOKENS, find_column
 from inflight.core.errors import FrameError
 from inflight.core.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 MAX_HEADER_BYTES = 1 << 30
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""What fits into the int64 of a rollout's columns."""
+"""A number that fits into the int64 of a rollout's columns."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-
-# Columns of a frame: name → (little-endian dtypes, number of dimensions). The first three are always there.
-_COLUMNS = {
-    "request_ids": (("<u8",), 1),
-    "token_ids": (("<i4",), 1),
-    "logprobs": (("<f4",), 1),
-    "entropies": (("<f4",), 1),
-    "top_token_ids": (("<i4",), 2),
-    "top_logprobs": (("<f4",), 2),
-    "mask_offsets": (("<i8",), 1),
-    "mask_token_ids": (("<i4",), 1),
-    "mask_cut_from": (("<i4",), 1),
-    "routed_request_ids": (("<u8",), 1),
-    "routed_positions": (("<i4",), 1),
-    "routed_experts": (("<u1", "<u2"), 3),
-}
-_REQUIRED = tuple(_COLUMNS)[:3]
-_TOGETHER = (
-    ("top_token_ids", "top_logprobs"),
-    ("mask_offsets", "mask_token_ids"),
-    ("routed_request_ids", "routed_positions", "routed_experts"),
-)
 
 
 class GroupStart(msgspec.Struct, frozen=True):
@@ -48,9 +27,9 @@ class GroupStart(msgspec.Struct, frozen=True):
     prompt_token_ids: list[TokenId]
     params: SamplingParams
     metadata: dict[str, Any] = {}
-    """What the submitter attached; JSON-like, carried through unread."""
+    """The mapping that the submitter attached; JSON-like, carried through unread."""
     forked_from: tuple[int, int] | None = None
-    """(request id, k): the prompt is that request's prompt and the first k tokens that it drew."""
+    """(request id, k): the prompt is that request's prompt and the first k tokens that it sampled."""
 
 
 class TakenOver(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +58,7 @@ class Swap(msgspec.Struct, frozen=True):
     stall_ns: Count
     """Time in which the engine had work and ran no forward because of this swap."""
     num_in_flight: Count
-    """Requests that had drawn tokens under older weights and went on under these."""
+    """Requests that had sampled tokens under older weights and went on under these."""
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -93,9 +72,9 @@ class FrameHeader(msgspec.Struct, frozen=True):
     sequence: Count
     """Counts the frames of this engine from 0 without gaps."""
     version: Count
-    """Weight version under which every token of the frame was drawn."""
+    """Weight version under which every token of the frame was sampled."""
     time_ns: Count
-    """CLOCK_MONOTONIC when the tokens were drawn."""
+    """CLOCK_MONOTONIC when the tokens were sampled."""
     step: Count
     """Forward passes of this engine before this one."""
     num_tokens: Count
@@ -103,7 +82,7 @@ class FrameHeader(msgspec.Struct, frozen=True):
     starts: list[int] = []
     """Ids of requests whose prompt was prefilled in this pass."""
     taken_over: list[TakenOver] = []
-    """Of requests that joined in this pass, for the first time or again."""
+    """Prefixes of requests that joined in this pass, for the first time or again."""
     finishes: list[Finish] = []
     swap: Swap | None = None
     next_group_id: Count = 0
@@ -113,17 +92,17 @@ class FrameHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """All tokens drawn in one forward pass.
+    """All tokens sampled in one forward pass.
 
     request_ids: u64[n]; token_ids: i32[n]; logprobs: f32[n], natural log of the probability that the token had in
-    the distribution it was drawn from. `extras` holds what requests asked for, and only then:
+    the distribution it was sampled from. `extras` maps names of other columns (`core/columns.py`) to their values; a
+    column is there if a request of the pass asked for it:
 
-    entropies f32[n], NaN where not asked for; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
-    tokens first, −1 and −inf beyond what a request asked for; mask_offsets i64[n + 1] and mask_token_ids i32[…], the
-    tokens that the filters kept for row i being those from offset i to i + 1, none where nothing was filtered or asked
-    for; mask_cut_from i32[n], 0, or the size of a vocabulary where these ids are those that were cut from it;
-    routed_experts u8 or u16[m, layers, k], the experts of the m tokens that this pass computed, with routed_request_ids
-    u64[m] and routed_positions i32[m], their places in their sequences.
+    entropies f32[n], NaN for tokens that have none; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
+    tokens first, −1 and −inf beyond what a request asked for; the sampling mask as mask_token_ids i32[…], mask_offsets
+    i64[n + 1] and, where some ids are those that were cut, mask_cut_from i32[n] (`SamplingMask`); routed_experts u8 or
+    u16[m, layers, k], the experts of the m tokens that this pass computed, with routed_request_ids u64[m] and
+    routed_positions i32[m], their places in their sequences. A user's own columns are [n].
     """
 
     header: FrameHeader
@@ -134,7 +113,7 @@ class TokenFrame:
 
     def encode(self) -> list[bytes]:
         """Message parts: MessagePack header, then the raw little-endian columns in the header's order."""
-        columns = {name: getattr(self, name) for name in _REQUIRED} | dict(self.extras)
+        columns = {name: getattr(self, name) for name in REQUIRED} | dict(self.extras)
         arrays = [np.ascontiguousarray(column, _wire_dtype(name, column.dtype)) for name, column in columns.items()]
         specs = [ColumnSpec(name, a.dtype.str, a.shape) for name, a in zip(columns, arrays, strict=True)]
         header = msgspec.structs.replace(self.header, columns=specs)
@@ -150,64 +129,64 @@ class TokenFrame:
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise FrameError(f"the frame's header cannot be read: {error}") from error
         names = [spec.name for spec in header.columns]
-        if tuple(names[:3]) != _REQUIRED or len(set(names)) != len(names):
-            raise FrameError(f"the frame has columns {names}, expected {list(_REQUIRED)} and then others, once each")
+        if tuple(names[:3]) != REQUIRED or len(set(names)) != len(names):
+            raise FrameError(f"the frame has columns {names}, expected {list(REQUIRED)} and then others, once each")
         if len(parts) != 1 + len(names):
             raise FrameError(f"the frame has {len(parts)} parts, expected {1 + len(names)}")
-        columns = {s.name: _column(s, part) for s, part in zip(header.columns, parts[1:], strict=True)}
-        _check_shapes(columns, header.num_tokens)
+        sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
+        columns = {s.name: _column(s, part, sizes) for s, part in zip(header.columns, parts[1:], strict=True)}
+        if len(columns) > len(REQUIRED):
+            _check_extras(columns)
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        required = [columns.pop(name) for name in _REQUIRED]
+        required = [columns.pop(name) for name in REQUIRED]
         return cls(header, *required, extras=columns)
 
 
 def _wire_dtype(name: str, dtype: np.dtype) -> str:
-    allowed = _COLUMNS[name][0]
-    return dtype.newbyteorder("<").str if len(allowed) > 1 else allowed[0]
+    column = find_column(name)
+    if column is None:
+        raise FrameError(f"{name!r} cannot be the name of a column")
+    first, *others = column.dtypes
+    return dtype.newbyteorder("<").str if others else first
 
 
-def _column(spec: ColumnSpec, part: bytes) -> np.ndarray:
-    if spec.name not in _COLUMNS:
+def _column(spec: ColumnSpec, part: bytes, sizes: dict[str, int]) -> np.ndarray:
+    """View the bytes of a column as an array. `sizes` maps names of dimensions to sizes, and learns new ones."""
+    column = find_column(spec.name)
+    if column is None:
         raise FrameError(f"the frame has an unknown column {spec.name!r}")
-    dtypes, dimensions = _COLUMNS[spec.name]
     dtype = spec.dtype.replace("|", "<")
-    if dtype not in dtypes or len(spec.shape) != dimensions or min(spec.shape) < 0:
+    if dtype not in column.dtypes or len(spec.shape) != len(column.dims) or min(spec.shape) < 0:
         raise FrameError(
             f"column {spec.name} has dtype {spec.dtype} and shape {list(spec.shape)}, "
-            f"expected {' or '.join(dtypes)} in {dimensions} dimensions"
+            f"expected {' or '.join(column.dtypes)} in {len(column.dims)} dimensions"
         )
     expected = math.prod(spec.shape) * np.dtype(dtype).itemsize
     if len(part) != expected:
         raise FrameError(f"column {spec.name} has {len(part)} bytes, expected {expected} for shape {list(spec.shape)}")
+    for dim, size in zip(column.dims, spec.shape, strict=True):
+        if size != sizes.setdefault(dim, size):
+            raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, expected {sizes[dim]} {dim}")
     return np.frombuffer(part, dtype).reshape(spec.shape)
 
 
-def _check_shapes(columns: dict[str, np.ndarray], num_tokens: int) -> None:
-    for family in _TOGETHER:
-        there = [name for name in family if name in columns]
-        if there and len(there) < len(family):
-            raise FrameError(f"column {there[0]} comes without {', '.join(sorted(set(family) - set(there)))}")
-    rows = {"mask_offsets": num_tokens + 1, "mask_cut_from": num_tokens}
-    for name, column in columns.items():
-        expected = rows.get(name, None if name.startswith(("routed", "mask")) else num_tokens)
-        if expected is not None and len(column) != expected:
-            raise FrameError(f"column {name} has {len(column)} rows, expected {expected} for {num_tokens} tokens")
-    if "top_token_ids" in columns and columns["top_token_ids"].shape != columns["top_logprobs"].shape:
-        raise FrameError("columns top_token_ids and top_logprobs differ in shape")
-    if "routed_experts" in columns and len({len(columns[name]) for name in _TOGETHER[2]}) > 1:
-        raise FrameError("the columns of the routing differ in length")
+def _check_extras(columns: dict[str, np.ndarray]) -> None:
+    for name in columns:
+        missing = [other for other in COLUMNS[name].needs if other not in columns] if name in COLUMNS else None
+        if missing:
+            raise FrameError(f"column {name} comes without {', '.join(missing)}")
     if "mask_offsets" in columns:
-        offsets = columns["mask_offsets"]
-        if offsets[0] != 0 or offsets[-1] != len(columns["mask_token_ids"]) or (np.diff(offsets) < 0).any():
-            raise FrameError("column mask_offsets does not rise from 0 to the number of kept tokens")
-    if "mask_cut_from" in columns:
-        if "mask_offsets" not in columns:
-            raise FrameError("column mask_cut_from comes without mask_offsets")
-        of, counts = columns["mask_cut_from"], np.diff(columns["mask_offsets"])
-        if ((of < 0) | ((of > 0) & (counts >= of))).any():
-            raise FrameError("column mask_cut_from tells of vocabularies of which nothing was kept")
+        _check_mask(columns["mask_offsets"], columns["mask_token_ids"], columns.get("mask_cut_from"))
+
+
+def _check_mask(offsets: np.ndarray, token_ids: np.ndarray, cut_from: np.ndarray | None) -> None:
+    counts = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != len(token_ids) or (counts < 0).any():
+        raise FrameError("column mask_offsets does not rise from 0 to the number of mask_token_ids")
+    if cut_from is not None and ((cut_from < 0) | ((cut_from > 0) & (counts >= cut_from))).any():
+        raise FrameError("column mask_cut_from tells of vocabularies of which nothing was left")
 
 
 _HEADER_ENCODER = msgspec.msgpack.Encoder()

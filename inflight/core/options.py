@@ -2,6 +2,8 @@
 
 import msgspec
 
+from inflight.core.columns import own_column_name
+
 DEFAULT_MAX_CONTEXT = 4096
 KV_POLICIES = ("keep", "recompute")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "torch", "cpu")
@@ -68,6 +70,11 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """Initial weights of built-in shapes."""
     threads: int = 0
     """CPU threads for the forward pass; 0 leaves torch's own choice."""
+    columns: tuple[str, ...] = ()
+    """Per-token columns of one's own, as "module:function" or "path/to/file.py:function": functions that the engine
+    imports and calls with the log-probabilities f32[S, V] that tokens i64[S] were just sampled from, on its device, and
+    that return one number per token [S]. Requests that name the function in `SamplingParams.columns` get its values in
+    `Rollout.columns`."""
     timeout_s: float = 600.0
     """How long `launch()` waits for the engine to load its model."""
     answer_timeout_s: float = 60.0
@@ -104,6 +111,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             raise ValueError(f"lora_rank must be in [0, 512], got {self.lora_rank}")
         if not self.adapters or len(set(self.adapters)) < len(self.adapters) or any("." in n for n in self.adapters):
             raise ValueError(f"adapters must be different names without dots, got {self.adapters}")
+        names = [own_column_name(path) for path in self.columns]
+        if len(set(names)) < len(names):
+            raise ValueError(f"columns must have different names, got {', '.join(names)}")
         if self.kv_on_swap not in KV_POLICIES:
             raise ValueError(f"kv_on_swap must be {' or '.join(KV_POLICIES)}, got {self.kv_on_swap!r}")
         if self.attention not in ATTENTION_BACKENDS:

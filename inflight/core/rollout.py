@@ -1,16 +1,17 @@
 """A finished sample, with everything that the trainer needs to correct each of its tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from inflight.core.sampling import SamplingParams
+from inflight.core.sampling_mask import SamplingMask
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One finished sample of a prompt. All arrays but the prompt have one entry per drawn token."""
+    """One finished sample of a prompt. Arrays have one row per sampled token, but for the prompt and the experts."""
 
     request_id: int
     group_id: int
@@ -18,32 +19,25 @@ class Rollout:
     """Index within the group, 0 … params.n − 1."""
     params: SamplingParams
     metadata: dict[str, Any]
-    """What the submitter attached to the prompt."""
+    """The mapping that the submitter attached to the prompt."""
     prompt_token_ids: np.ndarray
     """i32[P]"""
     token_ids: np.ndarray
-    """i32[T], the stop token included where one was drawn."""
+    """i32[T], the stop token included where one was sampled."""
     logprobs: np.ndarray
-    """f32[T], behavior log-probabilities as recorded when each token was drawn."""
+    """f32[T], behavior log-probabilities as recorded when each token was sampled."""
     weight_versions: np.ndarray
-    """i64[T], the weights that drew each token."""
+    """i64[T], the weights that each token was sampled with."""
     sampled_at_ns: np.ndarray
     """i64[T], CLOCK_MONOTONIC."""
     finish_reason: str
     """stop | length | cancelled | error, or "" while the sample is unfinished"""
-    entropies: np.ndarray | None = None
-    """f32[T], in nats; where params.return_entropy asked for it, as below."""
-    top_token_ids: np.ndarray | None = None
-    """i32[T, params.top_logprobs], the most likely tokens first."""
-    top_logprobs: np.ndarray | None = None
-    """f32[T, params.top_logprobs]"""
-    mask_offsets: np.ndarray | None = None
-    """i64[T + 1]: token t was drawn from mask_token_ids[mask_offsets[t] : mask_offsets[t + 1]]."""
-    mask_token_ids: np.ndarray | None = None
-    """i32[…]"""
-    mask_cut_from: np.ndarray | None = None
-    """i32[T]: 0, or where most of a large vocabulary was kept its size; the ids are then those that were cut from it.
-    None: 0 everywhere."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """Maps the name of each column that params asked for to its values, one row per token: entropies f32[T];
+    top_token_ids i32[T, k] and top_logprobs f32[T, k], the most likely tokens first; and [T] for each column of one's
+    own (`EngineOptions.columns`)."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that top-k, top-p and min-p left at each position, where params.return_sampling_mask asked for it."""
     routed_experts: np.ndarray | None = None
     """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
     forked_from: tuple[int, int] | None = None
@@ -56,6 +50,21 @@ class Rollout:
     prompt: str = ""
     """The prompt as text, where a tokenizer is at hand."""
     text: str = ""
-    """The drawn tokens as text without special tokens, where a tokenizer is at hand."""
+    """The sampled tokens as text without special tokens, where a tokenizer is at hand."""
     reward: float | None = None
-    """What the score function said."""
+    """The score function's result."""
+
+    @property
+    def entropies(self) -> np.ndarray | None:
+        """f32[T], in nats, if params.return_entropy asked for them."""
+        return self.columns.get("entropies")
+
+    @property
+    def top_token_ids(self) -> np.ndarray | None:
+        """i32[T, params.top_logprobs], the most likely tokens first, if params.top_logprobs asked for them."""
+        return self.columns.get("top_token_ids")
+
+    @property
+    def top_logprobs(self) -> np.ndarray | None:
+        """f32[T, params.top_logprobs], their log-probabilities."""
+        return self.columns.get("top_logprobs")

@@ -1,4 +1,4 @@
-"""How a request is sampled."""
+"""The sampling parameters of a request."""
 
 import math
 
@@ -9,6 +9,7 @@ MAX_TOP_LOGPROBS = 128
 MAX_LOGIT_BIASES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_OWN_COLUMNS = 16
 LEAST_TEMPERATURE = 1e-6
 
 
@@ -23,9 +24,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1
-    """Samples drawn from the prompt; together they are a group."""
+    """Number of samples of the prompt; together they are a group."""
     max_tokens: int = 256
-    """Tokens drawn per sample at most; fewer where the engine's context ends first."""
+    """Number of tokens per sample at most; fewer where the engine's context ends first."""
     temperature: float = 1.0
     """0 is greedy: the most likely token; what is recorded is then that of temperature 1, unfiltered."""
     top_k: int = 0
@@ -41,22 +42,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     """Strings that end a sample as soon as its text holds one. The token that completes it is part of the sample."""
     min_tokens: int = 0
-    """Until so many tokens are drawn, stop_token_ids and the model's end-of-sequence ids have probability 0, and stop
+    """Until so many tokens are sampled, stop_token_ids and the model's end-of-sequence ids have probability 0, and stop
     strings do not end a sample."""
     ignore_eos: bool = False
     """Go on past the model's own end-of-sequence ids (benchmarks)."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or drawn before are divided by it if positive, else multiplied (Keskar et al.
+    """Logits of tokens in the prompt or sampled before are divided by it if positive, else multiplied (Keskar et al.
     2019, "CTRL", section 4.1, as in Hugging Face `generate`)."""
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids; −inf bans one."""
     top_logprobs: int = 0
     """Record so many of the most likely tokens at each position, with their log-probabilities."""
     return_entropy: bool = False
-    """Record the entropy, in nats, of each distribution drawn from."""
+    """Record the entropy, in nats, of each distribution that a token is sampled from."""
     return_sampling_mask: bool = False
-    """Record the token ids that top-k, top-p and min-p kept at each position, or where they kept most of a large
-    vocabulary those that they cut (`Rollout.mask_cut_from`)."""
+    """Record the token ids that top-k, top-p and min-p left at each position, or where they left most of a large
+    vocabulary those that they cut (`Rollout.sampling_mask`)."""
+    columns: tuple[str, ...] = ()
+    """Record these columns of one's own (`EngineOptions.columns`), by name, in `Rollout.columns`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:
@@ -90,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(
                 f"stop holds at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters each"
             )
+        if isinstance(self.columns, str) or len(self.columns) > MAX_OWN_COLUMNS:
+            raise ValueError(f"columns is a tuple of at most {MAX_OWN_COLUMNS} names, got {self.columns!r}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")
 
@@ -99,10 +104,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def adjusted(self) -> bool:
-        """Whether some logits are changed before the temperature."""
+        """True if some logits are changed before the temperature."""
         return self.repetition_penalty != 1 or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens may be cut from the distribution."""
+        """True if some tokens may be cut from the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

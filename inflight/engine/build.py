@@ -27,8 +27,9 @@ from inflight.engine.loading import (
 )
 from inflight.engine.model_runner import ModelRunner
 from inflight.engine.order import load_order
+from inflight.engine.outputs import RoutedExpertsRecorder
+from inflight.engine.own_columns import load_columns
 from inflight.engine.requests import Requests
-from inflight.engine.routed_experts import RoutedExpertsRecorder
 from inflight.engine.sampler import Sampler
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.stopping import StopCondition
@@ -88,15 +89,17 @@ class Parts:
         self.scheduler = Scheduler(self.cache, options, order)
         eos_ids = eos_token_ids(modules[0])
         self.stop = StopCondition(eos_ids, load_tokenizer(options.model))
+        own_columns = load_columns(options.columns, vocab_size=int(text_config.vocab_size), device=self.device)
         self.limits = Limits(
             max_context=options.max_context,
             vocab_size=int(text_config.vocab_size),
             can_read_text=self.stop.can_read_text,
             adapters=options.adapters if self.adapters is not None else (),
+            columns=tuple(own_columns),
         )
         forks_share = not options.record_routed_experts
         self.requests = Requests(self.scheduler, self.slot_table, self.limits, forks_share=forks_share)
-        self.sampler = Sampler(self.limits.vocab_size, eos_ids, self.runner.last_tokens)
+        self.sampler = Sampler(self.limits.vocab_size, eos_ids, self.runner.last_tokens, own_columns)
         self.routed_experts: RoutedExpertsRecorder | None = None
         if options.record_routed_experts:
             self.routed_experts = RoutedExpertsRecorder(modules, text_config)

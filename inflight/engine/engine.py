@@ -21,8 +21,8 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note, span
 from inflight.engine.build import Parts
-from inflight.engine.columns import extra_columns, routed_experts_columns
-from inflight.engine.sampler import Drawn, nothing_drawn
+from inflight.engine.outputs import routed_experts_columns, token_columns
+from inflight.engine.sampler import Samples
 from inflight.engine.sequence import Schedule
 from inflight.engine.stall import StallClock
 from inflight.engine.verbs import verb
@@ -37,7 +37,7 @@ class _Launched:
     slot: int
     adapter_slot: int | None
     swap: Swap | None
-    drawn: Drawn
+    samples: Samples
     """On the CPU once `done` has happened."""
     routed_experts: torch.Tensor | None
     done: torch.cuda.Event | torch.Event | None
@@ -250,9 +250,9 @@ class Engine(Parts):
         """Draw tokens, and put their way to the host behind the pass."""
         with span("sample"):
             sequences = [sequence for sequence, _ in schedule.draws]
-            drawn = self.sampler.draw(logits, sequences) if sequences else nothing_drawn(logits)
+            samples = self.sampler.sample(logits, sequences) if sequences else Samples.none(self.device)
             routed_experts = self.routed_experts.take() if self.routed_experts else None
-            drawn = drawn.to_host()
+            samples = samples.to_host()
             done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         swap = None
         if schedule.version == self.slot_table.version:
@@ -260,7 +260,7 @@ class Engine(Parts):
         self.step_count += 1
         slot = self.slot_table.slot_of(schedule.version)
         adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
-        return _Launched(schedule, slot, adapter_slot, swap, drawn, routed_experts, done)
+        return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, done)
 
     def _collect(self, launched: _Launched) -> list[int]:
         """Wait for the results of a pass, append the tokens to their sequences and end those that are finished. Returns
@@ -268,7 +268,7 @@ class Engine(Parts):
         with span("collect"):
             if launched.done is not None:
                 launched.done.synchronize()
-            tokens, logprobs = launched.drawn.tokens.tolist(), launched.drawn.logprobs.numpy()
+            tokens, logprobs = launched.samples.tokens.tolist(), launched.samples.logprobs.numpy()
             finite = np.isfinite(logprobs).tolist()
             rows: list[int] = []
             for row, (sequence, _) in enumerate(launched.schedule.draws):
@@ -295,7 +295,7 @@ class Engine(Parts):
             header = self._header(self.version, swap=self._untold_swap)
             self._untold_swap = None
             return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
-        schedule, drawn = launched.schedule, launched.drawn
+        schedule, samples = launched.schedule, launched.samples
         header = self._header(
             schedule.stamp,
             num_tokens=len(rows),
@@ -304,10 +304,10 @@ class Engine(Parts):
             swap=launched.swap,
         )
         request_ids = np.array([s.request_id for s, _ in schedule.draws], np.uint64)
-        tokens, logprobs = drawn.tokens.numpy(), drawn.logprobs.numpy()
+        tokens, logprobs = samples.tokens.numpy(), samples.logprobs.numpy()
         if len(rows) < len(request_ids):
             request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
-        extras = extra_columns(drawn, rows)
+        extras = token_columns(samples, rows)
         if self.routed_experts is not None and launched.routed_experts is not None:
             extras |= routed_experts_columns(schedule.chunks, launched.routed_experts, self.routed_experts.dtype)
         return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)

@@ -17,6 +17,8 @@ class Limits:
     can_read_text: bool
     """There is a tokenizer, which stop strings need."""
     adapters: Collection[str]
+    columns: Collection[str]
+    """Names of the columns of a user's own."""
 
 
 def check_prompt(name: str, prompt: Prompt, limits: Limits, slot_table: SlotTable) -> None:
@@ -44,6 +46,12 @@ def check_prompt(name: str, prompt: Prompt, limits: Limits, slot_table: SlotTabl
         raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
     if params.top_logprobs > limits.vocab_size:
         raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {limits.vocab_size} top_logprobs")
+    unknown = next((column for column in params.columns if column not in limits.columns), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"{name} asks for column {shorten(unknown, 200)!r}; the engine was launched with columns "
+            f"{', '.join(limits.columns) or 'of no name'} (EngineOptions.columns)"
+        )
     if prompt.adapter is not None:
         if prompt.adapter not in limits.adapters:
             raise InvalidRequestError(

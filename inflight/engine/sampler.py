@@ -1,14 +1,17 @@
-"""Draws one token per row, with the log-probability that it had and what else was asked for.
+"""Samples one token per row, with the log-probability that it had and the columns that requests asked for.
 
-Logits go through repetition penalty, logit bias, min_tokens and temperature; then top-k, top-p and min-p keep a set of
-tokens, each from the renormalised result of the one before. A draw inverts the cumulative distribution at one uniform
-number per row, a hash of (seed, position): which other rows are in the batch does not matter.
+Logits go through repetition penalty, logit bias, min_tokens and temperature; then top-k, top-p and min-p cut tokens
+off, each from the renormalised result of the one before; what they leave is the sampling mask. Sampling inverts the
+cumulative distribution at one uniform number per row, a hash of (seed, position): which other rows are in the batch
+does not matter.
 
-M rows, V vocabulary, K tokens that a filter may keep.
+M rows, of which F are filtered; V vocabulary, K tokens that a filter may leave.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,17 +19,16 @@ from inflight_kernels import draw, uniforms
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import to_device
+from inflight.engine.own_columns import ColumnFunction, compute_columns
 from inflight.engine.sequence import Sequence
 
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
-_TENSORS = ("tokens", "logprobs", "entropies", "top_token_ids", "top_logprobs")
-_TENSORS += ("mask_counts", "mask_token_ids", "mask_cut_from")
 _MANY = 512
 """Candidates that are tried before a whole vocabulary is sorted."""
 _LAST_ID = 2**31 - 1
-_LARGE_SET = 16384
-"""Kept sets of more tokens, and of most of the vocabulary, are told by what was cut."""
+_LARGE_MASK = 16384
+"""A mask that leaves more tokens than this, and most of the vocabulary, is recorded by the tokens that it cuts."""
 
 
 def sample_seed(seed: int, sample: int) -> int:
@@ -37,43 +39,46 @@ def sample_seed(seed: int, sample: int) -> int:
     return int((x ^ (x >> _U64(31))).view(np.int64)[0])
 
 
-@dataclass(slots=True)
-class Drawn:
-    """What a pass drew, on the device: tokens i64[M], logprobs f32[M], and where some row asked for them entropies
-    f32[M], top_token_ids i64[M, k] and top_logprobs f32[M, k], and the tokens that were kept for the rows
-    `mask_rows`."""
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a pass sampled, on its device: tokens i64[M], logprobs f32[M], and the columns that some row asked for.
+
+    `columns` maps their names to [M] or [M, k]. The sampling mask is mask_counts i64[M], 0 for rows without one,
+    mask_token_ids i64[sum of them], and where the ids of a row may be those that were cut mask_cut_from i32[M].
+    """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
-    entropies: torch.Tensor | None = None
-    top_token_ids: torch.Tensor | None = None
-    top_logprobs: torch.Tensor | None = None
-    mask_rows: list[int] = field(default_factory=list)
-    mask_counts: torch.Tensor | None = None
-    """i64[len(mask_rows)]"""
-    mask_token_ids: torch.Tensor | None = None
-    """i64[sum of mask_counts]"""
-    mask_cut_from: torch.Tensor | None = None
-    """i32[len(mask_rows)]: 0, or the size of the vocabulary where the ids are those that were cut from it."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def to_host(self) -> "Drawn":
+    @classmethod
+    def none(cls, device: torch.device) -> "Samples":
+        """The samples of a pass in which no prompt came to its end."""
+        return cls(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device))
+
+    def to_host(self) -> "Samples":
         """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
         if self.tokens.device.type == "cpu":
             return self
-        copied = {
-            name: value.to("cpu", non_blocking=True) for name in _TENSORS if (value := getattr(self, name)) is not None
-        }
-        return Drawn(**copied, mask_rows=self.mask_rows)
+        tokens, logprobs, *columns = (
+            tensor.to("cpu", non_blocking=True) for tensor in (self.tokens, self.logprobs, *self.columns.values())
+        )
+        return Samples(tokens, logprobs, dict(zip(self.columns, columns, strict=True)))
 
 
-def nothing_drawn(logits: torch.Tensor) -> Drawn:
-    """Of a pass in which no prompt came to its end."""
-    return Drawn(logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32))
+class _Filtered(NamedTuple):
+    """The distributions of the rows i64[F] that have filters: token ids by falling probability, true for those that the
+    filters left, and their log-probabilities."""
+
+    rows: torch.Tensor
+    order_FK: torch.Tensor
+    mask_FK: torch.Tensor
+    logprobs_FK: torch.Tensor
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Parameters of the rows of a batch, as tensors; kept as long as the same sequences draw."""
+    """Parameters of the rows of a batch, as tensors; held as long as the same sequences sample."""
 
     key: list[int]
     temperatures: torch.Tensor
@@ -83,41 +88,53 @@ class _Rows:
     filtered: list[int]
     entropy: bool
     top: int
+    own: dict[str, ColumnFunction]
+    """Columns of a user's own that some row asked for."""
 
 
 class Sampler:
-    """Draws for the sequences of one engine; `last_tokens` (by batch row) receives what was drawn."""
+    """Samples for the sequences of one engine, and writes the tokens to `last_tokens`, by batch row."""
 
-    def __init__(self, vocab_size: int, eos_ids: frozenset[int], last_tokens: torch.Tensor):
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        last_tokens: torch.Tensor,
+        own_columns: Mapping[str, ColumnFunction] | None = None,
+    ):
         self._vocab_size, self._eos_ids = vocab_size, sorted(eos_ids)
         self._last_tokens = last_tokens
+        self._own_columns = own_columns or {}
         self._device = last_tokens.device
         self._rows: _Rows | None = None
         self._seen: torch.Tensor | None = None
-        """bool[batch_rows, V]: tokens of the prompt or drawn, for sequences with a repetition penalty."""
+        """bool[batch_rows, V]: tokens of the prompt or sampled, for sequences with a repetition penalty."""
         self._seen_by: dict[int, tuple[int, int]] = {}
-        """Lane → request whose tokens `_seen` holds, and how many of them."""
+        """Maps a batch row to the request whose tokens `_seen` holds, and how many of them."""
 
     @torch.inference_mode()
-    def draw(self, logits_MV: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
-        """Draw the next token of each sequence from its row of logits of any float dtype."""
+    def sample(self, logits_MV: torch.Tensor, sequences: Seq[Sequence]) -> Samples:
+        """Sample the next token of each sequence from its row of logits of any float dtype."""
         rows = self._rows_of(sequences)
         positions = self._tensor([s.length - 1 for s in sequences], torch.int64)
         if rows.adjusted:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows.adjusted)
+        filtered = None
         if not rows.filtered:
-            drawn = self._draw_plain(logits_MV, rows, positions)
+            samples = self._sample_plain(logits_MV, rows, positions)
         else:
-            drawn = self._draw_filtered(logits_MV.float(), sequences, rows, positions)
-        self._last_tokens[rows.batch_rows] = drawn.tokens
+            samples, filtered = self._sample_filtered(logits_MV.float(), sequences, rows, positions)
+        if rows.own:
+            samples.columns.update(self._compute_own(logits_MV, samples.tokens, rows, filtered))
+        self._last_tokens[rows.batch_rows] = samples.tokens
         if self._seen is not None:
             watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
             if watched:
                 index = self._tensor(watched, torch.int64)
-                self._seen[rows.batch_rows[index], drawn.tokens[index]] = True
+                self._seen[rows.batch_rows[index], samples.tokens[index]] = True
                 for sequence in (sequences[i] for i in watched):
                     self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
-        return drawn
+        return samples
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
@@ -125,6 +142,7 @@ class Sampler:
         key = [s.request_id * 65536 + s.batch_row for s in sequences]
         if self._rows is None or self._rows.key != key:
             params = [s.params for s in sequences]
+            own = {name: f for name, f in self._own_columns.items() if any(name in p.columns for p in params)}
             self._rows = _Rows(
                 key=key,
                 temperatures=self._tensor([p.temperature for p in params], torch.float32),
@@ -134,6 +152,7 @@ class Sampler:
                 filtered=[i for i, p in enumerate(params) if p.filtered],
                 entropy=any(p.return_entropy for p in params),
                 top=max(p.top_logprobs for p in params),
+                own=own,
             )
         return self._rows
 
@@ -155,7 +174,7 @@ class Sampler:
                 row_V = logits_MV[row]
                 logits_MV[row] = torch.where(seen_V, torch.where(row_V > 0, row_V / penalty, row_V * penalty), row_V)
             changes = dict(params.logit_bias)
-            if len(sequence.tokens) + sequence.num_pending <= params.min_tokens:  # the draw to come is pending already
+            if len(sequence.tokens) + sequence.num_pending <= params.min_tokens:  # the token to come is pending already
                 ends = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids))
                 changes |= dict.fromkeys(ends, float("-inf"))
             rows += [row] * len(changes)
@@ -176,87 +195,117 @@ class Sampler:
             seen_V[self._tensor(sequence.token_ids(), torch.int64)] = True
         return seen_V
 
-    # ---- draws --------------------------------------------------------------------------------------------------
+    # ---- samples ------------------------------------------------------------------------------------------------
 
-    def _draw_plain(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Drawn:
+    def _sample_plain(self, logits_MV: torch.Tensor, rows: _Rows, positions: torch.Tensor) -> Samples:
         tokens, logprobs, entropies = draw(logits_MV, rows.temperatures, rows.seeds, positions, entropy=rows.entropy)
-        drawn = Drawn(tokens, logprobs, entropies)
+        samples = Samples(tokens, logprobs)
+        if entropies is not None:
+            samples.columns["entropies"] = entropies
         if rows.top:
-            temperature_M1 = torch.where(rows.temperatures == 0, 1.0, rows.temperatures)[:, None]
             chosen_M1 = logits_MV.gather(1, tokens[:, None]).float()
-            top_Mk, drawn.top_token_ids = logits_MV.float().topk(min(rows.top, logits_MV.shape[1]))
-            drawn.top_logprobs = (top_Mk - chosen_M1) / temperature_M1 + logprobs[:, None]
-        return drawn
+            top_Mk, samples.columns["top_token_ids"] = logits_MV.float().topk(min(rows.top, logits_MV.shape[1]))
+            top_logprobs_Mk = (top_Mk - chosen_M1) / _recorded_temperatures(rows.temperatures) + logprobs[:, None]
+            samples.columns["top_logprobs"] = top_logprobs_Mk
+        return samples
 
-    def _draw_filtered(
+    def _sample_filtered(
         self, logits_MV: torch.Tensor, sequences: Seq[Sequence], rows: _Rows, positions: torch.Tensor
-    ) -> Drawn:
-        """With tokens sorted by probability every filter keeps a prefix, so the kept set is the shortest of them."""
-        plain = [i for i in range(len(sequences)) if i not in set(rows.filtered)]
-        drawn = self._draw_plain(logits_MV, rows, positions) if plain or rows.top or rows.entropy else None
+    ) -> tuple[Samples, _Filtered]:
+        """With tokens sorted by probability every filter leaves a prefix, and the mask is the shortest of them."""
+        plain = len(rows.filtered) < len(sequences)
+        samples = self._sample_plain(logits_MV, rows, positions) if plain or rows.top or rows.entropy else None
         index = self._tensor(rows.filtered, torch.int64)
         params = [sequences[i].params for i in rows.filtered]
         temperature_F1 = rows.temperatures[index][:, None]
-        logits_FV = logits_MV if drawn is None else logits_MV[index]
+        logits_FV = logits_MV if samples is None else logits_MV[index]
         scaled_FV = (logits_FV - logits_FV.amax(-1, keepdim=True)) / temperature_F1  # small ones do not overflow
-        sorted_FK, order_FK, kept_FK = _candidates(scaled_FV, params)
-        cdf_FK = (sorted_FK.exp() * kept_FK).cumsum(-1)
-        logprobs_FK = torch.where(kept_FK, sorted_FK - cdf_FK[:, -1:].log(), float("-inf"))
+        sorted_FK, order_FK, mask_FK = _candidates(scaled_FV, params)
+        cdf_FK = (sorted_FK.exp() * mask_FK).cumsum(-1)
+        logprobs_FK = torch.where(mask_FK, sorted_FK - cdf_FK[:, -1:].log(), float("-inf"))
         rank_F1 = _invert_cdf(cdf_FK, uniforms(rows.seeds[index], positions[index]))[:, None]
         tokens_F, logprobs_F = order_FK.gather(1, rank_F1)[:, 0], logprobs_FK.gather(1, rank_F1)[:, 0]
-        if drawn is None:
-            drawn = Drawn(tokens_F, logprobs_F)
+        filtered = _Filtered(index, order_FK, mask_FK, logprobs_FK)
+        if samples is None:
+            samples = Samples(tokens_F, logprobs_F)
         else:
-            drawn.tokens[index], drawn.logprobs[index] = tokens_F, logprobs_F
-            if drawn.entropies is not None:
-                drawn.entropies[index] = -(logprobs_FK.exp() * logprobs_FK.masked_fill(~kept_FK, 0)).sum(-1)
-            if drawn.top_logprobs is not None and drawn.top_token_ids is not None:
-                top = min(rows.top, order_FK.shape[1])
-                drawn.top_token_ids[index, :top] = order_FK[:, :top]
-                drawn.top_logprobs[index] = float("-inf")
-                drawn.top_logprobs[index, :top] = logprobs_FK[:, :top]
-        asked = [f for f, p in enumerate(params) if p.return_sampling_mask]
-        if asked:
-            drawn.mask_rows = [rows.filtered[f] for f in asked]
-            if len(asked) < len(params):
-                among = self._tensor(asked, torch.int64)
-                order_FK, kept_FK = order_FK[among], kept_FK[among]
-            _tell_kept(drawn, order_FK, kept_FK, self._vocab_size)
-        return drawn
+            samples.tokens[index], samples.logprobs[index] = tokens_F, logprobs_F
+            _record_filtered(samples.columns, filtered)
+        samples.columns.update(self._mask_columns(filtered, rows, sequences))
+        return samples, filtered
+
+    def _mask_columns(self, filtered: _Filtered, rows: _Rows, sequences: Seq[Sequence]) -> dict[str, torch.Tensor]:
+        asked = [f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask]
+        if not asked:
+            return {}
+        index_A, order_AK, mask_AK = filtered.rows, filtered.order_FK, filtered.mask_FK
+        if len(asked) < len(rows.filtered):
+            among = self._tensor(asked, torch.int64)
+            index_A, order_AK, mask_AK = index_A[among], order_AK[among], mask_AK[among]
+        counts_A, vocabulary = mask_AK.sum(-1), self._vocab_size
+        columns = {}
+        if mask_AK.shape[1] == vocabulary > _LARGE_MASK:
+            by_cut_A = counts_A > max(_LARGE_MASK, vocabulary // 2)
+            columns["mask_cut_from"] = _spread(index_A, by_cut_A.int() * vocabulary, len(sequences))
+            counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
+            mask_AK = mask_AK ^ by_cut_A[:, None]
+        columns["mask_counts"] = _spread(index_A, counts_A, len(sequences))
+        columns["mask_token_ids"] = order_AK[mask_AK]
+        return columns
+
+    def _compute_own(
+        self, logits_MV: torch.Tensor, tokens_M: torch.Tensor, rows: _Rows, filtered: _Filtered | None
+    ) -> dict[str, torch.Tensor]:
+        """The columns [M] of a user's own that some row asked for."""
+        logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
+        if filtered is not None:
+            cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
+            logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
+        return compute_columns(rows.own, logprobs_MV, tokens_M)
 
 
-def _tell_kept(drawn: Drawn, order_AK: torch.Tensor, kept_AK: torch.Tensor, vocabulary: int) -> None:
-    """Which tokens were kept, as their ids, or as those of the others where these are far fewer."""
-    counts_A = kept_AK.sum(-1)
-    if kept_AK.shape[1] == vocabulary > _LARGE_SET:
-        by_cut_A = counts_A > max(_LARGE_SET, vocabulary // 2)
-        drawn.mask_cut_from = by_cut_A.int() * vocabulary
-        counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
-        kept_AK = kept_AK ^ by_cut_A[:, None]
-    drawn.mask_counts = counts_A
-    drawn.mask_token_ids = order_AK[kept_AK]
+def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.Tensor:
+    """[count]: the values at their rows and 0 elsewhere."""
+    return values_A.new_zeros(count).index_copy_(0, index_A, values_A)
+
+
+def _recorded_temperatures(temperatures_M: torch.Tensor) -> torch.Tensor:
+    """[M, 1]: greedy rows record the distribution of temperature 1."""
+    return torch.where(temperatures_M == 0, 1.0, temperatures_M)[:, None]
+
+
+def _record_filtered(columns: dict[str, torch.Tensor], filtered: _Filtered) -> None:
+    """Put the entropies and the most likely tokens of the filtered distributions in the place of the unfiltered."""
+    rows, logprobs_FK = filtered.rows, filtered.logprobs_FK
+    if "entropies" in columns:
+        columns["entropies"][rows] = -(logprobs_FK.exp() * logprobs_FK.masked_fill(~filtered.mask_FK, 0)).sum(-1)
+    if "top_logprobs" in columns:
+        top = min(columns["top_logprobs"].shape[1], filtered.order_FK.shape[1])
+        columns["top_token_ids"][rows, :top] = filtered.order_FK[:, :top]
+        columns["top_logprobs"][rows] = float("-inf")
+        columns["top_logprobs"][rows, :top] = logprobs_FK[:, :top]
 
 
 def _candidates(
     scaled_FV: torch.Tensor, params: Seq[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(scores [F, K] by falling probability, their token ids i64[F, K], which of them are kept bool[F, K])."""
+    """(scores [F, K] by falling probability, their token ids i64[F, K], which of them the filters leave bool[F, K])."""
     vocabulary = scaled_FV.shape[1]
     most = max(p.top_k or vocabulary for p in params)
-    few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all that top-k keeps
+    few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all that top-k leaves
     if most >= vocabulary and few and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
-        # Sorting is slow and what top-p or min-p keep is mostly few: try that first. (On a GPU, asking whether it was
+        # Sorting is slow and what top-p or min-p leave is mostly few: try that first. (On a GPU, asking whether it was
         # enough would wait for the device.)
         order_FK = _best(scaled_FV, _MANY)
         best_FK = scaled_FV.gather(1, order_FK)
         probs_FK = torch.exp(best_FK - scaled_FV.logsumexp(-1, keepdim=True))
-        kept_FK = kept_prefix(probs_FK, params)
-        if not bool(kept_FK[:, -1].any()):
-            return best_FK, order_FK, kept_FK
+        mask_FK = filter_mask(probs_FK, params)
+        if not bool(mask_FK[:, -1].any()):
+            return best_FK, order_FK, mask_FK
     order_FK = _best(scaled_FV, most) if most <= vocabulary // 2 else _all(scaled_FV)
     sorted_FK = scaled_FV.gather(1, order_FK)
     probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
-    return sorted_FK, order_FK, kept_prefix(probs_FK, params)
+    return sorted_FK, order_FK, filter_mask(probs_FK, params)
 
 
 def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
@@ -299,21 +348,21 @@ def _ranks(scores_FV: torch.Tensor, ids_FV: torch.Tensor | None = None) -> torch
     return ranks_FV
 
 
-def kept_prefix(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def filter_mask(probs_FK: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """bool[F, K]: which of the tokens, sorted by falling probability, survive top-k, top-p and min-p. Where K is less
     than the vocabulary, the K most likely tokens are given with their probabilities among all."""
     candidates, device = probs_FK.shape[1], probs_FK.device
     top_k_F1 = to_device([p.top_k or 2**31 for p in params], device)[:, None]
     top_p_F1 = to_device([p.top_p for p in params], device)[:, None]
     min_p_F1 = to_device([p.min_p for p in params], device)[:, None]
-    kept_FK = torch.arange(candidates, device=device) < top_k_F1
-    kept_probs_FK = probs_FK * kept_FK
-    before_FK = kept_probs_FK.cumsum(-1) - kept_probs_FK
-    total_F1 = torch.where(top_k_F1 < 2**31, kept_probs_FK.sum(-1, keepdim=True), 1.0)
-    kept_FK &= (before_FK < top_p_F1 * total_F1) | (top_p_F1 >= 1)
-    kept_FK &= (probs_FK >= min_p_F1 * probs_FK[:, :1]) & (probs_FK > 0)
-    kept_FK[:, 0] = True
-    return kept_FK
+    mask_FK = torch.arange(candidates, device=device) < top_k_F1
+    left_probs_FK = probs_FK * mask_FK
+    before_FK = left_probs_FK.cumsum(-1) - left_probs_FK
+    total_F1 = torch.where(top_k_F1 < 2**31, left_probs_FK.sum(-1, keepdim=True), 1.0)
+    mask_FK &= (before_FK < top_p_F1 * total_F1) | (top_p_F1 >= 1)
+    mask_FK &= (probs_FK >= min_p_F1 * probs_FK[:, :1]) & (probs_FK > 0)
+    mask_FK[:, 0] = True
+    return mask_FK
 
 
 def _invert_cdf(cdf_FK: torch.Tensor, uniform_F: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 
+from inflight.core.columns import COLUMNS, asked_columns
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.sampling_mask import SamplingMask
+
+_MASK = "sampling mask"
+"""The rows of the mask among those of columns; no column can have this name."""
 
 
 @dataclass(slots=True)
@@ -18,13 +26,10 @@ class _Partial:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     times_ns: list[int] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    top_token_ids: list[np.ndarray] = field(default_factory=list)
-    top_logprobs: list[np.ndarray] = field(default_factory=list)
-    kept: list[np.ndarray] = field(default_factory=list)
-    mask_cut_from: list[int] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Maps the name of each column that the request asked for to its rows."""
     routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
-    """By position; the first time that a token was computed counts."""
+    """Maps a position to its experts; the first time that a token was computed counts."""
     prefix_tokens: int = 0
     prefix_version: int | None = None
 
@@ -34,7 +39,7 @@ class _Group:
     start: GroupStart
     finished: list[Rollout] = field(default_factory=list)
     prompt_routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
-    """By position: whichever sample computed the prompt did it for all."""
+    """Maps a position to its experts; whichever sample computed the prompt did it for all."""
 
 
 class Assembler:
@@ -51,7 +56,7 @@ class Assembler:
         self.num_orphan_tokens = 0
 
     def knows(self, group_id: int) -> bool:
-        """Whether the group has started and not ended."""
+        """True if the group has started and not ended."""
         return group_id in self._groups
 
     def partial(self, group_id: int) -> list[Rollout]:
@@ -78,8 +83,10 @@ class Assembler:
         header = frame.header
         for group in header.groups:
             self._groups[group.group_id] = _Group(group)
+            asked = _asked(group)
             for sample in range(group.params.n):
-                self._partials[group.first_request_id + sample] = _Partial(group)
+                partial = _Partial(group, columns={name: [] for name in asked})
+                self._partials[group.first_request_id + sample] = partial
         for part in header.taken_over:
             if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
                 partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
@@ -104,6 +111,9 @@ class Assembler:
 
     def _append(self, frame: TokenFrame) -> None:
         version, time_ns = frame.header.version, frame.header.time_ns
+        columns: Mapping[str, Any] = frame.extras
+        if "mask_offsets" in columns:
+            columns = {**columns, _MASK: _mask_rows(columns)}
         rows = zip(frame.request_ids.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
         for row, (request_id, token_id, logprob) in enumerate(rows):
             partial = self._partials.get(request_id)
@@ -114,25 +124,15 @@ class Assembler:
             partial.logprobs.append(logprob)
             partial.versions.append(version)
             partial.times_ns.append(time_ns)
-            if frame.extras:
-                self._append_extras(partial, frame.extras, row)
+            if columns:
+                for name, values in partial.columns.items():
+                    if name in columns:
+                        values.append(columns[name][row])
         if "routed_experts" in frame.extras:
-            self._append_routing(frame.extras)
+            self._append_routed_experts(frame.extras)
         self.num_tokens += frame.header.num_tokens
 
-    def _append_extras(self, partial: _Partial, extras: Mapping[str, np.ndarray], row: int) -> None:
-        params = partial.group.params
-        if params.return_entropy and "entropies" in extras:
-            partial.entropies.append(float(extras["entropies"][row]))
-        if params.top_logprobs and "top_logprobs" in extras:
-            partial.top_token_ids.append(extras["top_token_ids"][row, : params.top_logprobs])
-            partial.top_logprobs.append(extras["top_logprobs"][row, : params.top_logprobs])
-        if params.return_sampling_mask and params.filtered and "mask_offsets" in extras:
-            start, end = extras["mask_offsets"][row : row + 2]
-            partial.kept.append(extras["mask_token_ids"][start:end])
-            partial.mask_cut_from.append(int(extras["mask_cut_from"][row]) if "mask_cut_from" in extras else 0)
-
-    def _append_routing(self, extras: Mapping[str, np.ndarray]) -> None:
+    def _append_routed_experts(self, extras: Mapping[str, np.ndarray]) -> None:
         ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()
         for row, (request_id, position) in enumerate(zip(ids, positions, strict=True)):
             partial = self._partials.get(request_id)
@@ -142,6 +142,25 @@ class Assembler:
                 (group.prompt_routed_experts if in_prompt else partial.routed_experts).setdefault(
                     position, extras["routed_experts"][row]
                 )
+
+
+def _asked(group: GroupStart) -> list[str]:
+    """Names of the columns that the group asked for, the sampling mask among them."""
+    params = group.params
+    return asked_columns(params) + ([_MASK] if params.return_sampling_mask and params.filtered else [])
+
+
+def _mask_rows(extras: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, int]]:
+    """(token ids, the vocabulary that they were cut from or 0) of each row."""
+    ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
+    return list(zip(ids, extras["mask_cut_from"] if "mask_cut_from" in extras else repeat(0), strict=False))
+
+
+def _stack(name: str, rows: list[Any], params: SamplingParams) -> np.ndarray:
+    """The rows as one array, each no longer than the request asked for."""
+    column = COLUMNS.get(name)
+    width = column.asked_by(params) if column is not None and len(column.dims) > 1 else None
+    return np.array(rows if width is None else [row[:width] for row in rows])
 
 
 def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) -> Rollout:
@@ -163,16 +182,12 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
         prefix_version=partial.prefix_version,
     )
     num_tokens = len(partial.token_ids)
-    if num_tokens and len(partial.entropies) == num_tokens:
-        rollout.entropies = np.array(partial.entropies, np.float32)
-    if num_tokens and len(partial.top_logprobs) == num_tokens:
-        rollout.top_token_ids, rollout.top_logprobs = np.stack(partial.top_token_ids), np.stack(partial.top_logprobs)
-    if num_tokens and len(partial.kept) == num_tokens:
-        rollout.mask_offsets = np.cumsum([0, *map(len, partial.kept)], dtype=np.int64)
-        rollout.mask_token_ids = np.concatenate(partial.kept)
-        rollout.mask_cut_from = np.array(partial.mask_cut_from, np.int32) if any(partial.mask_cut_from) else None
-    routing = siblings.prompt_routed_experts | partial.routed_experts
+    whole = {name: rows for name, rows in partial.columns.items() if num_tokens and len(rows) == num_tokens}
+    if _MASK in whole:
+        rollout.sampling_mask = SamplingMask.join(*zip(*whole.pop(_MASK), strict=True))
+    rollout.columns = {name: _stack(name, rows, group.params) for name, rows in whole.items()}
+    experts = siblings.prompt_routed_experts | partial.routed_experts
     places = range(len(group.prompt_token_ids) + num_tokens - 1)
-    if num_tokens and routing and all(place in routing for place in places):
-        rollout.routed_experts = np.stack([routing[place] for place in places])
+    if num_tokens and experts and all(place in experts for place in places):
+        rollout.routed_experts = np.stack([experts[place] for place in places])
     return rollout

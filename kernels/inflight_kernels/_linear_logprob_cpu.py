@@ -1,7 +1,7 @@
 """`linear_logprob` on a CPU, in PyTorch: pieces of logits that stay in the cache, changed in place.
 
 Products of fp32 go through `linear`, to oneDNN. Lower precisions are widened piece by piece, so that no logit is
-rounded. N rows, K of them with a kept set, H hidden size, V vocabulary, C columns of one piece, E entries of kept sets.
+rounded. N rows, K of them with a sampling mask, H hidden size, V vocabulary, C columns of a piece, E ids in masks.
 """
 
 import torch
@@ -100,7 +100,7 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
     return product if total is None else total.add_(product)
 
 
-def kept_forward(
+def masked_forward(
     hidden_KH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,

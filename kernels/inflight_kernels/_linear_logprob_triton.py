@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._kept_logprob_triton import LOWEST, capped, fast_exp, kept_forward, segment_sum
+from inflight_kernels._masked_logprob_triton import LOWEST, capped, fast_exp, masked_forward, segment_sum
 
-__all__ = ["COLUMNS", "ROWS", "add_product", "dense_forward", "grad_logits", "kept_forward", "segment_sum"]
+__all__ = ["COLUMNS", "ROWS", "add_product", "dense_forward", "grad_logits", "masked_forward", "segment_sum"]
 
 ROWS = 8192
 COLUMNS = 8192

@@ -2,14 +2,14 @@
 in one function that never holds the logits [N, V].
 
 log p = z[a] / τ − logsumexp_{j ∈ S}(z_j / τ) with z = softcap · tanh((h · Wᵀ + b) / softcap), the cap being optional.
-S is the row's kept set, what top-k, top-p or min-p left over (DeepSeek-V3.2, arXiv 2512.02556, §3.1, trains on the set
-that was sampled from), or the whole vocabulary. A row with a set reads the |S| rows of W that it needs. Other rows are
-multiplied a tile of the vocabulary at a time, with a running maximum and sum (Milakov and Gimelshein 2018, "Online
-normalizer calculation for softmax"); backward multiplies once more instead of keeping logits (as in Wijmans et al.
-2024, "Cut Your Losses in Large-Vocabulary Language Models"). With u = z / τ, d log p / du_j = 1[j = a] − p_j and
-d entropy / du_j = −p_j (log p_j + entropy).
+S is the row's sampling mask, the tokens that top-k, top-p or min-p left (DeepSeek-V3.2, arXiv 2512.02556, §3.1, trains
+on the set that was sampled from), or the whole vocabulary. A row with a mask reads the |S| rows of W that it needs.
+Other rows are multiplied a tile of the vocabulary at a time, with a running maximum and sum (Milakov and Gimelshein
+2018, "Online normalizer calculation for softmax"); backward multiplies once more instead of keeping logits (as in
+Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"). With u = z / τ, d log p / du_j =
+1[j = a] − p_j and d entropy / du_j = −p_j (log p_j + entropy).
 
-N rows, of which K have a kept set; H hidden size, V vocabulary, C columns of one piece of it, E entries of all sets.
+N rows, of which K have a sampling mask; H hidden size, V vocabulary, C columns of one piece of it, E ids in all masks.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from inflight_kernels._kept_sets import Split, split_rows
+from inflight_kernels._sampling_mask import Split, split_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,23 +33,23 @@ def linear_logprobs(
     *,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sampling_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """hidden [N, H], weight [V, H] and bias [V] of one float dtype, tokens i64[N], temperatures [N] > 0 →
     log-probabilities f32[N] and, if asked for, entropies f32[N] of the same distributions; both with gradients to
     hidden, weight and bias, which are summed in fp32 and have their dtype. A CPU also takes float64, and returns it.
 
-    kept: offsets i64[N + 1] and token ids i64[E] or i32[E]. The ids of row i, each of them once, are those from
-    offsets[i] to offsets[i + 1]; a row with none is over the whole vocabulary. On a GPU, offsets that lie on the CPU
-    spare a wait for the device.
+    sampling_mask: offsets i64[N + 1] and token ids i64[E] or i32[E]. The ids of row i, each of them once, are those
+    from offsets[i] to offsets[i + 1]; a row with none is over the whole vocabulary. On a GPU, offsets that lie on the
+    CPU spare a wait for the device.
 
-    Raises ValueError for shapes, dtypes and offsets that do not fit, and on a CPU for a kept id outside the vocabulary
-    and a kept set without the row's token. On a GPU, where finding out would be a wait, such a row has a
+    Raises ValueError for shapes, dtypes and offsets that do not fit, and on a CPU for an id outside the vocabulary
+    and a mask without the row's token. On a GPU, where finding out would be a wait, such a row has a
     log-probability of NaN, as has a token outside the vocabulary everywhere.
     """
     _check(hidden_NH, weight_VH, tokens_N, temperatures_N, bias, softcap)
-    split = Split(dense=slice(None)) if kept is None else split_rows(*kept, tokens_N, weight_VH)
+    split = Split(dense=slice(None)) if sampling_mask is None else split_rows(*sampling_mask, tokens_N, weight_VH)
     compute_dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     outputs: Any = LinearLogprobs.apply(
         _rows_contiguous(hidden_NH),
@@ -72,7 +72,7 @@ def linear_logprobs_reference(
     *,
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sampling_mask: tuple[torch.Tensor, torch.Tensor] | None = None,
     entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same in plain PyTorch, with all logits at once."""
@@ -83,11 +83,12 @@ def linear_logprobs_reference(
     if softcap is not None:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
     scaled_NV = logits_NV / temperatures_N.to(dtype)[:, None]
-    if kept is not None:
-        lengths_N = kept[0].diff().to(tokens_N.device)
+    if sampling_mask is not None:
+        offsets, token_ids = sampling_mask
+        lengths_N = offsets.diff().to(tokens_N.device)
         row_E = torch.repeat_interleave(torch.arange(len(tokens_N), device=tokens_N.device), lengths_N)
         dropped_NV = (lengths_N > 0)[:, None].repeat(1, len(weight_VH))
-        dropped_NV[row_E, kept[1].long().to(tokens_N.device)] = False
+        dropped_NV[row_E, token_ids.long().to(tokens_N.device)] = False
         scaled_NV = scaled_NV.masked_fill(dropped_NV, -torch.inf)
     logprobs_NV = torch.log_softmax(scaled_NV, -1)
     logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
@@ -141,8 +142,8 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _backend(device: torch.device) -> ModuleType:
-    """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `kept_forward`, `grad_logits`, `add_product`
-    and `segment_sum`."""
+    """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `masked_forward`, `grad_logits`,
+    `add_product` and `segment_sum`."""
     if device.type == "cuda":
         from inflight_kernels import _linear_logprob_triton
 
@@ -169,14 +170,14 @@ class LinearLogprobs(torch.autograd.Function):
         logprobs_N, lses_N = torch.empty_like(temperatures_N), torch.empty_like(temperatures_N)
         entropies_N = torch.empty_like(temperatures_N) if entropy else None
         logits_E = None
-        for rows, is_dense in ((split.dense, True), (split.kept, False)):
+        for rows, is_dense in ((split.dense, True), (split.masked, False)):
             if rows is None:
                 continue
             arguments = (hidden_NH[rows], weight_VH, bias_V, tokens_N[rows], temperatures_N[rows], softcap, entropy)
             if is_dense:
                 logprobs, lses, entropies = backend.dense_forward(*arguments)
             else:
-                logprobs, lses, entropies, logits_E = backend.kept_forward(
+                logprobs, lses, entropies, logits_E = backend.masked_forward(
                     *arguments, split.token_ids, split.offsets, split.row_E
                 )
             logprobs_N[rows], lses_N[rows] = logprobs, lses
@@ -204,13 +205,13 @@ class LinearLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
         grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
         by_token = None
-        if split.kept is not None:
-            grad_E = _kept_grad_logits(logits_E, split, softcap, *_take(row_values, split.kept))
+        if split.masked is not None:
+            grad_E = _masked_grad_logits(logits_E, split, softcap, *_take(row_values, split.masked))
             if grad_hidden_NH is not None:
-                grad_hidden_NH[split.kept] = backend.segment_sum(grad_E, weight_VH, split.token_ids, split.offsets).to(
-                    hidden_NH.dtype
-                )
-            by_token = _ByToken.sort(grad_E, split, hidden_NH[split.kept], len(weight_VH))
+                grad_hidden_NH[split.masked] = backend.segment_sum(
+                    grad_E, weight_VH, split.token_ids, split.offsets
+                ).to(hidden_NH.dtype)
+            by_token = _ByToken.sort(grad_E, split, hidden_NH[split.masked], len(weight_VH))
 
         dense = slice(0) if split.dense is None else split.dense
         dense_NH, dense_values = hidden_NH[dense], _take(row_values, dense)
@@ -248,7 +249,7 @@ def _take(values: Sequence[Any], rows: slice | torch.Tensor) -> tuple[Any, ...]:
     return tuple(value if value is None else value[rows] for value in values)
 
 
-def _kept_grad_logits(
+def _masked_grad_logits(
     logits_E: torch.Tensor,
     split: Split,
     softcap: float | None,
@@ -259,7 +260,7 @@ def _kept_grad_logits(
     entropies_K: torch.Tensor | None,
     grad_entropies_K: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient of the logits of the kept sets, in the order of their entries; `grad_logprobs` and `grad_entropies` are
+    """Gradient of the logits of all masks, in the order of their ids; `grad_logprobs` and `grad_entropies` are
     already over τ."""
     assert split.row_E is not None
     row_E = split.row_E
@@ -275,7 +276,7 @@ def _kept_grad_logits(
 
 @dataclass(frozen=True, slots=True)
 class _ByToken:
-    """The entries of all kept sets in the order of token ids, so that a row of the weight's gradient is a sum over
+    """The entries of all masks in the order of token ids, so that a row of the weight's gradient is a sum over
     neighbours, always in the same order, and needs no atomic addition."""
 
     grad_E: torch.Tensor

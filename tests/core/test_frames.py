@@ -18,13 +18,13 @@ from inflight.stream.assembler import Assembler
 
 def all_extras(num_tokens: int, routed: int = 6) -> dict[str, np.ndarray]:
     """Every optional column, with numbers that differ."""
-    kept = np.arange(num_tokens) % 3
+    left = np.arange(num_tokens) % 3
     return {
         "entropies": np.linspace(0, 2, num_tokens, dtype=np.float32),
         "top_token_ids": np.arange(num_tokens * 2, dtype=np.int32).reshape(num_tokens, 2),
         "top_logprobs": -np.arange(num_tokens * 2, dtype=np.float32).reshape(num_tokens, 2),
-        "mask_offsets": np.concatenate(([0], kept.cumsum())).astype(np.int64),
-        "mask_token_ids": np.arange(kept.sum(), dtype=np.int32),
+        "mask_offsets": np.concatenate(([0], left.cumsum())).astype(np.int64),
+        "mask_token_ids": np.arange(left.sum(), dtype=np.int32),
         "routed_request_ids": np.arange(routed, dtype=np.uint64),
         "routed_positions": np.arange(routed, dtype=np.int32),
         "routed_experts": np.arange(routed * 4, dtype=np.uint8).reshape(routed, 2, 2),
@@ -64,15 +64,15 @@ EXTRAS = all_extras(4)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"entropies": np.zeros(3, np.float32)}, "entropies has 3 rows, expected 4"),
+        ({"entropies": np.zeros(3, np.float32)}, "entropies has shape .3., expected 4 tokens"),
         ({"top_logprobs": None}, "top_token_ids comes without top_logprobs"),
-        ({"top_logprobs": np.zeros((4, 3), np.float32)}, "top_token_ids and top_logprobs differ in shape"),
+        ({"top_logprobs": np.zeros((4, 3), np.float32)}, "top_logprobs has shape .4, 3., expected 2 top"),
         ({"mask_offsets": np.array([0, 2, 1, 3, 3])}, "mask_offsets does not rise"),
         ({"mask_offsets": np.array([1, 2, 2, 3, 3])}, "mask_offsets does not rise"),
-        ({"mask_offsets": np.array([0, 3, 3])}, "mask_offsets has 3 rows, expected 5"),
+        ({"mask_offsets": np.array([0, 3, 3])}, "mask_offsets has shape .3., expected 5 mask offsets"),
         ({"mask_token_ids": None}, "mask_offsets comes without mask_token_ids"),
-        ({"routed_positions": np.zeros(5, np.int32)}, "routing differ in length"),
-        ({"routed_experts": None}, "comes without routed_experts"),
+        ({"routed_positions": np.zeros(5, np.int32)}, "routed_positions has shape .5., expected 6 computed tokens"),
+        ({"routed_experts": None}, "routed_request_ids comes without routed_experts"),
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_named(change, message):
@@ -84,7 +84,10 @@ def test_columns_that_do_not_fit_each_other_are_named(change, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ColumnSpec("hidden_states", "<f4", (4,)), "unknown column 'hidden_states'"),
+        (ColumnSpec("../margin", "<f4", (4,)), "unknown column '../margin'"),
+        (ColumnSpec("margin", "<f2", (4,)), "expected <f4 or <f8 or"),
+        (ColumnSpec("margin", "<f4", (2, 2)), "in 1 dimensions"),
+        (ColumnSpec("margin", "<f8", (2,)), "margin has shape .2., expected 4 tokens"),
         (ColumnSpec("entropies", "<f8", (2,)), "expected <f4 in 1 dimensions"),
         (ColumnSpec("entropies", "<f4", (2, 2)), "expected <f4 in 1 dimensions"),
         (ColumnSpec("entropies", "<f4", (-4,)), r"shape \[-4\]"),

@@ -14,8 +14,8 @@ from sampler_cases import (
     draw,
     entropy_of,
     expected_logprobs,
-    kept_by_row,
     make_sequence,
+    masks_by_row,
     new_sampler,
     randn,
 )
@@ -25,28 +25,28 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
-from inflight.engine.sampler import Drawn, Sampler
+from inflight.engine.sampler import Sampler, Samples
 from inflight.engine.sequence import Sequence
 
 # ---- rows beside each other ------------------------------------------------------------------------------------------
 
 
-def assert_same_alone(logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
+def assert_same_alone(logits: torch.Tensor, sequences: list[Sequence]) -> Samples:
     """Every row draws the same token, with the same numbers, in its batch, alone, and in half of the batch."""
     together = draw(logits, sequences)
     rows = range(len(sequences))
     for companions in (*([row] for row in rows), rows[::2], rows[1::2][::-1]):
         drawn = draw(logits[list(companions)], [sequences[row] for row in companions])
-        kept, all_kept = kept_by_row(drawn), kept_by_row(together)
+        mask, all_masks = masks_by_row(drawn), masks_by_row(together)
         for at, row in enumerate(companions):
             params = sequences[row].params
             assert drawn.tokens[at] == together.tokens[row]
             assert drawn.logprobs[at] == together.logprobs[row]
-            assert kept.get(at) == all_kept.get(row)
+            assert mask.get(at) == all_masks.get(row)
             if params.return_entropy:
-                assert drawn.entropies[at] == together.entropies[row]
+                assert drawn.columns["entropies"][at] == together.columns["entropies"][row]
             if top := params.top_logprobs:
-                assert torch.equal(drawn.top_logprobs[at, :top], together.top_logprobs[row, :top])
+                assert torch.equal(drawn.columns["top_logprobs"][at, :top], together.columns["top_logprobs"][row, :top])
     return together
 
 
@@ -73,7 +73,8 @@ def test_the_draw_of_a_row_does_not_depend_on_which_rows_are_beside_it(vocabular
     logits = randn(56, vocabulary, seed=8) * 5
     logits[1::2] *= 0.01
     drawn = assert_same_alone(logits, [make_sequence(row, p) for row, p in enumerate(params)])
-    assert drawn.mask_counts.min() < 512 < drawn.mask_counts.max()
+    sizes = [len(mask) for mask in masks_by_row(drawn).values()]
+    assert min(sizes) < 512 < max(sizes)
 
 
 def test_a_bfloat16_row_draws_the_same_beside_rows_that_need_float32():
@@ -108,7 +109,7 @@ def test_a_sampler_that_drew_before_draws_as_a_new_one_does():
     for step in range(8):
         drawing = sequences[step % 3 :] if step > 3 else sequences  # others join and leave
         logits = randn(len(drawing), 50, seed=step) * 2
-        drawn, fresh = sampler.draw(logits, drawing), draw(logits, drawing)
+        drawn, fresh = sampler.sample(logits, drawing), draw(logits, drawing)
         assert torch.equal(drawn.tokens, fresh.tokens)
         assert torch.equal(drawn.logprobs, fresh.logprobs)
         for sequence, token in zip(drawing, drawn.tokens.tolist(), strict=True):
@@ -121,7 +122,7 @@ def test_a_penalty_counts_tokens_that_are_not_read_yet():
     logits = torch.arange(50.0)[None] + 1
     drawn = []
     for _ in range(4):
-        drawn.append(int(sampler.draw(logits, [sequence]).tokens[0]))
+        drawn.append(int(sampler.sample(logits, [sequence]).tokens[0]))
         sequence.num_pending += 1
     assert drawn == [49, 48, 47, 46]
 
@@ -131,7 +132,7 @@ def test_a_penalty_forgets_who_had_the_lane_before():
     sampler, logits = new_sampler(50, 1), torch.arange(50.0)[None] + 1
     for request in range(3):
         sequence = make_sequence(request, params, prompt=[request], batch_row=0)
-        assert sampler.draw(logits, [sequence]).tokens.tolist() == [49]
+        assert sampler.sample(logits, [sequence]).tokens.tolist() == [49]
 
 
 def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane():
@@ -140,7 +141,7 @@ def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane(
     logits = torch.arange(50.0)[None] + 1
     for batch_row in (0, 1, 0, 1):
         sequence.batch_row = batch_row
-        sequence.tokens += sampler.draw(logits, [sequence]).tokens.tolist()
+        sequence.tokens += sampler.sample(logits, [sequence]).tokens.tolist()
     assert sequence.tokens == [49, 48, 47, 46]
 
 
@@ -148,7 +149,7 @@ def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane(
 def test_drawn_tokens_are_left_in_their_lanes(filters):
     last_tokens = torch.full((10,), -1)
     sequences = [make_sequence(batch_row, SamplingParams(**filters)) for batch_row in (8, 2, 5)]
-    drawn = Sampler(50, frozenset(), last_tokens).draw(randn(3, 50), sequences)
+    drawn = Sampler(50, frozenset(), last_tokens).sample(randn(3, 50), sequences)
     assert last_tokens[[8, 2, 5]].tolist() == drawn.tokens.tolist()
     assert (last_tokens == -1).sum() == 7
 
@@ -173,7 +174,7 @@ def test_a_row_without_a_distribution_has_no_finite_logprob_and_leaves_the_other
     assert torch.equal(drawn.logprobs.isfinite(), whole)
     assert torch.equal(drawn.tokens[whole], expected.tokens[whole])
     assert torch.equal(drawn.logprobs[whole], expected.logprobs[whole])
-    assert torch.equal(drawn.top_logprobs[whole], expected.top_logprobs[whole])
+    assert torch.equal(drawn.columns["top_logprobs"][whole], expected.columns["top_logprobs"][whole])
     assert ((drawn.tokens >= 0) & (drawn.tokens < vocabulary)).all()
 
 
@@ -228,7 +229,7 @@ def full_logits(model: torch.nn.Module, rollout) -> torch.Tensor:
     return model(torch.from_numpy(ids).long()[None]).logits[0, len(rollout.prompt_token_ids) - 1 : -1]
 
 
-def test_a_rollouts_kept_tokens_and_a_full_forward_give_its_logprobs_back(make_engine):
+def test_a_rollouts_sampling_mask_and_a_full_forward_give_its_logprobs_back(make_engine):
     filters = [{"top_k": 5}, {"top_p": 0.8, "temperature": 0.7}, {"min_p": 0.1, "temperature": 1.4}, {"top_p": 0.999}]
     params = [SamplingParams(return_sampling_mask=True, n=2, max_tokens=20, seed=i, **f) for i, f in enumerate(filters)]
     prompts = [Prompt([row + 1, 5, 9][: 1 + row % 3], params[row % 4]) for row in range(8)]
@@ -236,15 +237,16 @@ def test_a_rollouts_kept_tokens_and_a_full_forward_give_its_logprobs_back(make_e
     rollouts = run(make_engine(), prompts, arrivals=[0, 1, 1, 4, 6, 6, 9, 12, 3])
     model = make_model("qwen3")
     for rollout in rollouts:
-        offsets = rollout.mask_offsets
-        assert (offsets is not None) == rollout.params.return_sampling_mask
-        if offsets is None:
+        mask = rollout.sampling_mask
+        assert (mask is not None) == rollout.params.return_sampling_mask
+        if mask is None:
             continue
-        assert len(offsets) == len(rollout.token_ids) + 1
+        left = mask.split()
+        assert len(left) == len(rollout.token_ids)
         for step, logits_V in enumerate(full_logits(model, rollout)):
-            kept = rollout.mask_token_ids[offsets[step] : offsets[step + 1]].tolist()
-            replayed = torch.log_softmax(logits_V[kept].double() / rollout.params.temperature, -1)
-            token = kept.index(rollout.token_ids[step])
+            ids = left[step].tolist()
+            replayed = torch.log_softmax(logits_V[ids].double() / rollout.params.temperature, -1)
+            token = ids.index(rollout.token_ids[step])
             assert replayed[token].item() == pytest.approx(rollout.logprobs[step].item(), abs=1e-5)
 
 
@@ -264,7 +266,7 @@ def test_what_a_rollout_recorded_equals_transformers_over_a_full_forward(make_en
     rollouts = run(make_engine(), prompts, arrivals=[0, 1, 1, 4, 6, 6, 9, 12, 2])
     model = make_model("qwen3")
     [quiet] = [rollout for rollout in rollouts if not rollout.params.top_logprobs]
-    assert (quiet.entropies, quiet.top_token_ids, quiet.top_logprobs, quiet.mask_offsets) == (None, None, None, None)
+    assert (quiet.columns, quiet.entropies, quiet.top_logprobs, quiet.sampling_mask) == ({}, None, None, None)
     for rollout in (rollout for rollout in rollouts if rollout is not quiet):
         sequence = make_sequence(0, rollout.params, prompt=rollout.prompt_token_ids.tolist())
         for step, logits_V in enumerate(full_logits(model, rollout)):
@@ -294,16 +296,20 @@ def test_a_pass_ahead_of_the_host_draws_the_same(make_engine, model_dir):
     options = EngineOptions(model=model_dir("qwen3"), device="cpu", max_sequences=8, max_context=128)
     with Engine(options, overlap=True) as ahead:
         rollouts = run(ahead, prompts, arrivals=arrivals)
-    columns = ("token_ids", "logprobs", "entropies", "top_token_ids", "top_logprobs", "mask_offsets", "mask_token_ids")
     for rollout, other in zip(rollouts, expected, strict=True):
         assert rollout.finish_reason == other.finish_reason
-        for column in columns:
-            np.testing.assert_array_equal(getattr(rollout, column), getattr(other, column))
+        np.testing.assert_array_equal(rollout.token_ids, other.token_ids)
+        np.testing.assert_array_equal(rollout.logprobs, other.logprobs)
+        np.testing.assert_equal(rollout.columns, other.columns)
+        assert (rollout.sampling_mask is None) == (other.sampling_mask is None) == (rollout.params.top_p == 1)
+        if other.sampling_mask is not None:
+            np.testing.assert_array_equal(rollout.sampling_mask.token_ids, other.sampling_mask.token_ids)
+            np.testing.assert_array_equal(rollout.sampling_mask.offsets, other.sampling_mask.offsets)
 
 
-def test_what_a_rollout_tells_of_kept_tokens_does_not_depend_on_its_company(make_engine):
+def test_whether_a_rollout_has_a_sampling_mask_does_not_depend_on_its_company(make_engine):
     ours = Prompt([1, 2], SamplingParams(return_sampling_mask=True, max_tokens=5, seed=1, ignore_eos=True))
     other = Prompt([1, 2], SamplingParams(return_sampling_mask=True, max_tokens=5, top_k=3, ignore_eos=True))
     [alone], [beside, _] = run(make_engine(), [ours]), run(make_engine(), [ours, other])
-    assert alone.mask_offsets is None
-    assert beside.mask_offsets is None
+    assert alone.sampling_mask is None
+    assert beside.sampling_mask is None

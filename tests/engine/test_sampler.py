@@ -21,9 +21,9 @@ from sampler_cases import (
     draw_many,
     entropy_of,
     expected_logprobs,
-    kept_by_row,
-    kept_count,
     make_sequence,
+    mask_size,
+    masks_by_row,
     randn,
     steps,
 )
@@ -71,7 +71,7 @@ def test_the_steps_come_in_the_documented_order():
         sequences.append(make_sequence(row, params, prompt=[EOS, rng.randrange(vocabulary)], tokens=tokens))
     logits = randn(200, vocabulary) * 3
     drawn = draw(logits, sequences)
-    whole = torch.empty(200, vocabulary).scatter_(1, drawn.top_token_ids, drawn.top_logprobs)
+    whole = torch.empty(200, vocabulary).scatter_(1, drawn.columns["top_token_ids"], drawn.columns["top_logprobs"])
     expected = torch.stack([expected_logprobs(row, s) for row, s in zip(logits, sequences, strict=True)])
     torch.testing.assert_close(whole.double(), expected, atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(drawn.logprobs, whole.gather(1, drawn.tokens[:, None])[:, 0], atol=1e-6, rtol=0)
@@ -112,9 +112,9 @@ def test_greedy_records_the_unfiltered_logprob_at_temperature_one():
     assert drawn.tokens[5] == 4
     expected = whole.gather(1, drawn.tokens[1::2, None])[:, 0]
     torch.testing.assert_close(drawn.logprobs[1::2].double(), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(drawn.entropies[1::2].double(), entropy_of(whole), atol=1e-5, rtol=0)
-    torch.testing.assert_close(drawn.top_logprobs[1::2, :4].double(), whole.topk(4)[0], atol=1e-5, rtol=0)
-    assert kept_by_row(drawn) == {}
+    torch.testing.assert_close(drawn.columns["entropies"][1::2].double(), entropy_of(whole), atol=1e-5, rtol=0)
+    torch.testing.assert_close(drawn.columns["top_logprobs"][1::2, :4].double(), whole.topk(4)[0], atol=1e-5, rtol=0)
+    assert masks_by_row(drawn) == {}
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}])
@@ -124,7 +124,7 @@ def test_a_tiny_temperature_is_almost_greedy_and_finite(filters):
     drawn = draw(logits, [make_sequence(row, params) for row in range(50)])
     assert torch.equal(drawn.tokens, logits.argmax(-1))
     assert torch.allclose(drawn.logprobs, torch.zeros(50))
-    assert torch.allclose(drawn.entropies, torch.zeros(50))
+    assert torch.allclose(drawn.columns["entropies"], torch.zeros(50))
 
 
 # ---- what is recorded ------------------------------------------------------------------------------------------------
@@ -141,11 +141,11 @@ def test_entropies_and_top_logprobs_are_those_of_the_distribution_drawn_from(com
     for row in range(len(silent), len(silent) + len(RECORDED)):
         top = sequences[row].params.top_logprobs
         expected = expected_logprobs(logits[row], sequences[row])
-        assert drawn.entropies[row].item() == pytest.approx(entropy_of(expected).item(), abs=1e-5)
-        assert len(set(drawn.top_token_ids[row, :top].tolist())) == top
-        recorded = drawn.top_logprobs[row, :top].double()
+        assert drawn.columns["entropies"][row].item() == pytest.approx(entropy_of(expected).item(), abs=1e-5)
+        assert len(set(drawn.columns["top_token_ids"][row, :top].tolist())) == top
+        recorded = drawn.columns["top_logprobs"][row, :top].double()
         torch.testing.assert_close(recorded, expected.topk(top)[0], atol=1e-5, rtol=0)
-        torch.testing.assert_close(recorded, expected[drawn.top_token_ids[row, :top]], atol=1e-5, rtol=0)
+        torch.testing.assert_close(recorded, expected[drawn.columns["top_token_ids"][row, :top]], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 3000])
@@ -161,11 +161,11 @@ def test_asking_changes_no_draw(filters, vocabulary):
     asked = draw(logits, [make_sequence(row, asking) for row in range(40)])
     assert torch.equal(asked.tokens, quiet.tokens)
     assert torch.equal(asked.logprobs, quiet.logprobs)
-    assert (quiet.entropies, quiet.top_logprobs, quiet.mask_counts) == (None, None, None)
+    assert quiet.columns == {}
 
 
 @pytest.mark.parametrize("vocabulary", [50, 3000])
-def test_kept_tokens_and_raw_logits_give_the_logprob_back(vocabulary):
+def test_the_mask_and_raw_logits_give_the_logprob_back(vocabulary):
     filters = [
         {"top_k": 6},
         {"top_p": 0.8, "temperature": 0.7},
@@ -179,12 +179,12 @@ def test_kept_tokens_and_raw_logits_give_the_logprob_back(vocabulary):
     logits = randn(100, vocabulary, seed=6) * 3
     logits[::3] *= 0.1
     drawn = draw(logits, sequences)
-    kept = kept_by_row(drawn)
-    assert list(kept) == [row for row, p in enumerate(params) if p.return_sampling_mask and p.filtered]
-    for row, token_ids in kept.items():
+    masks = masks_by_row(drawn)
+    assert list(masks) == [row for row, p in enumerate(params) if p.return_sampling_mask and p.filtered]
+    for row, token_ids in masks.items():
         scaled = logits[row].double() / params[row].temperature
         falling = torch.sort(torch.softmax(scaled, -1), descending=True)
-        least, most = (kept_count(falling.values.numpy(), params[row], slack) for slack in (-1e-6, 1e-6))
+        least, most = (mask_size(falling.values.numpy(), params[row], slack) for slack in (-1e-6, 1e-6))
         assert least <= len(token_ids) <= most
         assert set(token_ids) == set(falling.indices[: len(token_ids)].tolist())
         replayed = torch.log_softmax(scaled[token_ids], -1)
@@ -192,15 +192,15 @@ def test_kept_tokens_and_raw_logits_give_the_logprob_back(vocabulary):
         assert replayed[token].item() == pytest.approx(drawn.logprobs[row].item(), abs=1e-5)
 
 
-def test_a_banned_token_is_not_kept_and_adds_nothing_to_the_entropy():
+def test_a_banned_token_is_not_in_the_mask_and_adds_nothing_to_the_entropy():
     params = SamplingParams(
         top_k=4, logit_bias={0: BAN, 1: BAN, 2: BAN}, return_sampling_mask=True, return_entropy=True
     )
     logits, sequence = randn(1, 6), make_sequence(0, params)
     drawn = draw(logits, [sequence])
-    assert sorted(kept_by_row(drawn)[0]) == [3, 4, 5]
+    assert sorted(masks_by_row(drawn)[0]) == [3, 4, 5]
     expected = entropy_of(expected_logprobs(logits[0], sequence)).item()
-    assert drawn.entropies[0].item() == pytest.approx(expected, abs=1e-5)
+    assert drawn.columns["entropies"][0].item() == pytest.approx(expected, abs=1e-5)
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_the_position_of_a_draw_counts_prompt_drawn_and_pending_tokens():
         assert draw(logits, [sequence]).tokens == expected[0]
 
 
-# ---- the kept prefix -------------------------------------------------------------------------------------------------
+# ---- the mask's prefix -----------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -254,15 +254,15 @@ def filtered_rows(draw):
 def test_filters_keep_what_a_float64_restatement_keeps(rows, at_first):
     scores_FV, params = rows
     with mock.patch("inflight.engine.sampler._MANY", at_first):
-        sorted_FK, order_FK, kept_FK = _candidates(scores_FV, params)
+        sorted_FK, order_FK, mask_FK = _candidates(scores_FV, params)
     assert torch.equal(sorted_FK, scores_FV.gather(1, order_FK))
     for row, p in enumerate(params):
         falling = np.sort(scores_FV[row].double().numpy())[::-1]
         probs = np.exp(falling - falling[0])
         probs /= probs.sum()
-        count = int(kept_FK[row].sum())
-        assert kept_count(probs, p, -1e-6) <= count <= kept_count(probs, p, 1e-6)
-        assert kept_FK[row, :count].all()
+        count = int(mask_FK[row].sum())
+        assert mask_size(probs, p, -1e-6) <= count <= mask_size(probs, p, 1e-6)
+        assert mask_FK[row, :count].all()
         assert sorted_FK[row, :count].tolist() == falling[:count].tolist()
         assert len(set(order_FK[row].tolist())) == order_FK.shape[1]
 
@@ -290,5 +290,5 @@ def test_kernel_and_reference_draw_the_same_but_at_a_boundary(vocabulary, dtype,
     same = drawn.tokens == reference.tokens
     assert same.sum() > 290
     torch.testing.assert_close(drawn.logprobs[same], reference.logprobs[same], atol=1e-5, rtol=0)
-    torch.testing.assert_close(drawn.entropies, reference.entropies, atol=1e-5, rtol=0)
-    torch.testing.assert_close(drawn.top_logprobs, reference.top_logprobs, atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(drawn.columns["entropies"], reference.columns["entropies"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(drawn.columns["top_logprobs"], reference.columns["top_logprobs"], atol=1e-5, rtol=1e-6)

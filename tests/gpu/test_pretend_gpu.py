@@ -37,7 +37,7 @@ SAMPLING = {
     "plain": {},
     "greedy": {"temperature": 0.0},
     "hot, with entropy": {"temperature": 1.7, "return_entropy": True, "top_logprobs": 3},
-    "top-k, with what was kept": {"top_k": 6, "return_sampling_mask": True},
+    "top-k, with its mask": {"top_k": 6, "return_sampling_mask": True},
     "top-p": {"top_p": 0.7, "return_sampling_mask": True},
     "min-p": {"min_p": 0.3, "return_sampling_mask": True, "return_entropy": True},
     "repetition penalty": {"repetition_penalty": 1.4},
@@ -57,7 +57,6 @@ EXACT = (
     "finish_reason",
     "forked_from",
     "top_token_ids",
-    "mask_offsets",
 )
 CLOSE = ("logprobs", "entropies", "top_logprobs")
 
@@ -130,16 +129,17 @@ def assert_same(rollouts: list[Rollout], expected: list[Rollout]) -> None:
     for one, other in zip(rollouts, expected, strict=True):
         for name in EXACT:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name), f"{name} of {one.params}")
-        if other.mask_token_ids is not None:  # of equals either may come first
-            for mine, theirs in zip(kept_sets(one), kept_sets(other), strict=True):
+        assert (one.sampling_mask is None) == (other.sampling_mask is None)
+        if other.sampling_mask is not None:  # of equals either may come first
+            for mine, theirs in zip(sorted_masks(one), sorted_masks(other), strict=True):
                 np.testing.assert_array_equal(mine, theirs)
         for name in CLOSE:
             if getattr(other, name) is not None:
                 np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=1e-4, rtol=0)
 
 
-def kept_sets(rollout: Rollout) -> list[np.ndarray]:
-    return [np.sort(ids) for ids in np.split(rollout.mask_token_ids, rollout.mask_offsets[1:-1])]
+def sorted_masks(rollout: Rollout) -> list[np.ndarray]:
+    return [np.sort(ids) for ids in rollout.sampling_mask.split()]
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------

@@ -79,12 +79,12 @@ def check_linear_logprobs(
     width: int,
     vocabulary: int,
     *,
-    kept: str,
+    masked: str,
     bias: bool = False,
     softcap: float | None = None,
     entropy: bool = False,
 ) -> None:
-    """Values and gradients against those of float64. `kept`: "none", "some" or "all" rows have a set."""
+    """Values and gradients against those of float64. `masked`: "none", "some" or "all" rows have a sampling mask."""
     generator = torch.Generator().manual_seed(rows + width + vocabulary)
 
     def random(*shape: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def check_linear_logprobs(
     for row, token in enumerate(tokens.tolist()):
         size = int(torch.randint(0, 40, (1,), generator=generator))
         ids = torch.randperm(vocabulary, generator=generator)[:size].tolist()
-        sets.append([] if kept == "some" and row % 2 else [*(i for i in ids if i != token), token])
+        sets.append([] if masked == "some" and row % 2 else [*(i for i in ids if i != token), token])
     offsets = torch.tensor([0] + [len(ids) for ids in sets]).cumsum(0)
     token_ids = torch.tensor([i for ids in sets for i in ids]).to(device)
     weights = torch.randn(2, rows, generator=generator).to(device)
@@ -111,7 +111,7 @@ def check_linear_logprobs(
             temperatures,
             bias=leaves[2] if bias else None,
             softcap=softcap,
-            kept=None if kept == "none" else (offsets, token_ids),
+            sampling_mask=None if masked == "none" else (offsets, token_ids),
             entropy=entropy,
         )
         values = [logprobs] if entropies is None else [logprobs, entropies]
@@ -126,22 +126,22 @@ def check_linear_logprobs(
 
 
 def check_linear_logprobs_of_all_kinds(device: str, dtype: torch.dtype) -> None:
-    check_linear_logprobs(device, dtype, 6, 200, 100, kept="all", bias=True, softcap=5.0, entropy=True)
+    check_linear_logprobs(device, dtype, 6, 200, 100, masked="all", bias=True, softcap=5.0, entropy=True)
     # The interpreter multiplies the bits of bf16 as if they were integers; a GPU multiplies all of them.
     if device == "cpu" and dtype == torch.bfloat16:
         return
-    check_linear_logprobs(device, dtype, 131, 64, 300, kept="none")
-    check_linear_logprobs(device, dtype, 33, 40, 150, kept="some", bias=True, entropy=True)
-    check_linear_logprobs(device, dtype, 9, 40, 150, kept="none", softcap=5.0, entropy=True)
+    check_linear_logprobs(device, dtype, 131, 64, 300, masked="none")
+    check_linear_logprobs(device, dtype, 33, 40, 150, masked="some", bias=True, entropy=True)
+    check_linear_logprobs(device, dtype, 9, 40, 150, masked="none", softcap=5.0, entropy=True)
     if device == "cuda":
-        check_linear_logprobs(device, dtype, 3000, 512, 20_001, kept="none")
-        check_linear_logprobs(device, dtype, 1500, 264, 9000, kept="some", softcap=30.0, entropy=True)
+        check_linear_logprobs(device, dtype, 3000, 512, 20_001, masked="none")
+        check_linear_logprobs(device, dtype, 1500, 264, 9000, masked="some", softcap=30.0, entropy=True)
 
 
-def check_kept_sets_without_the_token_are_nan(device: str) -> None:
+def check_masks_without_the_token_are_nan(device: str) -> None:
     hidden, weight = torch.randn(4, 8, device=device), torch.randn(30, 8, device=device)
     split = linear_logprob.Split(
-        kept=slice(None),
+        masked=slice(None),
         offsets=torch.tensor([0, 2, 3, 5, 6], device=device),
         token_ids=torch.tensor([1, 2, 3, 4, 30, 5], device=device),
         row_E=torch.tensor([0, 0, 1, 2, 2, 3], device=device),
@@ -371,7 +371,7 @@ def check_add_lora_in_a_graph() -> None:
 
 def main(device: str) -> None:
     linear_logprob._backend = lambda _: _linear_logprob_triton
-    check_kept_sets_without_the_token_are_nan(device)
+    check_masks_without_the_token_are_nan(device)
     for dtype in DTYPES:
         check_linear_logprobs_of_all_kinds(device, dtype)
         for rows, vocabulary in ((1, 7), (3, 4096), (5, 9001)):

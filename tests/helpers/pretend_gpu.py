@@ -328,7 +328,7 @@ def _replace_kernels():
     for name, kernels in _KERNELS.items():
         for kernel in kernels:
             setattr(module(f"_{name}_triton"), kernel, _kernel(getattr(module(name), f"{kernel}_reference")))
-    for name in ("dense_forward", "kept_forward", "grad_logits", "add_product", "segment_sum"):
+    for name in ("dense_forward", "masked_forward", "grad_logits", "add_product", "segment_sum"):
         setattr(module("_linear_logprob_triton"), name, _kernel(getattr(module("_linear_logprob_cpu"), name)))
     module("_copy_triton").copy_all = lambda destinations, sources: (destinations, sources)
     copied_by_plan = ("starts", "indptr", "last_page_len")

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from inflight.core.sampling import SamplingParams
-from inflight.engine.sampler import Drawn, Sampler
+from inflight.engine.sampler import Sampler, Samples
 from inflight.engine.sequence import Sequence
 
 EOS = 7
@@ -87,8 +87,8 @@ def new_sampler(vocabulary: int, batch_rows: int) -> Sampler:
     return Sampler(vocabulary, frozenset({EOS}), torch.zeros(batch_rows, dtype=torch.int64))
 
 
-def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> Drawn:
-    return new_sampler(logits.shape[1], 1 + max(s.batch_row for s in sequences)).draw(logits, sequences)
+def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> Samples:
+    return new_sampler(logits.shape[1], 1 + max(s.batch_row for s in sequences)).sample(logits, sequences)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -128,15 +128,15 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
     return -(logprobs.exp() * logprobs.nan_to_num(neginf=0)).sum(-1)
 
 
-def kept_by_row(drawn: Drawn) -> dict[int, list[int]]:
-    if drawn.mask_counts is None:
+def masks_by_row(samples: Samples) -> dict[int, list[int]]:
+    if "mask_counts" not in samples.columns:
         return {}
-    pieces = drawn.mask_token_ids.split(drawn.mask_counts.tolist())
-    return {row: piece.tolist() for row, piece in zip(drawn.mask_rows, pieces, strict=True)}
+    pieces = samples.columns["mask_token_ids"].split(samples.columns["mask_counts"].tolist())
+    return {row: piece.tolist() for row, piece in enumerate(pieces) if len(piece)}
 
 
-def kept_count(probs: np.ndarray, params: SamplingParams, slack: float) -> int:
-    """How many of the tokens, f64[V] by falling probability, the filters keep if their bounds give way by `slack`."""
+def mask_size(probs: np.ndarray, params: SamplingParams, slack: float) -> int:
+    """How many of the tokens, f64[V] by falling probability, the filters leave if their bounds give way by `slack`."""
     probs = probs[: params.top_k or len(probs)]
     probs = probs / probs.sum()
     if params.top_p < 1:
@@ -158,7 +158,7 @@ def assert_chi_square(tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
     assert torch.special.gammaincc(degrees / 2, chi_square / 2) > 1e-4
 
 
-def draw_many(logits_V: torch.Tensor, params: SamplingParams, tokens: Seq[int] = (), *, count: int = MANY) -> Drawn:
+def draw_many(logits_V: torch.Tensor, params: SamplingParams, tokens: Seq[int] = (), *, count: int = MANY) -> Samples:
     """Many draws from the same logits, with seeds 0, 1, …"""
     batch = 500
     sequences = [make_sequence(row, params, tokens=tokens) for row in range(batch)]
@@ -167,4 +167,4 @@ def draw_many(logits_V: torch.Tensor, params: SamplingParams, tokens: Seq[int] =
         for row, sequence in enumerate(sequences):
             sequence.seed = first + row
         drawn.append(draw(logits_V.expand(batch, -1), sequences))
-    return Drawn(torch.cat([d.tokens for d in drawn]), torch.cat([d.logprobs for d in drawn]))
+    return Samples(torch.cat([d.tokens for d in drawn]), torch.cat([d.logprobs for d in drawn]))

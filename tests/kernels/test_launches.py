@@ -91,12 +91,14 @@ def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None,
     )
 
 
-def kept_sets(dtype: torch.dtype) -> None:
+def masked_rows(dtype: torch.dtype) -> None:
     rows, entries = 8192, 8192 * 50
     hidden_KH, weight_VH = meta(rows, 4096, dtype=dtype), meta(131_072, 4096, dtype=dtype)
     (tokens, offsets), ids = (meta(rows, dtype=I64), meta(rows + 1, dtype=I64)), meta(entries, dtype=I64)
     temperatures, factors = meta(rows, dtype=FP32), meta(entries, dtype=FP32)
-    _linear_logprob_triton.kept_forward(hidden_KH, weight_VH, None, tokens, temperatures, None, True, ids, offsets, ids)
+    _linear_logprob_triton.masked_forward(
+        hidden_KH, weight_VH, None, tokens, temperatures, None, True, ids, offsets, ids
+    )
     _linear_logprob_triton.segment_sum(factors, weight_VH, ids, offsets)
 
 
@@ -115,7 +117,7 @@ CASES: dict[str, Callable[..., None]] = {
     "linear_logprobs": partial(logprobs_and_gradient, 131_072, False, None),
     "linear_logprobs, entropy": partial(logprobs_and_gradient, 151_936, True, None),
     "linear_logprobs, softcap": partial(logprobs_and_gradient, 262_144, True, 30.0),
-    "linear_logprobs, kept": kept_sets,
+    "linear_logprobs, masked": masked_rows,
 }
 WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel")
 """Kernels that are nothing but loads and stores."""
@@ -139,7 +141,7 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
         if launch.name in WIDE:
             assert re.search(r"\bLDG\.E\.(\w+\.)*128\b", code), launch.name
             assert re.search(r"\bSTG\.E\.(\w+\.)*128\b", code) or launch.name == "block_kernel", launch.name
-        if dtype == BF16 and case.startswith("linear_logprobs") and case != "linear_logprobs, kept":
+        if dtype == BF16 and case.startswith("linear_logprobs") and case != "linear_logprobs, masked":
             assert PRODUCT[capability] in code or "softcap" in case, launch.name
             if launch.name == "grad_logits_kernel":
                 assert not re.search(r"\bSTG\.E\.U16\b", code)

@@ -7,7 +7,7 @@ import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight_kernels import _kept_logprob_triton, _linear_logprob_cpu, _linear_logprob_triton
+from inflight_kernels import _linear_logprob_cpu, _linear_logprob_triton, _masked_logprob_triton
 from inflight_kernels import linear_logprobs as fused
 from inflight_kernels import linear_logprobs_reference as reference
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    """Several pieces of rows, of the vocabulary and of the kept sets, the last of each shorter."""
+    """Several pieces of rows, of the vocabulary and of the masks, the last of each shorter."""
     for name, size in (("ROWS", 5), ("COLUMNS", 64), ("ENTRIES", 7)):
         monkeypatch.setattr(_linear_logprob_cpu, name, size)
 
@@ -75,12 +75,12 @@ def assert_close(results, expected, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kept", ["none", "some", "all"])
-def test_values_and_gradients_are_those_of_float64(dtype, kept):
+@pytest.mark.parametrize("mask", ["none", "some", "all"])
+def test_values_and_gradients_are_those_of_float64(dtype, mask):
     for bias, softcap, entropy in itertools.product((False, True), (None, 3.0), (False, True)):
         problem = make_problem(13, 24, 150, dtype, bias)
-        sets = None if kept == "none" else random_sets(problem[3], 150, every=kept == "all")
-        options = {"softcap": softcap, "kept": sets, "entropy": entropy}
+        sets = None if mask == "none" else random_sets(problem[3], 150, every=mask == "all")
+        options = {"softcap": softcap, "sampling_mask": sets, "entropy": entropy}
         values, grads = run(fused, problem, dtype, **options)
         expected, expected_grads = run(reference, problem, torch.float64, **options)
         assert all(value.dtype == torch.float32 for value in values)
@@ -93,10 +93,10 @@ def test_values_and_gradients_are_those_of_float64(dtype, kept):
 @pytest.mark.parametrize("every", [False, True])
 def test_gradients_are_those_of_finite_differences(every):
     hidden, weight, bias, tokens, temperatures = make_problem(6, 4, 70, bias=True)
-    kept = random_sets(tokens, 70, every=every)
+    mask = random_sets(tokens, 70, every=every)
 
     def function(hidden, weight, bias):
-        return fused(hidden, weight, tokens, temperatures, bias=bias, softcap=4.0, kept=kept, entropy=True)
+        return fused(hidden, weight, tokens, temperatures, bias=bias, softcap=4.0, sampling_mask=mask, entropy=True)
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias), atol=1e-6)
     assert function(hidden, weight, bias)[0].dtype == torch.float64
@@ -104,13 +104,14 @@ def test_gradients_are_those_of_finite_differences(every):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_ragged_kept_sets(data):
+def test_ragged_sampling_masks(data):
     V = data.draw(st.integers(1, 40))
     sets = data.draw(st.lists(st.lists(st.integers(0, V - 1), unique=True, max_size=V), max_size=9))
     problem = [*make_problem(len(sets), 3, V, bias=True)]
     problem[3] = torch.tensor([data.draw(st.sampled_from(ids or [0])) for ids in sets], dtype=torch.int64)
     results, expected = (
-        run(function, problem, torch.float64, kept=ragged(sets), entropy=True) for function in (fused, reference)
+        run(function, problem, torch.float64, sampling_mask=ragged(sets), entropy=True)
+        for function in (fused, reference)
     )
     for result, other in zip(results, expected, strict=True):
         assert_close(result, other, 1e-9)
@@ -120,28 +121,30 @@ def test_a_set_of_the_whole_vocabulary_or_of_one_token():
     problem = make_problem(4, 8, 30)
     everything = ragged([list(range(30))] * 4)
     for results, expected in zip(
-        run(fused, problem, torch.float64, kept=everything, entropy=True),
+        run(fused, problem, torch.float64, sampling_mask=everything, entropy=True),
         run(fused, problem, torch.float64, entropy=True),
         strict=True,
     ):
         assert_close(results, expected, 1e-12)
     alone = ragged([[token] for token in problem[3].tolist()])
-    values, grads = run(fused, problem, torch.float64, kept=alone, entropy=True)
+    values, grads = run(fused, problem, torch.float64, sampling_mask=alone, entropy=True)
     assert all(not tensor.any() for tensor in (*values, *grads))
 
 
 def test_only_what_needs_a_gradient_gets_one():
     hidden, weight, _, tokens, temperatures = make_problem(6, 8, 90, torch.float32)
-    kept = random_sets(tokens, 90, every=False)
-    both = torch.autograd.grad(fused(hidden, weight, tokens, temperatures, kept=kept)[0].sum(), (hidden, weight))
+    mask = random_sets(tokens, 90, every=False)
+    both = torch.autograd.grad(
+        fused(hidden, weight, tokens, temperatures, sampling_mask=mask)[0].sum(), (hidden, weight)
+    )
     for detached in (0, 1):
         leaves = [hidden, weight]
         leaves[detached] = leaves[detached].detach()
-        logprobs, _ = fused(*leaves, tokens, temperatures, kept=kept)
+        logprobs, _ = fused(*leaves, tokens, temperatures, sampling_mask=mask)
         (grad,) = torch.autograd.grad(logprobs.sum(), leaves[1 - detached])
         assert torch.equal(grad, both[1 - detached])
-    logprobs, entropies = fused(hidden, weight, tokens, temperatures, kept=kept, entropy=True)
-    _, expected = reference(hidden, weight, tokens, temperatures, kept=kept, entropy=True)
+    logprobs, entropies = fused(hidden, weight, tokens, temperatures, sampling_mask=mask, entropy=True)
+    _, expected = reference(hidden, weight, tokens, temperatures, sampling_mask=mask, entropy=True)
     assert logprobs.requires_grad
     assert_close(
         torch.autograd.grad(entropies.sum(), (hidden, weight)),
@@ -152,8 +155,8 @@ def test_only_what_needs_a_gradient_gets_one():
 
 def test_inputs_may_be_strided_and_indices_i32():
     problem = [tensor.detach() for tensor in make_problem(7, 12, 80, torch.float32, bias=True)]
-    kept = random_sets(problem[3], 80, every=False)
-    expected = run(fused, problem, torch.float32, kept=kept, entropy=True)
+    mask = random_sets(problem[3], 80, every=False)
+    expected = run(fused, problem, torch.float32, sampling_mask=mask, entropy=True)
 
     def spread(tensor):
         wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
@@ -164,7 +167,7 @@ def test_inputs_may_be_strided_and_indices_i32():
     for hidden, weight in ([spread(problem[0]), spread(problem[1])], [gaps[0], problem[1].T.contiguous().T], gaps):
         strided = (hidden, weight, *(spread(tensor) for tensor in problem[2:]))
         assert not any(tensor.is_contiguous() for tensor in strided)
-        results = run(fused, strided, torch.float32, kept=(kept[0].int(), kept[1].int()), entropy=True)
+        results = run(fused, strided, torch.float32, sampling_mask=(mask[0].int(), mask[1].int()), entropy=True)
         for result, other in zip(results, expected, strict=True):
             assert_close(result, [tensor.double() for tensor in other], 1e-6)
 
@@ -172,8 +175,8 @@ def test_inputs_may_be_strided_and_indices_i32():
 def test_no_rows_have_no_logprobs_and_zero_gradients():
     hidden, weight, bias, tokens, temperatures = make_problem(0, 4, 70, torch.float32, bias=True)
     nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    for kept in (None, nothing):
-        logprobs, entropies = fused(hidden, weight, tokens, temperatures, bias=bias, kept=kept, entropy=True)
+    for mask in (None, nothing):
+        logprobs, entropies = fused(hidden, weight, tokens, temperatures, bias=bias, sampling_mask=mask, entropy=True)
         assert logprobs.shape == entropies.shape == (0,)
         grads = torch.autograd.grad(logprobs.sum() + entropies.sum(), (hidden, weight, bias))
         assert [list(grad.shape) for grad in grads] == [[0, 4], [70, 4], [70]]
@@ -190,8 +193,8 @@ def test_a_bias_of_minus_infinity_takes_tokens_out():
     results = []
     for options in (
         {"bias": bias},
-        {"kept": ragged([left] * 6)},
-        {"bias": bias, "kept": ragged([list(range(200))] * 6)},
+        {"sampling_mask": ragged([left] * 6)},
+        {"bias": bias, "sampling_mask": ragged([list(range(200))] * 6)},
     ):
         logprobs, entropies = fused(hidden, weight, tokens, temperatures, entropy=True, **options)
         results.append((logprobs, entropies, *torch.autograd.grad(logprobs.sum() + entropies.sum(), (hidden, weight))))
@@ -207,8 +210,8 @@ def test_a_token_outside_the_vocabulary_has_logprob_nan():
 
 def test_results_repeat():
     problem = make_problem(40, 16, 100, torch.float32)
-    kept = random_sets(problem[3], 100, every=False)
-    first, second = (run(fused, problem, torch.float32, kept=kept, entropy=True) for _ in range(2))
+    mask = random_sets(problem[3], 100, every=False)
+    first, second = (run(fused, problem, torch.float32, sampling_mask=mask, entropy=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True))
 
 
@@ -233,19 +236,21 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kept", [0, 64])
-def test_memory_is_a_quarter_of_that_of_logits_at_most(monkeypatch, kept):
+@pytest.mark.parametrize("num_ids", [0, 64])
+def test_memory_is_a_quarter_of_that_of_logits_at_most(monkeypatch, num_ids):
     monkeypatch.undo()  # pieces of their real sizes
     N, H, V = 512, 64, 16_384
     hidden, weight, _, tokens, temperatures = make_problem(N, H, V, torch.float32)
     sets = None
-    if kept:
-        ids = (tokens[:, None] + torch.arange(kept)) % V
-        sets = torch.arange(0, (N + 1) * kept, kept), ids.flatten()
+    if num_ids:
+        ids = (tokens[:, None] + torch.arange(num_ids)) % V
+        sets = torch.arange(0, (N + 1) * num_ids, num_ids), ids.flatten()
     peaks = []
     for function in (fused, reference):
         with LiveBytes() as live:
-            torch.autograd.grad(-function(hidden, weight, tokens, temperatures, kept=sets)[0].mean(), (hidden, weight))
+            torch.autograd.grad(
+                -function(hidden, weight, tokens, temperatures, sampling_mask=sets)[0].mean(), (hidden, weight)
+            )
         peaks.append(live.peak)
     assert peaks[1] > 2 * N * V * 4
     assert peaks[0] <= 0.25 * peaks[1]
@@ -261,12 +266,21 @@ def test_memory_is_a_quarter_of_that_of_logits_at_most(monkeypatch, kept):
         ({"bias": torch.zeros(4)}, r"expected a bias \[9\], one value per row of weight, got \[4\]"),
         ({"weight": torch.zeros(9, 4).half()}, "of one dtype out of float32, .* got torch.float16, torch.float32"),
         ({"softcap": 0.0}, "expected a softcap > 0, or None for logits as they are, got 0.0"),
-        ({"kept": ([0, 1], [0])}, r"expected kept offsets i64\[4\] and token ids .* got torch.int64 \[2\]"),
-        ({"kept": ([0, 2, 1, 2], [0, 0])}, "rise from 0 to the number of token ids, 2, got 2 and then 1 at row 1"),
-        ({"kept": ([0, 1, 1, 1], [0, 0])}, "rise from 0 to the number of token ids, 2, got 0 first and 1 last"),
-        ({"kept": ([0, 1, 1, 3], [0, 4, 5])}, "the kept set of row 2 does not contain its token 0"),
-        ({"kept": ([0, 1, 1, 3], [0, 0, 9])}, "kept token id 9 of row 2 is outside the vocabulary, of 9 tokens"),
-        ({"kept": ([0, 1, 1, 3], [0, 0, -1])}, "kept token id -1 of row 2 is outside the vocabulary"),
+        ({"sampling_mask": ([0, 1], [0])}, r"expected mask offsets i64\[4\] and token ids .* got torch.int64 \[2\]"),
+        (
+            {"sampling_mask": ([0, 2, 1, 2], [0, 0])},
+            "number of token ids, 2, got 2 and then 1 at row 1",
+        ),
+        (
+            {"sampling_mask": ([0, 1, 1, 1], [0, 0])},
+            "number of token ids, 2, got 0 first and 1 last",
+        ),
+        ({"sampling_mask": ([0, 1, 1, 3], [0, 4, 5])}, "the sampling mask of row 2 does not contain its token 0"),
+        (
+            {"sampling_mask": ([0, 1, 1, 3], [0, 0, 9])},
+            "id 9 in the sampling mask of row 2 is outside",
+        ),
+        ({"sampling_mask": ([0, 1, 1, 3], [0, 0, -1])}, "id -1 in the sampling mask of row 2 is outside"),
     ],
 )
 def test_what_does_not_fit_is_named(wrong, message):
@@ -275,8 +289,8 @@ def test_what_does_not_fit_is_named(wrong, message):
         "weight": torch.zeros(9, 4),
         "tokens": torch.zeros(3, dtype=torch.int64),
     } | wrong
-    if "kept" in wrong:
-        arguments["kept"] = tuple(torch.tensor(part) for part in wrong["kept"])
+    if "sampling_mask" in wrong:
+        arguments["sampling_mask"] = tuple(torch.tensor(part) for part in wrong["sampling_mask"])
     leading = [arguments.pop(name) for name in ("hidden", "weight", "tokens")]
     with pytest.raises(ValueError, match=message):
         fused(*leading, torch.ones(3), **arguments)
@@ -285,11 +299,13 @@ def test_what_does_not_fit_is_named(wrong, message):
 # ---- the benchmark --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 5])
-def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
+@pytest.mark.parametrize("num_ids", [0, 5])
+def test_the_benchmark_measures_errors_and_compares(monkeypatch, num_ids):
     monkeypatch.setattr(bench, "_peak_mib", lambda settings, dtype, problem, name: {"ours": 1.0, "naive": 8.0}[name])
     monkeypatch.setattr(bench, "REFERENCE_ROWS", 12)
-    settings = LossOptions(device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, kept=kept, pairs=2, seed=0)
+    settings = LossOptions(
+        device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, sampling_mask=num_ids, pairs=2, seed=0
+    )
     result = bench.measure(settings)
     assert result["dtype"] == "float32"
     assert 0 < result["max_abs_err"] < 1e-5
@@ -301,7 +317,9 @@ def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
 
 
 def test_memory_of_the_naive_way_is_that_of_logits():
-    settings = LossOptions(device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, kept=0, pairs=1, seed=0)
+    settings = LossOptions(
+        device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, sampling_mask=0, pairs=1, seed=0
+    )
     problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
     peaks = {}
     for name, variant in bench.VARIANTS.items():
@@ -312,7 +330,7 @@ def test_memory_of_the_naive_way_is_that_of_logits():
 
 
 def test_a_peer_that_fails_is_told():
-    settings = LossOptions(device="cpu", dtype="auto", tokens=4, hidden=8, vocab=20, kept=0, pairs=1, seed=0)
+    settings = LossOptions(device="cpu", tokens=4, hidden=8, vocab=20, pairs=1)
     problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
 
     def missing(problem):
@@ -327,9 +345,9 @@ def test_a_peer_that_fails_is_told():
 
 PLAIN = {"SOFTCAP": None, "bias": None}
 SHAPE = {"H": 4096}
-SET = {"V": 151_936, "BLOCK_S": _kept_logprob_triton.BLOCK_S, "BLOCK_K": _kept_logprob_triton.BLOCK_K}
+SET = {"V": 151_936, "BLOCK_S": _masked_logprob_triton.BLOCK_S, "BLOCK_K": _masked_logprob_triton.BLOCK_K}
 FORWARD, BACKWARD = _linear_logprob_triton.forward_kernel, _linear_logprob_triton.grad_logits_kernel
-KEPT, SEGMENT_SUM = _kept_logprob_triton.kept_kernel, _kept_logprob_triton.segment_sum_kernel
+MASKED, SEGMENT_SUM = _masked_logprob_triton.masked_kernel, _masked_logprob_triton.segment_sum_kernel
 I64_POINTERS = ("tokens", "token_ids", "offsets", "index")
 I32_SCALARS = ("num_rows", "num_columns", "begin", "table_rows")
 
@@ -393,7 +411,7 @@ def test_the_whole_backward_compiles():
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_of_kept_sets_compile(capability):
+def test_kernels_of_sampling_masks_compile(capability):
     blocks = {name: SET[name] for name in ("BLOCK_S", "BLOCK_K")}
-    assert compiled(KEPT, SHAPE | SET | {"SOFTCAP": 30.0}, "bf16", capability).asm["cubin"]
+    assert compiled(MASKED, SHAPE | SET | {"SOFTCAP": 30.0}, "bf16", capability).asm["cubin"]
     assert compiled(SEGMENT_SUM, SHAPE | blocks, "bf16", capability).asm["cubin"]

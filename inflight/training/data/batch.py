@@ -7,7 +7,7 @@ count in every average, so that leaving tokens out never makes the others weigh 
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 
 from inflight.core.rollout import Rollout
 from inflight.training.data.partition import partition
-from inflight.training.model.replay import routing_column
-from inflight.training.model.sampling_mask import expand
+from inflight.training.model.replay import routed_experts_column
+from inflight.training.model.sampling_mask import PackedSamplingMask, pack_masks
 from inflight.training.objective.aggregation import StepTotals
 
 
@@ -48,13 +48,11 @@ class PackedBatch:
     """Of the optimizer step that this batch is, or is a micro-batch of."""
     drawn: torch.Tensor = None  # pyright: ignore
     """i64[n], where loss_mask is true; found out where it is not given."""
-    mask_offsets: torch.Tensor | None = None
-    """i64[n + 1], on the CPU: drawn token i was drawn from mask_token_ids[mask_offsets[i] : mask_offsets[i + 1]], from
-    the whole vocabulary where that is empty; None if all were."""
-    mask_token_ids: torch.Tensor | None = None
-    """i64[…]"""
-    mask_cut_from: torch.Tensor | None = None
-    """i32[n], on the CPU: 0, or the size of a vocabulary where the ids are those that were cut from it; None: 0."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Maps names of columns that every rollout recorded (`Rollout.columns`), one number per token, to their values [T],
+    0 on context."""
+    sampling_mask: PackedSamplingMask | None = None
+    """The tokens that each drawn token was sampled from; None if all were sampled from the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
     included: torch.Tensor | None = None
@@ -88,20 +86,15 @@ class PackedBatch:
         sequences_B = torch.arange(self.num_sequences, device=lengths_B.device)
         return torch.repeat_interleave(sequences_B, lengths_B, output_size=len(self.input_ids))
 
-    @property
-    def kept(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(offsets i64[n + 1], token ids i64[…]) of what was kept for the drawn tokens."""
-        if self.mask_offsets is None or self.mask_token_ids is None:
-            return None
-        if self.mask_cut_from is None:
-            return self.mask_offsets, self.mask_token_ids
-        return expand(self.mask_offsets, self.mask_token_ids, self.mask_cut_from)
-
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The batch with all its columns on `device`, but for those of kept sets that are read on the CPU."""
-        columns = {name: column for name, column in self._tensors().items() if name not in _ON_CPU}
-        totals = replace(self.totals, group_tokens=self.totals.group_tokens.to(device))
-        return replace(self, **{name: column.to(device) for name, column in columns.items()}, totals=totals)
+        """The batch with its tensors on `device`; what a sampling mask needs on the CPU stays there."""
+        return replace(
+            self,
+            **{name: column.to(device) for name, column in self._tensors().items()},
+            columns={name: column.to(device) for name, column in self.columns.items()},
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.to(device),
+            totals=replace(self.totals, group_tokens=self.totals.group_tokens.to(device)),
+        )
 
     def with_column(self, name: str, drawn: torch.Tensor) -> "PackedBatch":
         """The batch with a column, `proximal_logprobs` or `reference_logprobs`, made of its drawn tokens' f32[n]."""
@@ -134,19 +127,16 @@ class PackedBatch:
         rows = torch.cat([torch.arange(starts[s], starts[s + 1], device=device) for s in sequences])
         lengths = [starts[s + 1] - starts[s] for s in sequences]
         chosen = {name: getattr(self, name)[rows] for name in self._tensors() if name not in _NOT_PER_TOKEN}
-        if self.mask_offsets is not None and self.mask_token_ids is not None:
+        mask = self.sampling_mask
+        if mask is not None:
             place = torch.zeros_like(self.loss_mask, dtype=torch.int64)
             place[self.drawn] = torch.arange(len(self.drawn), device=device)
-            own = place[rows][self.loss_mask[rows]].cpu()  # among all drawn tokens
-            counts = self.mask_offsets.diff()[own]
-            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            begins = torch.repeat_interleave(self.mask_offsets[own] - offsets[:-1], counts)
-            chosen["mask_offsets"] = offsets
-            chosen["mask_cut_from"] = None if self.mask_cut_from is None else self.mask_cut_from[own]
-            chosen["mask_token_ids"] = self.mask_token_ids[(begins + torch.arange(len(begins))).to(device)]
+            mask = mask.select(place[rows][self.loss_mask[rows]].cpu())  # among all drawn tokens
         return replace(
             self,
             **chosen,
+            columns={name: column[rows] for name, column in self.columns.items()},
+            sampling_mask=mask,
             drawn=torch.nonzero(self.loss_mask[rows]).flatten(),
             cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=device),
             groups=self.groups[torch.tensor(sequences, device=device)],
@@ -158,8 +148,7 @@ class PackedBatch:
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
-_ON_CPU = ("mask_offsets", "mask_cut_from")
-_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "mask_token_ids", *_ON_CPU)
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn")
 
 
 def pack(
@@ -206,8 +195,6 @@ def pack(
     group_index = {group_id: index for index, group_id in enumerate(dict.fromkeys(r.group_id for r in rollouts))}
     groups = np.array([group_index[r.group_id] for r in rollouts])
     drawn_tokens = np.array([mask.sum() for mask in masks])
-    mask_counts, kept_ids = zip(*(_kept(r, mask) for r, mask in zip(rollouts, masks, strict=True)), strict=True)
-    has_kept = any(counts.any() for counts in mask_counts)
     return PackedBatch(
         input_ids=torch.from_numpy(
             np.concatenate([part for r in rollouts for part in (r.prompt_token_ids, r.token_ids)]).astype(np.int64)
@@ -226,14 +213,26 @@ def pack(
             num_sequences=len(rollouts),
             group_tokens=torch.from_numpy(np.bincount(groups, drawn_tokens).astype(np.int64)),
         ),
-        mask_offsets=torch.from_numpy(np.cumsum([0, *np.concatenate(mask_counts)])) if has_kept else None,
-        mask_token_ids=torch.from_numpy(np.concatenate(kept_ids).astype(np.int64)) if has_kept else None,
-        mask_cut_from=_kept_of(rollouts, masks) if has_kept else None,
-        routed_experts=routing_column(rollouts),
+        columns={
+            name: column(dtype, 0, [r.columns.get(name, 0) for r in rollouts])
+            for name, dtype in _shared_columns(rollouts).items()
+        },
+        sampling_mask=pack_masks(rollouts, masks),
+        routed_experts=routed_experts_column(rollouts),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,
         rollouts=list(rollouts),
     )
+
+
+def _shared_columns(rollouts: Sequence[Rollout]) -> dict[str, np.dtype]:
+    """Names and dtypes of the columns of one number per token that all rollouts with tokens have."""
+    first, *others = [rollout for rollout in rollouts if len(rollout.token_ids)] or rollouts
+    return {
+        name: values.dtype
+        for name, values in first.columns.items()
+        if values.ndim == 1 and all(name in other.columns for other in others)
+    }
 
 
 def _token_masks(name: str, rollouts: Sequence[Rollout], given: Sequence[np.ndarray] | None) -> list[np.ndarray]:
@@ -259,8 +258,8 @@ def _check(rollout: Rollout, advantage: np.ndarray, drawn: np.ndarray) -> None:
             f"{name} has an empty prompt: nothing comes before its first token that its log-probability could be "
             "computed from; begin with a token such as BOS"
         )
-    columns = (rollout.token_ids, rollout.logprobs, rollout.weight_versions, rollout.sampled_at_ns)
-    if len({len(column) for column in columns}) != 1:
+    columns = (rollout.logprobs, rollout.weight_versions, rollout.sampled_at_ns, *rollout.columns.values())
+    if {len(column) for column in columns} != {len(rollout.token_ids)}:
         raise ValueError(f"{name} has columns of different lengths")
     if advantage.ndim and advantage.shape != rollout.token_ids.shape:
         raise ValueError(
@@ -275,57 +274,17 @@ def _check(rollout: Rollout, advantage: np.ndarray, drawn: np.ndarray) -> None:
         raise ValueError(f"{name} was drawn greedily (temperature 0) and has no importance ratio; do not train on it")
 
 
-def _kept(rollout: Rollout, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the drawn tokens: i64[n], the sizes of their kept sets, 0 for the whole vocabulary; and the ids in them."""
-    name, num_tokens = f"rollout {rollout.request_id}", len(rollout.token_ids)
-    offsets, kept = rollout.mask_offsets, rollout.mask_token_ids
-    if offsets is None or kept is None:
-        return np.zeros(drawn.sum(), np.int64), np.zeros(0, np.int64)
-    if len(offsets) != num_tokens + 1 or offsets[0] != 0 or offsets[-1] != len(kept) or (np.diff(offsets) < 0).any():
-        raise ValueError(
-            f"{name} has {num_tokens} tokens and {len(kept)} kept token ids; its {len(offsets)} kept offsets must rise "
-            f"from 0 to {len(kept)}, one for each token and one more"
-        )
-    counts = np.diff(offsets)
-    owners = np.repeat(np.arange(num_tokens), counts)
-    found = np.zeros(num_tokens, bool)
-    found[owners[kept == rollout.token_ids[owners]]] = True
-    if len(np.unique(owners << 32 | kept.astype(np.int64))) != len(kept):
-        raise ValueError(f"{name} has a kept set with a token id twice")
-    of = np.zeros(num_tokens, np.int32) if rollout.mask_cut_from is None else rollout.mask_cut_from
-    if len(of) != num_tokens or ((kept < 0) | (of[owners] > 0) & (kept >= of[owners])).any():
-        raise ValueError(f"{name} has kept sets with token ids that are not in a vocabulary of {of.max(initial=0)}")
-    by_cut = of > 0
-    missing = np.flatnonzero((found == by_cut) & (counts > 0) & drawn)
-    if len(missing):
-        first, sizes = missing[0], np.where(by_cut, of - counts, counts)
-        raise ValueError(
-            f"{name}: token {first} (id {rollout.token_ids[first]}) is not in the set of {sizes[first]} tokens that it "
-            "was drawn from; these kept sets belong to other tokens"
-        )
-    return counts[drawn], kept[drawn[owners]]
-
-
-def _kept_of(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> torch.Tensor | None:
-    """i32[drawn tokens]: where what was cut is listed, of how many; None if it is nowhere."""
-    columns = [r.mask_cut_from if r.mask_offsets is not None else None for r in rollouts]
-    if all(column is None for column in columns):
-        return None
-    parts = [np.zeros(mask.sum(), np.int32) if c is None else c[mask] for c, mask in zip(columns, drawn, strict=True)]
-    return torch.from_numpy(np.concatenate(parts))
-
-
 def _warn_of_other_distributions(rollouts: Sequence[Rollout]) -> None:
-    if any(rollout.params.filtered and rollout.mask_offsets is None for rollout in rollouts):
+    if any(rollout.params.filtered and rollout.sampling_mask is None for rollout in rollouts):
         warnings.warn(
-            "rollouts drawn with top_k, top_p or min_p, without what these kept: their log-probabilities are over the "
-            "tokens that were kept, the trainer's over the whole vocabulary, so importance ratios are biased towards 0 "
-            "even on-policy; draw with SamplingParams(return_sampling_mask=True)",
+            "rollouts sampled with top_k, top_p or min_p, without a sampling mask: their log-probabilities are over "
+            "the tokens that these left, the trainer's over the whole vocabulary, so importance ratios are biased "
+            "towards 0 even on-policy; sample with SamplingParams(return_sampling_mask=True)",
             stacklevel=3,
         )
     if any(rollout.params.adjusted for rollout in rollouts):
         warnings.warn(
-            "rollouts drawn with repetition_penalty, logit_bias or min_tokens: their log-probabilities are those of "
+            "rollouts sampled with repetition_penalty, logit_bias or min_tokens: their log-probabilities are those of "
             "the logits that these changed, the trainer's those of the model, so importance ratios are not 1 even "
             "on-policy",
             stacklevel=3,

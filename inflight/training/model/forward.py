@@ -42,7 +42,7 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     """Log-probabilities, and entropies if asked for, of the n drawn tokens, in their order.
 
     They mean what the engine's mean: at the temperature that each token was drawn at, over the tokens that its filters
-    kept, with the experts that it took. The batch may lie on the CPU. Sequences are packed where the model computes
+    left, with the experts that it took. The batch may lie on the CPU. Sequences are packed where the model computes
     packed what it computes of each alone, else padded or fed one by one (`scoring_way`). Raises what
     `replay_routed_experts` raises, UnsupportedModelError for a model whose tokens see later ones, and ValueError for a
     token outside of the vocabulary.
@@ -56,7 +56,9 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     if way in ("fused", "packed"):
         return _score_packed(model, inner, batch, entropy, plain_head(inner) if way == "fused" else None)
     if batch.routed_experts is not None:
-        raise ValueError(f"{type(model).__name__} cannot be fed packed sequences, so that its routing is not replayed")
+        raise ValueError(
+            f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
+        )
     batch = batch.to(device)
     logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
     return _score_logits(logits_nV, batch, entropy)
@@ -110,7 +112,7 @@ def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
     temperatures = batch.temperatures[batch.drawn]
-    logits_nV = _without_what_was_cut(logits_nV, batch)
+    logits_nV = _apply_sampling_mask(logits_nV, batch)
     logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.drawn], temperatures)
     if not entropy:
         return TokenScores(logprobs, None)
@@ -118,10 +120,10 @@ def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) ->
     return TokenScores(logprobs, -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1))
 
 
-def _without_what_was_cut(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    if batch.kept is None:
+def _apply_sampling_mask(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    if batch.sampling_mask is None:
         return logits_nV
-    offsets, ids = batch.kept
+    offsets, ids = batch.sampling_mask.expand()
     counts = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(counts)), counts).to(ids.device)
     cut = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
@@ -130,25 +132,25 @@ def _without_what_was_cut(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.
 
 
 class _Replay:
-    """Replays a batch's routing, if it has any: during the forward pass, and where activations are checkpointed until
-    backward is done, since that runs the routers again."""
+    """Replays a batch's routed experts, if it has any: during the forward pass, and where activations are checkpointed
+    until backward is done, since that runs the routers again."""
 
     _left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
     def __init__(self, model: nn.Module, batch: PackedBatch, source: torch.Tensor):
         self._model = model
-        self._routing = None if batch.routed_experts is None else batch.routed_experts[source]
+        self._experts = None if batch.routed_experts is None else batch.routed_experts[source]
         self._stack = ExitStack()
 
     def __enter__(self) -> "_Replay":
         if self._model in self._left_open:  # of a loss that nobody went backward from
             self._left_open.pop(self._model).close()
-        if self._routing is not None:
-            self._stack.enter_context(replay_routed_experts(self._model, self._routing))
+        if self._experts is not None:
+            self._stack.enter_context(replay_routed_experts(self._model, self._experts))
         return self
 
     def stay_until_backward(self, out: torch.Tensor) -> None:
-        if self._routing is None or not out.requires_grad or not checkpoints(self._model):
+        if self._experts is None or not out.requires_grad or not checkpoints(self._model):
             return
         stack = self._left_open[self._model] = self._stack.pop_all()
         engine = torch.autograd.Variable._execution_engine

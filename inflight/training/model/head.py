@@ -102,7 +102,7 @@ def scoring_head(
             batch.temperatures[drawn] / head.scale,  # softcap(s·x) / T is softcap / s of x, over T / s
             bias=bias if bias is None else bias.to(dtype),
             softcap=head.softcap if head.softcap is None else head.softcap / head.scale,
-            kept=batch.kept,
+            sampling_mask=batch.sampling_mask and batch.sampling_mask.expand(),
             entropy=entropy,
         )
         return torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)[None]

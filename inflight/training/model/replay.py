@@ -29,21 +29,21 @@ _PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
 
 
 @contextmanager
-def replay_routed_experts(model: nn.Module, routing: torch.Tensor) -> Iterator["RoutingReplay"]:
+def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Iterator["RoutingReplay"]:
     """Within the context, every router of `model` takes the recorded experts in place of its own top k.
 
-    routing: i16, i32 or i64 [T, layers, k], for the T tokens in the order of the model's flattened input; a row of −1
-    leaves a token to the router of that layer. Each pass through the model within the context replays all of it.
+    routed_experts: i16, i32 or i64 [T, layers, k], for the T tokens in the order of the model's flattened input; a row
+    of −1 leaves a token to the router of that layer. Each pass through the model within the context replays all of it.
 
     With activation checkpointing, which runs routers again during backward, keep the context open until backward is
     done; a backward that comes later raises. Without checkpointing the context may end before backward. Of nested
     contexts the innermost counts. Under torch.compile the routers run uncompiled.
 
-    Raises RoutedExpertsError if the model has no routers or the routing is not one of this model; in the pass, if the
-    number of tokens differs or a router selects in another way than by torch.topk; at the end, if no router ran.
+    Raises RoutedExpertsError if the model has no routers or the routed experts are not of this model; in the pass, if
+    the number of tokens differs or a router selects in another way than by torch.topk; at the end, if no router ran.
     """
     layers = _routers(model)
-    replay = RoutingReplay([routers[0] for routers in layers.values()], routing)
+    replay = RoutingReplay([routers[0] for routers in layers.values()], routed_experts)
     first = next(iter(layers))
     watch = cast(Callable[..., None], torch.compiler.disable(replay._watch))
     with ExitStack() as stack:
@@ -56,21 +56,21 @@ def replay_routed_experts(model: nn.Module, routing: torch.Tensor) -> Iterator["
         yield replay
     if not replay.num_layers_run:
         raise RoutedExpertsError(
-            "no router ran while its routing was replayed: run the forward pass of this model within the context"
+            "no router ran while routed experts were replayed: run the forward pass of this model within the context"
         )
 
 
 class RoutingReplay:
     """What a replay did; the counts are of the last pass within the context."""
 
-    def __init__(self, routers: Sequence[nn.Module], routing: torch.Tensor):
+    def __init__(self, routers: Sequence[nn.Module], routed_experts: torch.Tensor):
         parameter = next(routers[0].parameters(), None)
         if parameter is not None and not parameter.is_meta:
-            routing = routing.to(parameter.device)
-        _check(routers, routing)
-        self._routing = routing
+            routed_experts = routed_experts.to(parameter.device)
+        _check(routers, routed_experts)
+        self._experts = routed_experts
         self._num_experts = [_sizes(router, _NUM_EXPERTS) for router in routers]
-        self._replayed_TL = routing[..., 0] >= 0
+        self._replayed_TL = routed_experts[..., 0] >= 0
         self._changed: dict[int, torch.Tensor] = {}
         self._ran_without_grad = False  # in the current pass
         self._checkpointed = False
@@ -79,7 +79,7 @@ class RoutingReplay:
     @property
     def num_tokens(self) -> int:
         """T, the replayed and those left to their routers."""
-        return self._routing.shape[0]
+        return self._experts.shape[0]
 
     @property
     def num_layers_run(self) -> int:
@@ -98,12 +98,12 @@ class RoutingReplay:
 
     def _run(self, router: nn.Module, bare: Callable[..., Any], layer: int, args: tuple, kwargs: dict) -> Any:
         """What `bare`, the router's own forward, returns with the recorded experts."""
-        with _Selection(self._routing[:, layer], self._replayed_TL[:, layer], self._num_experts[layer]) as selection:
+        with _Selection(self._experts[:, layer], self._replayed_TL[:, layer], self._num_experts[layer]) as selection:
             output = bare(*args, **kwargs)
         if selection.num_changed is None:
             raise RoutedExpertsError(
-                f"{type(router).__name__} does not select {self._routing.shape[-1]} of {_either(router)} experts by "
-                f"torch.topk{selection.seen}; its routing cannot be replayed"
+                f"{type(router).__name__} does not select {self._experts.shape[-1]} of {_either(router)} experts by "
+                f"torch.topk{selection.seen}; its routed experts cannot be replayed"
             )
         self._changed[layer] = selection.num_changed
         self._ran_without_grad = not torch.is_grad_enabled() or (layer > 0 and self._ran_without_grad)
@@ -160,8 +160,8 @@ class _Selection(TorchFunctionMode):
         num_tokens = input.numel() // width
         if num_tokens != len(self._recorded_Tk):
             raise RoutedExpertsError(
-                f"the model was given {num_tokens} tokens, the routing is of {len(self._recorded_Tk)}; it needs one "
-                "row per token of the flattened input (−1 for padding)"
+                f"the model was given {num_tokens} tokens, the routed experts are of {len(self._recorded_Tk)}; "
+                "they need one row per token of the flattened input (−1 for padding)"
             )
         recorded = self._recorded_Tk.to(input.device, torch.int64).reshape(own.indices.shape)
         replayed = self._replayed_T.to(input.device).reshape(*own.indices.shape[:-1], 1)
@@ -195,7 +195,7 @@ def _routers(model: nn.Module) -> dict[str, list[nn.Module]]:
         if type(module).__name__.endswith("Router"):
             layers.setdefault(_PEFT_COPY.sub("", name), []).append(module)
     if not layers:
-        raise RoutedExpertsError(f"{type(model).__name__} has no routers that could replay a routing")
+        raise RoutedExpertsError(f"{type(model).__name__} has no routers that could replay routed experts")
     return layers
 
 
@@ -226,26 +226,26 @@ def _either(router: nn.Module) -> str:
     return " or ".join(map(str, sorted(set(_sizes(router, _NUM_EXPERTS)))))
 
 
-def _check(routers: Sequence[nn.Module], routing: torch.Tensor) -> None:
-    if routing.dtype not in _DTYPES or routing.ndim != 3:
+def _check(routers: Sequence[nn.Module], experts: torch.Tensor) -> None:
+    if experts.dtype not in _DTYPES or experts.ndim != 3:
         raise RoutedExpertsError(
-            f"the routing is {routing.dtype}{list(routing.shape)}, expected int16 or int32 [tokens, layers, k]"
+            f"the routed experts are {experts.dtype}{list(experts.shape)}, expected int16 or int32 [tokens, layers, k]"
         )
-    num_layers, k = routing.shape[1:]
+    num_layers, k = experts.shape[1:]
     if num_layers != len(routers):
-        raise RoutedExpertsError(f"the routing is of {num_layers} layers, the model has {len(routers)} routers")
-    largest_L = routing.amax((0, 2)).tolist() if len(routing) else [-1] * num_layers
+        raise RoutedExpertsError(f"the routed experts are of {num_layers} layers, the model has {len(routers)} routers")
+    largest_L = experts.amax((0, 2)).tolist() if len(experts) else [-1] * num_layers
     for layer, (router, largest) in enumerate(zip(routers, largest_L, strict=True)):
         name = f"router {layer} ({type(router).__name__})"
         sizes, top_k = _sizes(router, _NUM_EXPERTS), _sizes(router, _TOP_K)
         if not sizes:
-            raise RoutedExpertsError(f"{name} does not say how many experts it has; its routing cannot be replayed")
+            raise RoutedExpertsError(f"{name} does not say how many experts it has, so that none can be replayed")
         if top_k and k not in top_k:
-            raise RoutedExpertsError(f"the routing has {k} experts per token, {name} takes {top_k[0]}")
+            raise RoutedExpertsError(f"there are {k} routed experts per token, {name} takes {top_k[0]}")
         if largest >= max(sizes):
-            raise RoutedExpertsError(f"the routing names expert {largest}, {name} has {max(sizes)}")
-    columns = [routing[..., choice].contiguous() for choice in range(k)]
-    twice = torch.zeros(routing.shape[:-1], dtype=torch.bool, device=routing.device)
+            raise RoutedExpertsError(f"the routed experts name expert {largest}, {name} has {max(sizes)}")
+    columns = [experts[..., choice].contiguous() for choice in range(k)]
+    twice = torch.zeros(experts.shape[:-1], dtype=torch.bool, device=experts.device)
     partly = torch.zeros_like(twice)
     none_TL = columns[0] == -1
     for choice, column in enumerate(columns):
@@ -256,22 +256,22 @@ def _check(routers: Sequence[nn.Module], routing: torch.Tensor) -> None:
         if wrong.any():
             token, layer = wrong.nonzero()[0].tolist()
             raise RoutedExpertsError(
-                f"the routing of token {token} in layer {layer} {what}: {routing[token, layer].tolist()}"
+                f"the row of token {token} in layer {layer} {what}: {experts[token, layer].tolist()}"
             )
 
 
-def routing_column(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
-    """The routing i16[sum(P + T), layers, k] of rollouts laid one after another (prompt, then drawn tokens).
+def routed_experts_column(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
+    """The routed experts i16[sum(P + T), layers, k] of rollouts laid one after another (prompt, then drawn tokens).
 
-    The last token of each, which was never fed, and rollouts without routing have −1. None if no rollout has routing;
-    ValueError if their numbers of layers or of experts differ, or a routing does not fit its rollout's length.
+    The last token of each, which was never fed, and rollouts without routed experts have −1. None if no rollout has
+    them; ValueError if their numbers of layers or of experts differ, or they do not fit their rollout's length.
     """
     recorded = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     if not recorded:
         return None
-    shapes = {routing.shape[1:] for routing in recorded}
+    shapes = {experts.shape[1:] for experts in recorded}
     if len(shapes) != 1:
-        raise ValueError(f"rollouts of different models: routing of (layers, experts per token) {sorted(shapes)}")
+        raise ValueError(f"rollouts of different models: (layers, experts per token) are {sorted(shapes)}")
     lengths = [len(rollout.prompt_token_ids) + len(rollout.token_ids) for rollout in rollouts]
     column = np.full((sum(lengths), *shapes.pop()), -1, np.int16)
     start = 0
@@ -279,8 +279,8 @@ def routing_column(rollouts: Sequence[Rollout]) -> torch.Tensor | None:
         if rollout.routed_experts is not None:
             if len(rollout.routed_experts) != length - 1:
                 raise ValueError(
-                    f"rollout {rollout.request_id} has {length} tokens and routing of {len(rollout.routed_experts)}, "
-                    f"expected {length - 1}"
+                    f"rollout {rollout.request_id} has {length} tokens and routed experts of "
+                    f"{len(rollout.routed_experts)}, expected {length - 1}"
                 )
             column[start : start + length - 1] = rollout.routed_experts
         start += length

@@ -1,28 +1,108 @@
-"""Kept sets of a batch: which tokens the filters left, where some are told by what was cut."""
+"""Sampling masks of a batch: the tokens that each sampled token was chosen from, as rollouts recorded them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
+from inflight.core.rollout import Rollout
 
-def expand(offsets: torch.Tensor, ids: torch.Tensor, of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(offsets i64[n + 1], ids i64[…]) of the tokens that were kept; none for a whole vocabulary.
 
-    offsets, ids: the same, but where `of` i32[n] is not 0 the ids are those that were cut from a vocabulary of that
-    size. Offsets and `of` are on the CPU. A set that is told by what was cut takes 8 bytes per token of the vocabulary
-    here, so that this is for the tokens of one forward pass.
+@dataclass(frozen=True, slots=True)
+class PackedSamplingMask:
+    """The sampling mask of the n sampled tokens of a batch: token i was sampled from token_ids[offsets[i] :
+    offsets[i + 1]], from the whole vocabulary where that is empty. Offsets and `cut_from` are read on the CPU and stay
+    there."""
+
+    token_ids: torch.Tensor
+    """i64[…]"""
+    offsets: torch.Tensor
+    """i64[n + 1]"""
+    cut_from: torch.Tensor | None = None
+    """i32[n]: 0, or the size of the vocabulary where the ids are those that were cut from it. None: 0 everywhere."""
+
+    def to(self, device: torch.device | str) -> "PackedSamplingMask":
+        """The mask with its token ids on a device."""
+        return PackedSamplingMask(self.token_ids.to(device), self.offsets, self.cut_from)
+
+    def select(self, rows: torch.Tensor) -> "PackedSamplingMask":
+        """The mask of some of the tokens, i64[m] on the CPU, in their order."""
+        counts = self.offsets.diff()[rows]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        begins = torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
+        ids = self.token_ids[(begins + torch.arange(len(begins))).to(self.token_ids.device)]
+        return PackedSamplingMask(ids, offsets, None if self.cut_from is None else self.cut_from[rows])
+
+    def expand(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(offsets i64[n + 1], ids i64[…]) of the tokens that were left, for every token; none for a whole vocabulary.
+
+        A token whose mask is recorded by what was cut takes 8 bytes per token of the vocabulary here, so that this is
+        for the tokens of one forward pass.
+        """
+        offsets, ids, counts = self.offsets, self.token_ids, self.offsets.diff()
+        if self.cut_from is None or not bool((by_cut := (self.cut_from > 0) & (counts > 0)).any()):
+            return offsets, ids
+        counts_after = torch.where(by_cut, self.cut_from - counts, counts)
+        offsets_after = torch.cat([counts.new_zeros(1), counts_after.cumsum(0)])
+        listed_by_cut = torch.repeat_interleave(by_cut, counts).to(ids.device)
+        rows = torch.repeat_interleave(torch.arange(int(by_cut.sum())), counts[by_cut]).to(ids.device)
+        sizes = self.cut_from[by_cut].long().to(ids.device)
+        left = torch.arange(int(sizes.max()), device=ids.device) < sizes[:, None]
+        left[rows, ids[listed_by_cut]] = False
+        after = ids.new_empty(int(offsets_after[-1]))
+        from_cut = torch.repeat_interleave(by_cut, counts_after).to(ids.device)
+        after[from_cut] = left.nonzero()[:, 1]
+        after[~from_cut] = ids[~listed_by_cut]
+        return offsets_after, after
+
+
+def pack_masks(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> PackedSamplingMask | None:
+    """The sampling masks of the tokens that are true in `drawn`, bool[tokens] for each rollout; None if there are none.
+
+    Raises ValueError for a mask that does not fit its rollout, or does not hold the token that was sampled.
     """
-    counts = offsets.diff()
-    by_cut = (of > 0) & (counts > 0)
-    if not bool(by_cut.any()):
-        return offsets, ids
-    counts_after = torch.where(by_cut, of - counts, counts)
-    offsets_after = torch.cat([counts.new_zeros(1), counts_after.cumsum(0)])
-    listed_by_cut = torch.repeat_interleave(by_cut, counts).to(ids.device)
-    rows = torch.repeat_interleave(torch.arange(int(by_cut.sum())), counts[by_cut]).to(ids.device)
-    sizes = of[by_cut].long().to(ids.device)
-    kept = torch.arange(int(sizes.max()), device=ids.device) < sizes[:, None]
-    kept[rows, ids[listed_by_cut]] = False
-    after = ids.new_empty(int(offsets_after[-1]))
-    from_cut = torch.repeat_interleave(by_cut, counts_after).to(ids.device)
-    after[from_cut] = kept.nonzero()[:, 1]
-    after[~from_cut] = ids[~listed_by_cut]
-    return offsets_after, after
+    parts = [_mask_of(rollout, mask) for rollout, mask in zip(rollouts, drawn, strict=True)]
+    counts, ids, cut_from = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if not counts.any():
+        return None
+    recorded_by_cut = any(r.sampling_mask is not None and r.sampling_mask.cut_from is not None for r in rollouts)
+    return PackedSamplingMask(
+        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(np.cumsum([0, *counts])),
+        torch.from_numpy(cut_from) if recorded_by_cut else None,
+    )
+
+
+def _mask_of(rollout: Rollout, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The mask of the n drawn tokens: i64[n] how many ids each has, 0 for the whole vocabulary; the ids; i32[n], the
+    vocabulary that they were cut from."""
+    name, num_tokens, mask = f"rollout {rollout.request_id}", len(rollout.token_ids), rollout.sampling_mask
+    if mask is None:
+        return np.zeros(drawn.sum(), np.int64), np.zeros(0, np.int64), np.zeros(drawn.sum(), np.int32)
+    offsets, ids = mask.offsets, mask.token_ids
+    if len(offsets) != num_tokens + 1 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"{name} has {num_tokens} tokens and {len(ids)} token ids in its sampling mask; its {len(offsets)} offsets "
+            f"must rise from 0 to {len(ids)}, one for each token and one more"
+        )
+    counts = np.diff(offsets)
+    owners = np.repeat(np.arange(num_tokens), counts)
+    found = np.zeros(num_tokens, bool)
+    found[owners[ids == rollout.token_ids[owners]]] = True
+    if len(np.unique(owners << 32 | ids.astype(np.int64))) != len(ids):
+        raise ValueError(f"{name} has a sampling mask with a token id twice")
+    cut_from = np.zeros(num_tokens, np.int32) if mask.cut_from is None else mask.cut_from
+    if len(cut_from) != num_tokens or ((ids < 0) | (cut_from[owners] > 0) & (ids >= cut_from[owners])).any():
+        raise ValueError(
+            f"{name} has a sampling mask with token ids that are not in a vocabulary of {cut_from.max(initial=0)}"
+        )
+    by_cut = cut_from > 0
+    missing = np.flatnonzero((found == by_cut) & (counts > 0) & drawn)
+    if len(missing):
+        first, sizes = missing[0], np.where(by_cut, cut_from - counts, counts)
+        raise ValueError(
+            f"{name}: token {first} (id {rollout.token_ids[first]}) is not in the sampling mask of {sizes[first]} "
+            "tokens that it was sampled from; this mask belongs to other tokens"
+        )
+    return counts[drawn], ids[drawn[owners]], cut_from[drawn]

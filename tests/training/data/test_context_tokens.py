@@ -11,6 +11,7 @@ from made_batches import make_rollouts
 from tiny_models import VOCABULARY, make_model
 
 from inflight.core.rollout import Rollout
+from inflight.core.sampling_mask import SamplingMask
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import token_logprobs
 from inflight.training.model.packing import pack_input
@@ -126,7 +127,7 @@ def test_context_tokens_have_the_columns_of_a_prompt_and_are_seen_by_what_follow
         torch.testing.assert_close(logprobs, restated, rtol=1e-4, atol=1e-4)
 
 
-def test_kept_sets_of_context_tokens_go_with_them():
+def test_sampling_masks_of_context_tokens_go_with_them():
     [rollout, *_] = make_rollouts()
     ids = np.array([3, 5, 9, 11], np.int32)
     rollout = replace(
@@ -135,12 +136,12 @@ def test_kept_sets_of_context_tokens_go_with_them():
         logprobs=np.full(4, -1, np.float32),
         weight_versions=np.zeros(4, np.int64),
         sampled_at_ns=np.zeros(4, np.int64),
-        mask_offsets=np.array([0, 2, 3, 3, 5]),
-        mask_token_ids=np.array([3, 4, 100, 11, 12], np.int32),  # 100 is not the token itself: it was not drawn
+        # 100 is not the token itself: it was not sampled
+        sampling_mask=SamplingMask(np.array([3, 4, 100, 11, 12], np.int32), np.array([0, 2, 3, 3, 5])),
     )
     batch = pack([rollout], [1.0], drawn=[np.array([True, False, True, True])])
-    assert batch.mask_offsets.tolist() == [0, 2, 2, 4]
-    assert batch.mask_token_ids.tolist() == [3, 4, 11, 12]
+    assert batch.sampling_mask.offsets.tolist() == [0, 2, 2, 4]
+    assert batch.sampling_mask.token_ids.tolist() == [3, 4, 11, 12]
 
 
 def test_an_answer_without_a_token_before_it_is_refused_by_name():

@@ -21,7 +21,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.stream.assembler import Assembler
 from inflight.training.data.batch import pack
-from inflight.training.model.replay import replay_routed_experts, routing_column
+from inflight.training.model.replay import replay_routed_experts, routed_experts_column
 from inflight.training.objective.loss import policy_loss
 
 FAMILIES = ["qwen3-moe", "mixtral", "gpt-oss"]
@@ -98,7 +98,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_replay_brings_the_trainer_closer_to_a_bf16_engine(make_engine, name, dtype):
     rollouts = draw(make_engine(name, dtype="bfloat16", record_routed_experts=True))
     model = make_model(name).to(torch.bfloat16).to(dtype)  # the engine's rounded weights
-    routing = routing_column(rollouts)
+    routing = routed_experts_column(rollouts)
     recorded = routing[:, 0, 0] >= 0
 
     with TakenExperts(model) as taken:
@@ -127,7 +127,7 @@ def test_each_token_replays_the_weights_that_drew_it(make_engine):
     versions = rollouts[0].weight_versions
     assert versions[0] != versions[-1]
     before = len(rollouts[0].prompt_token_ids) + int((versions == versions[0]).sum()) - 1
-    routing = routing_column(rollouts)
+    routing = routed_experts_column(rollouts)
     with TakenExperts(new) as taken, replay_routed_experts(new, routing) as replay, torch.no_grad():
         logits_of(new, rows(rollouts))
     length = rows(rollouts).shape[1]

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from inflight.core.rollout import Rollout
+from inflight.core.sampling_mask import SamplingMask
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.model.head import PlainHead, plain_head
@@ -67,17 +68,17 @@ def make_model(config: PretrainedConfig) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def make_rollouts(*, kept: bool) -> list[Rollout]:
-    """`kept`: two tokens out of three were drawn from sets of 2 to 30 tokens, those of the last rollout were not."""
+def make_rollouts(*, masked: bool) -> list[Rollout]:
+    """`masked`: two tokens out of three have a sampling mask of 2 to 30 tokens, those of the last rollout were not."""
     rng = np.random.default_rng(0)
     rollouts = [r for group, shape in enumerate([(3, 12), (1, 5), (2, 1)]) for r in make_group(rng, group, *shape)]
-    for rollout in rollouts[:-1] if kept else []:
+    for rollout in rollouts[:-1] if masked else []:
         sets = [np.array([], np.int32) for _ in rollout.token_ids]
         for t, token in enumerate(rollout.token_ids):
             if t % 3:
                 others = rng.permutation(VOCABULARY)[: rng.integers(2, 30)]
                 sets[t] = np.append(others[others != token], token).astype(np.int32)
-        rollout.mask_offsets, rollout.mask_token_ids = np.cumsum([0, *map(len, sets)]), np.concatenate(sets)
+        rollout.sampling_mask = SamplingMask.join(sets)
     return rollouts
 
 
@@ -86,15 +87,15 @@ def make_batch(rollouts: list[Rollout]) -> PackedBatch:
 
 
 def one_by_one(model: torch.nn.Module, rollouts: list[Rollout]) -> TokenScores:
-    """Each rollout in a forward pass of its own, and each drawn token over its kept set only."""
+    """Each rollout in a forward pass of its own, and each drawn token over its sampling mask only."""
     logprobs, entropies = [], []
     for rollout in rollouts:
         ids = torch.from_numpy(np.concatenate([rollout.prompt_token_ids, rollout.token_ids])).long()
         logits = model(input_ids=ids[None], use_cache=False).logits[0, len(rollout.prompt_token_ids) - 1 :]
         for t, token in enumerate(rollout.token_ids.tolist()):
             choices = np.arange(VOCABULARY)
-            if rollout.mask_offsets is not None and rollout.mask_offsets[t] < rollout.mask_offsets[t + 1]:
-                choices = rollout.mask_token_ids[rollout.mask_offsets[t] : rollout.mask_offsets[t + 1]]
+            if rollout.sampling_mask is not None and len(left := rollout.sampling_mask.split()[t]):
+                choices = left
             log = torch.log_softmax(logits[t, choices] / rollout.params.temperature, -1)
             logprobs.append(log[choices.tolist().index(token)])
             entropies.append(-(log.exp() * log).sum())
@@ -121,13 +122,13 @@ def assert_scored_as_one_by_one(model: torch.nn.Module, rollouts: list[Rollout])
     return scores
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", SCALED_LOGITS)
-def test_a_factor_of_the_logits_is_folded_into_the_temperature(name, kept, caplog):
+def test_a_factor_of_the_logits_is_folded_into_the_temperature(name, masked, caplog):
     model = make_model(SCALED_LOGITS[name]())
     assert is_packable(model)
     assert plain_head(model) == PlainHead(pytest.approx(SCALED_LOGITS_FACTORS[name]), None)
-    assert_scored_as_one_by_one(model, make_rollouts(kept=kept))
+    assert_scored_as_one_by_one(model, make_rollouts(masked=masked))
     assert "materialises its logits" not in caplog.text
 
 
@@ -137,20 +138,20 @@ def test_logits_that_are_not_the_heads_are_materialised(caplog):
     head = model.lm_head
     model.lm_head = torch.nn.Sequential(head)
     model.lm_head.weight, model.lm_head.bias = head.weight, head.bias
-    assert_scored_as_one_by_one(model, make_rollouts(kept=True))
+    assert_scored_as_one_by_one(model, make_rollouts(masked=True))
     assert "materialises its logits" in caplog.text
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_models_with_other_mixing_than_attention_are_fed_padded_rows(name, kept):
+def test_models_with_other_mixing_than_attention_are_fed_padded_rows(name, masked):
     model = make_model(HYBRIDS[name]())
     assert not is_packable(model)
-    assert_scored_as_one_by_one(model, make_rollouts(kept=kept))
+    assert_scored_as_one_by_one(model, make_rollouts(masked=masked))
 
 
 def test_routing_is_not_replayed_in_padded_rows():
-    model, batch = make_model(HYBRIDS["qwen3-next"]()), make_batch(make_rollouts(kept=False))
+    model, batch = make_model(HYBRIDS["qwen3-next"]()), make_batch(make_rollouts(masked=False))
     batch.routed_experts = torch.zeros(len(batch.input_ids), 2, 2, dtype=torch.int16)
     with pytest.raises(ValueError, match="Qwen3NextForCausalLM cannot be fed packed sequences"):
         score_tokens(model, batch)
@@ -159,7 +160,7 @@ def test_routing_is_not_replayed_in_padded_rows():
 @pytest.mark.parametrize("scored_before", [False, True])
 @pytest.mark.parametrize("head", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_an_adapter_of_the_head_counts(head, scored_before):
-    model, rollouts = make_model(Qwen3Config(head_dim=8, **SHAPE)), make_rollouts(kept=True)
+    model, rollouts = make_model(Qwen3Config(head_dim=8, **SHAPE)), make_rollouts(masked=True)
     if scored_before:
         base = assert_scored_as_one_by_one(model, rollouts)
     else:

@@ -1,6 +1,6 @@
-"""Which rows of `linear_logprob` have a kept set, and whether the sets are what they should be.
+"""Finds the rows of `linear_logprob` that have a sampling mask, and checks the masks.
 
-N rows, of which K have a kept set; E entries of all sets.
+N rows, of which K have a sampling mask; E token ids in all masks.
 """
 
 from dataclasses import dataclass
@@ -10,47 +10,47 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which rows are over the whole vocabulary and which over a kept set; None where there are none."""
+    """The rows that are over the whole vocabulary and those that have a mask; None where there are none."""
 
     dense: slice | torch.Tensor | None = None
-    kept: slice | torch.Tensor | None = None
+    masked: slice | torch.Tensor | None = None
     offsets: torch.Tensor | None = None
-    """i64[K + 1], of the rows that have a set."""
+    """i64[K + 1], of the rows that have a mask."""
     token_ids: torch.Tensor | None = None
     """i64[E]."""
     row_E: torch.Tensor | None = None
-    """i64[E]: to which of the K rows an entry belongs."""
+    """i64[E], the index among the K rows of the row that an id belongs to."""
 
 
 def split_rows(
     offsets: torch.Tensor, token_ids: torch.Tensor, tokens_N: torch.Tensor, weight_VH: torch.Tensor
 ) -> Split:
-    """Raises ValueError."""
+    """Split N rows by their masks: offsets [N + 1] into token ids [E]. Raises ValueError for masks that do not fit."""
     rows, device = len(tokens_N), weight_VH.device
     integers = (torch.int64, torch.int32)
     if offsets.shape != (rows + 1,) or token_ids.ndim != 1 or {offsets.dtype, token_ids.dtype} - {*integers}:
         raise ValueError(
-            f"expected kept offsets i64[{rows + 1}] and token ids i64 or i32 [E], got {offsets.dtype} "
+            f"expected mask offsets i64[{rows + 1}] and token ids i64 or i32 [E], got {offsets.dtype} "
             f"{list(offsets.shape)} and {token_ids.dtype} {list(token_ids.shape)}"
         )
     offsets = offsets.cpu().long()
     lengths = offsets.diff()
     if (lengths < 0).any() or offsets[0] != 0 or offsets[-1] != len(token_ids):
         raise ValueError(
-            f"expected kept offsets that rise from 0 to the number of token ids, {len(token_ids)}, "
+            f"expected mask offsets that rise from 0 to the number of token ids, {len(token_ids)}, "
             f"got {_first_fault(offsets, lengths)}"
         )
     token_ids = token_ids.to(device, torch.int64).contiguous()
     if device.type == "cpu":
-        _check_kept(lengths, token_ids, tokens_N, len(weight_VH))
-    dense, kept = ((lengths == 0).nonzero()[:, 0], lengths.nonzero()[:, 0])
-    if not len(kept):
+        _check_ids(lengths, token_ids, tokens_N, len(weight_VH))
+    dense, masked = ((lengths == 0).nonzero()[:, 0], lengths.nonzero()[:, 0])
+    if not len(masked):
         return Split(dense=slice(None))
-    mask_offsets = torch.cat((offsets[kept], offsets[-1:]))
-    row_E = torch.repeat_interleave(torch.arange(len(kept)), lengths[kept], output_size=len(token_ids))
+    mask_offsets = torch.cat((offsets[masked], offsets[-1:]))
+    row_E = torch.repeat_interleave(torch.arange(len(masked)), lengths[masked], output_size=len(token_ids))
     return Split(
         dense=dense.to(device) if len(dense) else None,
-        kept=kept.to(device) if len(dense) else slice(None),
+        masked=masked.to(device) if len(dense) else slice(None),
         offsets=mask_offsets.to(device),
         token_ids=token_ids,
         row_E=row_E.to(device),
@@ -65,20 +65,20 @@ def _first_fault(offsets: torch.Tensor, lengths: torch.Tensor) -> str:
     return f"{int(offsets[row])} and then {int(offsets[row + 1])} at row {row}"
 
 
-def _check_kept(lengths: torch.Tensor, token_ids: torch.Tensor, tokens_N: torch.Tensor, vocabulary: int) -> None:
+def _check_ids(lengths: torch.Tensor, token_ids: torch.Tensor, tokens_N: torch.Tensor, vocabulary: int) -> None:
     row_E = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     outside = ((token_ids < 0) | (token_ids >= vocabulary)).nonzero()[:, 0]
     if len(outside):
         entry = int(outside[0])
         raise ValueError(
-            f"kept token id {int(token_ids[entry])} of row {int(row_E[entry])} is outside the vocabulary, "
-            f"of {vocabulary} tokens"
+            f"token id {int(token_ids[entry])} in the sampling mask of row {int(row_E[entry])} is outside the "
+            f"vocabulary, of {vocabulary} tokens"
         )
     found = lengths == 0
     found[row_E[token_ids == tokens_N[row_E]]] = True
     if not found.all():
         row = int((~found).nonzero()[0])
         raise ValueError(
-            f"the kept set of row {row} does not contain its token {int(tokens_N[row])}; a set must hold the token "
-            "that was drawn from it (or be empty, for the whole vocabulary)"
+            f"the sampling mask of row {row} does not contain its token {int(tokens_N[row])}; it must hold the token "
+            "that was sampled from it (or be empty, for the whole vocabulary)"
         )

@@ -1,9 +1,9 @@
-"""The Triton kernels of `linear_logprob` for rows with a kept set.
+"""The Triton kernels of `linear_logprob` for rows with a sampling mask.
 
 A program per row reads the rows of the weight that it needs; gradients are sums over such rows. There is no atomic
 addition, so results repeat.
 
-K rows, H hidden size, V vocabulary, E entries of all sets, of which a program reads BLOCK_S at a time.
+K rows, H hidden size, V vocabulary, E token ids in all masks, of which a program reads BLOCK_S at a time.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import triton.language as tl
 
 BLOCK_S: Any = 16
 BLOCK_K: Any = 128
-"""Entries and columns that a program of a kept set reads at a time."""
+"""Entries and columns that a program of a masked row reads at a time."""
 LOWEST = tl.constexpr(-3.0e38)
 """Stands for the maximum of nothing but −∞, so that the difference of two −∞ never arises."""
 
@@ -32,7 +32,7 @@ def capped(z, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def kept_kernel(
+def masked_kernel(
     hidden,
     weight,
     bias,
@@ -126,7 +126,7 @@ def segment_sum_kernel(
     tl.store(out + row * H + columns, tl.sum(total, 0), mask=columns < H)
 
 
-def kept_forward(
+def masked_forward(
     hidden_KH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
@@ -143,7 +143,7 @@ def kept_forward(
     logits_E = temperatures_K.new_empty(len(token_ids_E))
     logprobs_K, lses_K = torch.empty_like(temperatures_K), torch.empty_like(temperatures_K)
     entropies_K = torch.empty_like(temperatures_K) if entropy else None
-    launch: Any = kept_kernel[(len(hidden_KH),)]
+    launch: Any = masked_kernel[(len(hidden_KH),)]
     launch(
         hidden_KH,
         weight_VH,

@@ -1,0 +1,76 @@
+"""Per-token columns of a user's own: functions that the engine imports when it starts and calls for what it samples.
+
+Only `EngineOptions.columns` names code to import; a request can ask for the columns that were loaded, by name.
+S tokens, V vocabulary.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+import numpy as np
+import torch
+
+from inflight.core.columns import NUMBERS, own_column_name
+from inflight.core.errors import TokenColumnError
+
+ColumnFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Maps the log-probabilities f32[S, V] that tokens i64[S] were sampled from, −inf for tokens that were filtered out, to
+one number per token [S]."""
+_DTYPES = tuple(torch.from_numpy(np.empty(0, dtype)).dtype for dtype in NUMBERS)
+
+
+def load_columns(paths: Sequence[str], *, vocab_size: int, device: torch.device) -> dict[str, ColumnFunction]:
+    """Import the functions that `EngineOptions.columns` names and try each on two tokens. Raises TokenColumnError."""
+    functions = {own_column_name(path): _load(path) for path in paths}
+    uniform_SV = torch.full((2, vocab_size), 1 / vocab_size, device=device).log()
+    compute_columns(functions, uniform_SV, torch.arange(2, device=device) % vocab_size)
+    return functions
+
+
+def compute_columns(
+    functions: Mapping[str, ColumnFunction], logprobs_SV: torch.Tensor, tokens_S: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The columns [S] of tokens that were sampled from these log-probabilities. Raises TokenColumnError."""
+    columns = {}
+    for name, function in functions.items():
+        try:
+            column = function(logprobs_SV, tokens_S)
+        except Exception as error:
+            raise TokenColumnError(f"the function of column {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(column, torch.Tensor) or column.shape != tokens_S.shape or column.dtype not in _DTYPES:
+            got = f"{column.dtype}{list(column.shape)}" if isinstance(column, torch.Tensor) else type(column).__name__
+            raise TokenColumnError(
+                f"the function of column {name} returned {got}; it must return a tensor [{len(tokens_S)}], one number "
+                f"per token, of dtype {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+            )
+        columns[name] = column
+    return columns
+
+
+def _load(path: str) -> ColumnFunction:
+    where, _, name = path.rpartition(":")
+    try:
+        function = getattr(_import(where), name)
+    except Exception as error:
+        raise TokenColumnError(
+            f"column {name} cannot be imported from {where} ({type(error).__name__}: {error}); the engine finds the "
+            "modules that its launcher finds, but for those in the working directory, which it takes by path"
+        ) from error
+    if not callable(function):
+        raise TokenColumnError(f"{path} is no function but {type(function).__name__}")
+    return cast(ColumnFunction, function)
+
+
+def _import(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
