@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from inflight.weights.link import Address
     from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
-    from inflight.weights.transports import Transport
+    from inflight.weights.transports.base import Transport
 
 logger = logging.getLogger("inflight")
 

@@ -1,9 +1,9 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
 Client → engine: Hello, Submit, Fork, Cancel, Pause, Resume, Sleep, Wake, GetStatus, StartTrace, StopTrace, Shutdown;
-publisher → engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
-Engine → client: Welcome, Submitted, Done, Status, TraceWritten, Failed; engine → publisher: Attached, SlotFree, Joined,
-Filled, Failed.
+publisher → engine: Attach, SlotRequest, Prepare, Fill, SlotReady, Detach.
+Engine → client: Welcome, Submitted, Done, Status, TraceWritten, Failed; engine → publisher: Attached, SlotFree,
+Prepared, Filled, Failed.
 
 A request carries a `ticket` that its answer repeats. A slot has one owner at a time, and ownership moves only by
 SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the publisher cannot write to the slot itself,
@@ -148,8 +148,8 @@ class Attach(_Message, frozen=True):
     """A publisher asks to publish tensors of this layout (its own dtypes; it casts)."""
 
     layout: WeightLayout
-    map_slots: bool = True
-    """Whether it writes to the slots itself."""
+    transport: str
+    """Name of the transport, one of those that the engine accepts."""
     adapters: bool = False
     """Whether it publishes adapters, and not weights."""
     aliases: bool = False
@@ -162,31 +162,11 @@ class SlotRequest(_Message, frozen=True):
     """The publisher has a version to write and no slot to write it to; with one slot, the engine hands over its own."""
 
 
-class BroadcastOrigin(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 of a group broadcasts `nbytes` bytes, in buckets."""
+class Prepare(_Message, frozen=True):
+    """Get the engine's side of the transport ready for versions."""
 
-    group: str
-    nbytes: int
-    bucket_bytes: int
-
-
-class FileOrigin(msgspec.Struct, frozen=True, tag=True):
-    """A safetensors file that both sides see."""
-
-    path: str
-
-
-class Join(_Message, frozen=True):
-    """Become a rank of a new process group, in place of any earlier one."""
-
-    group: str
-    backend: str
-    host: str
-    """Of the store where ranks find each other."""
-    port: int
-    rank: int
-    size: int
-    timeout_s: float
+    setup: msgspec.Raw
+    """A struct of the transport's."""
 
 
 class Fill(_Message, frozen=True):
@@ -195,7 +175,8 @@ class Fill(_Message, frozen=True):
     slot: int
     version: Count
     fingerprint: str
-    origin: BroadcastOrigin | FileOrigin
+    origin: msgspec.Raw
+    """A struct of the transport's, which says where the version comes from."""
     base: int | None
     """What comes is the difference to this version; None: it is whole."""
     checksum: int
@@ -316,7 +297,7 @@ class SlotFree(_Message, frozen=True):
     slot: int
 
 
-class Joined(_Message, frozen=True):
+class Prepared(_Message, frozen=True):
     pass
 
 
@@ -339,12 +320,12 @@ ToEngine = (
     | Shutdown
     | Attach
     | SlotRequest
-    | Join
+    | Prepare
     | Fill
     | SlotReady
     | Detach
 )
-FromEngine = Welcome | Submitted | Done | Status | TraceWritten | Failed | Attached | SlotFree | Joined | Filled
+FromEngine = Welcome | Submitted | Done | Status | TraceWritten | Failed | Attached | SlotFree | Prepared | Filled
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

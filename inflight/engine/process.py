@@ -29,9 +29,9 @@ from inflight.core.messages import (
     FromEngine,
     GetStatus,
     Hello,
-    Join,
-    Joined,
     Pause,
+    Prepare,
+    Prepared,
     Resume,
     Shutdown,
     Sleep,
@@ -60,8 +60,9 @@ from inflight.engine.seat import PublisherSeat
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
-from inflight.weights.loader import Loader, Result
+from inflight.weights.slot_filler import Result, SlotFiller
 from inflight.weights.slot_table import SlotTable
+from inflight.weights.transports.accepted import AcceptedTransports
 
 logger = logging.getLogger("inflight.engine")
 
@@ -69,7 +70,7 @@ _IDLE_POLL_MS = 50
 _MESSAGES_PER_STEP = 16
 _SHARE_OF_STEP = 0.1
 """Of the time of a forward pass, that questions may take between two of them, beyond the first."""
-_WORK = (Submit, Fork, Attach, SlotRequest, Join, Fill, SlotReady, Detach)
+_WORK = (Submit, Fork, Attach, SlotRequest, Prepare, Fill, SlotReady, Detach)
 """Messages that are no mere questions."""
 _MAX_WIRE_BYTES = 2 * MAX_MESSAGE_BYTES
 """Of what is larger nothing is received: its sender is disconnected. Up to here it is told why it is refused."""
@@ -82,7 +83,14 @@ _MAX_UNSENT = 10_000
 class EngineProcess:
     """An engine, its control socket and its stream."""
 
-    def __init__(self, engine: Engine, control: zmq.Socket, stream: StreamWriter, directory: Path):
+    def __init__(
+        self,
+        engine: Engine,
+        control: zmq.Socket,
+        stream: StreamWriter,
+        directory: Path,
+        transports: AcceptedTransports,
+    ):
         """directory: for the locks of engine and publisher, and for traces."""
         self._engine = engine
         self._control = control
@@ -92,12 +100,14 @@ class EngineProcess:
         self._receiver = engine.slot_table
         """Of what the publisher publishes: weights or adapters."""
         self._loading: set[tuple[SlotTable, int]] = set()
-        """Slots that loaders work on."""
+        """Slots that are being filled or compared."""
         self._woken, self._waking = os.pipe()
-        """The loader writes to it when it has done something, which ends a wait for messages."""
+        """A slot filler writes to it when it has done something, which ends a wait for messages."""
         os.set_blocking(self._waking, False)
         self._results: SimpleQueue[Result] = SimpleQueue()
-        self._loader = Loader(engine.slot_table, self._loaded)
+        self._transports = transports
+        self._filler: SlotFiller | None = None
+        """That of the publisher's transport."""
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -206,9 +216,9 @@ class EngineProcess:
             case SlotRequest():
                 self._seat.check(sender)
                 slot_table.request()
-            case Join():
+            case Prepare():
                 self._seat.check(sender)
-                self._loader.submit(sender, message)
+                self._submit(sender, message)
             case Fill():
                 self._seat.check(sender)
                 slot_table.check_lent(message.slot, message.fingerprint)
@@ -277,7 +287,7 @@ class EngineProcess:
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
-        engine = self._engine
+        engine, transport = self._engine, self._transports.find(message.transport)
         if message.adapters and engine.adapters is None:
             raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
         slot_table = (
@@ -291,13 +301,14 @@ class EngineProcess:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._send(before, Failed(kind=type(error).__name__, message=str(error)))
         self._receiver = slot_table
-        self._loader.retire()
-        self._loader = Loader(slot_table, self._loaded)
+        if self._filler is not None:
+            self._filler.retire()
+        self._filler = SlotFiller(slot_table, transport, self._loaded)
         free = slot_table.attach(in_use=engine.slot_in_use(slot_table))
         return Attached(
             ticket=message.ticket,
             layout=slot_table.layout,
-            slots=[slot.descriptor() for slot in slot_table.slots] if message.map_slots else [],
+            slots=[slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else [],
             free=[slot for slot in free if (slot_table, slot) not in self._loading],
             version=engine.newest_version,
             aliases=engine.aliases if message.aliases and slot_table is engine.slot_table else [],
@@ -307,15 +318,19 @@ class EngineProcess:
         if (self._receiver, job.slot) in self._loading:
             raise ProtocolError(f"slot {job.slot} is being filled")
         self._loading.add((self._receiver, job.slot))
-        self._loader.submit(sender, job)
+        self._submit(sender, job)
+
+    def _submit(self, sender: bytes, job: Prepare | Fill | SlotReady) -> None:
+        assert self._filler is not None  # as somebody is attached
+        self._filler.submit(sender, job)
 
     def _take_results(self) -> None:
-        """What loaders have done since the last pass."""
+        """Take what slot fillers have done since the last pass."""
         while not self._results.empty():
             self._take_result(self._results.get())
 
     def _loaded(self, result: Result) -> None:
-        """Called by a loader's thread."""
+        """Note what became of a job. Called from a slot filler's thread."""
         self._results.put(result)
         with contextlib.suppress(BlockingIOError):  # it is full, so that nobody sleeps
             os.write(self._waking, b"1")
@@ -329,15 +344,15 @@ class EngineProcess:
                 return
             except ProtocolError as overtaken:  # a newer version was announced while this one was compared
                 error = overtaken
-        if isinstance(job, Join):
-            answer = Joined(ticket=job.ticket)
+        if isinstance(job, Prepare):
+            answer = Prepared(ticket=job.ticket)
         else:
             self._loading.remove((result.slot_table, job.slot))
             answer = Filled(ticket=job.ticket)
         if error is not None:
             answer = self._refusal(job.ticket, error)
         if result.sender != self._seat.holder:  # it is gone, and the next one may have the slot
-            if self._seat.holder is not None and result.slot_table is self._receiver and not isinstance(job, Join):
+            if self._seat.holder is not None and result.slot_table is self._receiver and not isinstance(job, Prepare):
                 self._send(self._seat.holder, SlotFree(slot=job.slot))
         else:
             self._send(result.sender, answer)
@@ -376,11 +391,12 @@ def serve(startup: Startup, watch: ParentWatch) -> int:
     directory = Path(startup.directory)
     control = _bind(f"ipc://{directory}/control")
     try:
+        transports = AcceptedTransports(startup.options.transports)
         engine = Engine(startup.options)
     except InflightError as error:
         _refuse(control, error)
         return 1
-    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory)
+    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory, transports)
     watch.stop_with(process.stop)
     gc.collect()
     gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second

@@ -88,8 +88,16 @@ class CudaSlot:
         """Device memory has no name; it lives until the engine process ends."""
 
 
+def use_own_stream(device: torch.device) -> None:
+    """On a GPU, give the calling thread a stream of its own: else all threads share the default one, and whoever waits
+    for a result waits for all that the trainer, or the engine, has put there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def uuid_of(device: torch.device) -> str:
-    """By which a GPU is known in every process, whatever its number there; "" for a CPU."""
+    """The name of a GPU in every process, whatever its number there; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

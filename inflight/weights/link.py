@@ -28,7 +28,7 @@ from inflight.core.messages import (
     FromEngine,
     GetStatus,
     Hello,
-    Joined,
+    Prepared,
     SlotFree,
     SlotReady,
     SlotRequest,
@@ -73,8 +73,9 @@ class EngineLink:
     for `check`, `give_up` and `unlock`.
     """
 
-    def __init__(self, address: Address, source: Source, *, map_slots: bool, timeout_s: float):
-        """`timeout_s`: for how long the engine may be silent while something is waited for. A slot may take longer."""
+    def __init__(self, address: Address, source: Source, *, transport: str, timeout_s: float):
+        """transport: its name, as the engine knows it. timeout_s: for how long the engine may be silent while something
+        is waited for. A slot may take longer."""
         self.address = address
         self._timeout_s = timeout_s
         self._tickets = count(1)
@@ -96,7 +97,7 @@ class EngineLink:
             offer = source.offer(self.welcome)
             attach = Attach(
                 layout=offer.layout,
-                map_slots=map_slots,
+                transport=transport,
                 adapters=offer.adapters,
                 aliases=offer.aliases,
                 lock_token=token,
@@ -113,8 +114,6 @@ class EngineLink:
         """Slots that may be written to."""
         self._untouched: set[int] = set()
         """Those of them that were lent since and not used."""
-        self.filled: int | None = None
-        """The version that the engine was made to fill a slot with last, and so a base for what comes next."""
 
     def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
         """A slot of ours, or the next that the engine frees, which it does at a forward boundary.
@@ -151,16 +150,20 @@ class EngineLink:
         )
         self.version = record.version
 
+    def put_back(self, slot: int) -> None:
+        """Keep a slot for another version, as this one is not announced."""
+        self.free.append(slot)
+
     def ticket(self) -> int:
         return next(self._tickets)
 
     def wait_for(self, ticket: int, timeout_s: float) -> None:
-        """Return when the engine has joined or filled. Raises what kept it from that, EngineHungError or
+        """Return when the engine has prepared or filled. Raises what kept it from that, EngineHungError or
         EngineBusyError."""
         wait = self._wait("has not taken the version", timeout_s, "timeout_s of the transport")
         while True:
             message = self._receive(wait)
-            if isinstance(message, (Joined, Filled)) and message.ticket == ticket:
+            if isinstance(message, (Prepared, Filled)) and message.ticket == ticket:
                 return
             if isinstance(message, Failed) and message.ticket not in (0, ticket):
                 continue  # of an attempt that was given up
