@@ -102,7 +102,7 @@ class Publisher:
             link = self._attach(first, transport)
             self._aliases = link.attached.aliases
             self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
-            self.version = target.version
+            self.version = link.version
             """The version that the last `publish()` returned."""
             for address in others:
                 self._add(address, transport)
@@ -113,7 +113,7 @@ class Publisher:
             if target is not None:
                 target.close()
             raise
-        self._source.start((self._target.layout, self.version))
+        self._source.start((link.layout, self.version))
         self.last_copy_s = 0.0
         """Seconds that the last copy of the parameters took."""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -210,10 +210,12 @@ class Publisher:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("closing a publisher that could not send version %d in %g s", self.version, timeout_s)
-            self._target.give_up()
+            for engine in self._target.engines:
+                engine.give_up()
             self._thread.join(_GIVE_UP_S)
         if self._thread.is_alive():  # inside a copy or a broadcast, whose end nobody waits for
-            self._target.unlock()
+            for engine in self._target.engines:
+                engine.unlock()
         self._hook.remove()
 
     def __enter__(self) -> "Publisher":

@@ -33,8 +33,7 @@ class StagingBuffer(Target):
         self, engine: EngineLink, transport: Transport, device: torch.device, refuse: Callable[[Exception], None]
     ):
         """refuse: called with the reason when an engine did not take a version."""
-        self.layout, self.version = engine.layout, engine.version
-        self._device, self._refuse = device, refuse
+        self._layout, self._device, self._refuse = engine.layout, device, refuse
         self._condition = threading.Condition()
         self._buffers: list[torch.Tensor] = []
         self.views = []
@@ -54,9 +53,9 @@ class StagingBuffer(Target):
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         """The engine gets the version that was sent last at once. Raises LayoutMismatchError, or what `attach` does."""
         engine = attach()
-        if engine.layout.fingerprint != self.layout.fingerprint:
+        if engine.layout.fingerprint != self._layout.fingerprint:
             engine.release()
-            difference = self.layout.difference(engine.layout, ours="the first engine", theirs="this one", dtypes=True)
+            difference = self._layout.difference(engine.layout, ours="the first engine", theirs="this one", dtypes=True)
             raise LayoutMismatchError(f"all engines of a publisher hold the same tensors: {difference}")
         with self._condition:
             self.lost.pop(engine.address.endpoint, None)
@@ -70,8 +69,8 @@ class StagingBuffer(Target):
         with self._condition:
             if not self._free and len(self._buffers) < _MAX_BUFFERS:
                 # Zeros, as what lies between tensors counts in checksums.
-                self._buffers.append(torch.zeros(self.layout.total_bytes, dtype=torch.uint8, device=self._device))
-                self.views.append(slot_views(self._buffers[-1], self.layout))
+                self._buffers.append(torch.zeros(self._layout.total_bytes, dtype=torch.uint8, device=self._device))
+                self.views.append(slot_views(self._buffers[-1], self._layout))
                 self._free.append(len(self._buffers) - 1)
             if not self._free and self._newest is not None:
                 self._free.append(self._newest[0])
@@ -100,15 +99,8 @@ class StagingBuffer(Target):
             if not self._num_engines:
                 raise list(self.lost.values())[-1]
 
-    def give_up(self) -> None:
-        for engine in self._engines():
-            engine.give_up()
-
-    def unlock(self) -> None:
-        for engine in self._engines():
-            engine.unlock()
-
-    def _engines(self) -> list[EngineLink]:
+    @property
+    def engines(self) -> list[EngineLink]:
         with self._condition:
             sent = [engine for _, sender in self._senders for engine in sender.engines]
             return sent + [engine for engine, _ in self._arriving]

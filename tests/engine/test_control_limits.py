@@ -296,7 +296,7 @@ def test_the_place_is_free_when_its_holder_is_gone(tmp_path):
 def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):
     first = engine.publisher(tiny())
     engine.wait_for_version(first.publish())
-    first._target._link.unlock()  # as if somebody had removed the lock
+    first._target._engine.unlock()  # as if somebody had removed the lock
     with engine.publisher(tiny()) as second:
         with pytest.raises(PublisherConflictError, match="took this one's place"):
             repeat(first.check)

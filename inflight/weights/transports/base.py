@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import torch
@@ -19,9 +19,7 @@ from inflight.core.errors import EngineDiedError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare
 from inflight.weights import delta
-
-if TYPE_CHECKING:
-    from inflight.weights.link import EngineLink, Published
+from inflight.weights.link import EngineLink, Published
 
 _ATTEMPTS = 3
 """Attempts per engine and version; the next version is another chance."""
@@ -54,7 +52,7 @@ class Transport(ABC):
         """Return the settings for the only engine of a publisher with this `slot_timeout_s`."""
         return self
 
-    def target(self, engine: "EngineLink", refuse: Callable[[Exception], None]) -> "Target | None":
+    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "Target | None":
         """Return what writes versions straight to the only engine; None if they go through a staging buffer."""
         return None
 
@@ -65,7 +63,7 @@ class StagedVersion:
 
     data: torch.Tensor
     """The bytes of a slot, u8[total_bytes]."""
-    record: "Published"
+    record: Published
     checksum: int
 
     @property
@@ -77,7 +75,7 @@ class StagedVersion:
 class Outcome:
     """What became of a version that a sender sent."""
 
-    lost: dict["EngineLink", Exception]
+    lost: dict[EngineLink, Exception]
     """Engines that ended or did not answer in time, which the sender has taken out."""
     refused: list[Exception]
     """Reasons why an engine did not take a version."""
@@ -112,7 +110,7 @@ class Sender(ABC):
     # ---- what a subclass writes and uses ------------------------------------------------------------------------
 
     @abstractmethod
-    def deliver(self, slots: Mapping["EngineLink", int], staged: StagedVersion, base: StagedVersion | None) -> None:
+    def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         """Bring a version to these engines, each of which has lent the slot beside it; `fill` has one fill its slot.
 
         base: the version that was sent before, if there is one. It is called again for engines that did not take the
@@ -121,7 +119,7 @@ class Sender(ABC):
         """
 
     def fill(
-        self, engine: "EngineLink", staged: StagedVersion, origin: msgspec.Struct, base: StagedVersion | None = None
+        self, engine: EngineLink, staged: StagedVersion, origin: msgspec.Struct, base: StagedVersion | None = None
     ) -> None:
         """Ask an engine to fill its slot; its receiver gets the origin. When `deliver` has returned, the answer is
         waited for and the version announced. base: the origin brings the changes since that version."""
@@ -137,7 +135,7 @@ class Sender(ABC):
         engine.send(fill)
         self._fills[engine] = fill
 
-    def prepare(self, setups: Mapping["EngineLink", msgspec.Struct], meanwhile: Callable[[], None]) -> bool:
+    def prepare(self, setups: Mapping[EngineLink, msgspec.Struct], meanwhile: Callable[[], None]) -> bool:
         """Hand each engine's receiver its setup and call `meanwhile`. Returns whether all of that worked; if not, the
         attempt is over for engines whose slots are not being filled."""
         tickets = {engine: engine.ticket() for engine in setups}
@@ -152,12 +150,12 @@ class Sender(ABC):
         ready = [self._try(engine, partial(engine.wait_for, tickets[engine], self.timeout_s)) for engine in setups]
         return worked and all(ready)
 
-    def holds(self, engine: "EngineLink", base: StagedVersion | None) -> bool:
+    def holds(self, engine: EngineLink, base: StagedVersion | None) -> bool:
         """Whether an engine was filled with this version last."""
         return base is not None and self._holds.get(engine) == base.version
 
     def changes(
-        self, engines: Sequence["EngineLink"], staged: StagedVersion, base: StagedVersion | None
+        self, engines: Sequence[EngineLink], staged: StagedVersion, base: StagedVersion | None
     ) -> torch.Tensor | None:
         """Return a delta, u8[m], if deltas are wanted, all of these engines hold its base, and it saves something."""
         if not self._delta or base is None or not all(self.holds(engine, base) for engine in engines):
@@ -171,7 +169,7 @@ class Sender(ABC):
 
     # ---- what the staging buffer uses ---------------------------------------------------------------------------
 
-    def add(self, engine: "EngineLink") -> None:
+    def add(self, engine: EngineLink) -> None:
         self.engines.append(engine)
 
     def send(self, staged: StagedVersion, base: StagedVersion | None) -> Outcome:
@@ -189,11 +187,11 @@ class Sender(ABC):
         ]
         return Outcome(self._lost, refused, self.sent_bytes)
 
-    def _acquire_slots(self, engines: Sequence["EngineLink"]) -> None:
+    def _acquire_slots(self, engines: Sequence[EngineLink]) -> None:
         """Get a slot of each engine that has one in time."""
         self._slots = {}
 
-        def acquire(engine: "EngineLink") -> None:
+        def acquire(engine: EngineLink) -> None:
             engine.check()
             self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
 
@@ -216,7 +214,7 @@ class Sender(ABC):
             if engine.version < staged.version:
                 engine.put_back(slot)
 
-    def _try(self, engine: "EngineLink", action: Callable[[], object]) -> bool:
+    def _try(self, engine: EngineLink, action: Callable[[], object]) -> bool:
         """Note what an engine failed with, if it does. Returns whether it worked."""
         try:
             action()
@@ -262,15 +260,8 @@ class Receiver(ABC):
 
 
 class Target(ABC):
-    """Where a publisher writes versions: to the slots of its only engine, or to a staging buffer before its engines.
+    """Where a publisher writes versions: to the slots of its only engine, or to a staging buffer before its engines."""
 
-    Raises, from any method, what keeps it from going on.
-    """
-
-    layout: WeightLayout
-    """The layout of the slots."""
-    version: int
-    """The newest version that the first engine had."""
     views: list[dict[str, torch.Tensor]]
     """The tensors of each slot."""
     sent_bytes: int
@@ -278,16 +269,21 @@ class Target(ABC):
     lost: Mapping[str, Exception] = {}
     """Maps endpoints of engines that ended, or did not answer, to what happened."""
 
+    @property
     @abstractmethod
-    def add(self, attach: Callable[[], "EngineLink"], transport: Transport) -> "EngineLink":
+    def engines(self) -> list[EngineLink]:
+        """Engines that have not been lost."""
+
+    @abstractmethod
+    def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         """Send versions to another engine, too. Raises InflightError, before `attach` is called, if that cannot be."""
 
     @abstractmethod
     def acquire(self) -> int:
-        """Return a slot to write to, once there is one."""
+        """Return a slot to write to, once there is one. Raises what keeps engines from lending one."""
 
     @abstractmethod
-    def announce(self, slot: int, record: "Published") -> None:
+    def announce(self, slot: int, record: Published) -> None:
         """The slot holds this version."""
 
     @abstractmethod
@@ -300,14 +296,6 @@ class Target(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise what keeps versions from reaching any engine, if something does."""
-
-    @abstractmethod
-    def give_up(self) -> None:
-        """Have whoever waits for an engine get an error soon. Called from any thread."""
-
-    @abstractmethod
-    def unlock(self) -> None:
-        """Let other publishers come. Called from any thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -18,11 +18,9 @@ import torch.distributed as dist
 from inflight.core.errors import BroadcastError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.weights.cuda_ipc import uuid_of
+from inflight.weights.link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
 from inflight.weights.waiting import telling
-
-if TYPE_CHECKING:
-    from inflight.weights.link import EngineLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ class BroadcastSender(Sender):
         self._drop_group()
         super().close()
 
-    def deliver(self, slots: Mapping["EngineLink", int], staged: StagedVersion, base: StagedVersion | None) -> None:
+    def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         group = self._group_of(list(slots), staged.data.device)
         if group is None:
             return
@@ -100,7 +98,7 @@ class BroadcastSender(Sender):
         except BroadcastError:  # whose fault it was, the engines' answers tell
             self._drop_group()
 
-    def _group_of(self, engines: list["EngineLink"], device: torch.device) -> "Group | None":
+    def _group_of(self, engines: list[EngineLink], device: torch.device) -> "Group | None":
         """Return the group of these engines, made anew if it is not the last one; None if it could not be made."""
         if self._group is not None and engines == self._members:
             return self._group

@@ -3,17 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from inflight.core.layout import WeightLayout
+from inflight.weights.link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
 from inflight.weights.version_file import read_changes, read_version, write_version
-
-if TYPE_CHECKING:
-    from inflight.weights.link import EngineLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +52,7 @@ class FileSender(Sender):
         self._written: dict[tuple[int, int | None], Path] = {}
         """Maps a version, and the base of its delta, to the file."""
 
-    def deliver(self, slots: Mapping["EngineLink", int], staged: StagedVersion, base: StagedVersion | None) -> None:
+    def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         ahead = [engine for engine in slots if self.holds(engine, base)]
         changes = self.changes(ahead, staged, base) if ahead else None
         for engine in slots:
@@ -64,7 +61,7 @@ class FileSender(Sender):
         self._prune(staged.version)
 
     def _write(
-        self, engine: "EngineLink", staged: StagedVersion, changes: torch.Tensor | None, base: StagedVersion | None
+        self, engine: EngineLink, staged: StagedVersion, changes: torch.Tensor | None, base: StagedVersion | None
     ) -> Path:
         """Write the file for an engine, once for all that need the same."""
         since = base.version if base else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -11,13 +11,11 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import CudaIpcDescriptor, SlotDescriptor
 from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import CudaSlot
+from inflight.weights.link import EngineLink, Published
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.slot_table import Slot
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
-
-if TYPE_CHECKING:
-    from inflight.weights.link import EngineLink, Published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +41,24 @@ class Slots(Transport):
     def for_one_engine(self, slot_timeout_s: float) -> "Slots":
         return replace(self, timeout_s=slot_timeout_s)
 
-    def target(self, engine: "EngineLink", refuse: Callable[[Exception], None]) -> "DirectTarget":
+    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "DirectTarget":
         return DirectTarget(self, engine, refuse)
 
 
 class DirectTarget(Target):
     """The slots of one engine, which the publisher writes to without a staging buffer."""
 
-    def __init__(self, settings: Slots, engine: "EngineLink", refuse: Callable[[Exception], None]):
+    def __init__(self, settings: Slots, engine: EngineLink, refuse: Callable[[Exception], None]):
         self._settings, self._engine, self._refuse = settings, engine, refuse
-        self.layout, self.version = engine.layout, engine.version
         self.sent_bytes = engine.layout.total_bytes
         self._buffers = map_slots(engine)
         self.views = [slot_views(buffer, engine.layout) for buffer in self._buffers]
 
-    def add(self, attach: Callable[[], "EngineLink"], transport: Transport) -> "EngineLink":
+    @property
+    def engines(self) -> list[EngineLink]:
+        return [self._engine]
+
+    def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
         raise InflightError(
             "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
             "of at least two, or with another transport than Slots"
@@ -77,7 +78,7 @@ class DirectTarget(Target):
         except ChecksumError as error:
             self._refuse(error)
 
-    def announce(self, slot: int, record: "Published") -> None:
+    def announce(self, slot: int, record: Published) -> None:
         self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._settings.checksum else None)
 
     def release(self, slot: int) -> None:
@@ -85,12 +86,6 @@ class DirectTarget(Target):
 
     def check(self) -> None:
         self._engine.check()
-
-    def give_up(self) -> None:
-        self._engine.give_up()
-
-    def unlock(self) -> None:
-        self._engine.unlock()
 
     def close(self) -> None:
         self._engine.detach()
@@ -108,11 +103,11 @@ class SlotSender(Sender):
         self._checksum = settings.checksum
         self._buffers: list[torch.Tensor] = []
 
-    def add(self, engine: "EngineLink") -> None:
+    def add(self, engine: EngineLink) -> None:
         self._buffers = map_slots(engine)
         super().add(engine)
 
-    def deliver(self, slots: Mapping["EngineLink", int], staged: StagedVersion, base: StagedVersion | None) -> None:
+    def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         for engine, slot in slots.items():
             buffer = self._buffers[slot]
             buffer.copy_(staged.data)
@@ -122,7 +117,7 @@ class SlotSender(Sender):
             self.sent_bytes += len(buffer)
 
 
-def map_slots(engine: "EngineLink") -> list[torch.Tensor]:
+def map_slots(engine: EngineLink) -> list[torch.Tensor]:
     """Map an engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
     return [map_slot(descriptor).buffer for descriptor in engine.attached.slots]
 
