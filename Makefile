@@ -13,8 +13,8 @@ PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
-	@echo 'make test       set up and run the tests that take less than ten seconds each'
-	@echo 'make test-all   all tests: every family of models, killed processes, short trainings'
+	@echo 'make test       set up and run the tests that a checkout is trusted by: at most six minutes on two cores'
+	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
 	@echo 'make lint       formatting, lint rules and types'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
@@ -35,8 +35,8 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadfile
 
-test-all: setup
-	$(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile
+test-all: test
+	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

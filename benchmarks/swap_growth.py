@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from inflight.bench.options import DtypeName, SwapOptions
 from inflight.bench.plots import new_figure, save_figure
-from inflight.bench.swap import PUBLISHES_PER_WINDOW, SwapBench, measure_swap
+from inflight.bench.swap import measure as measure_swap
 from inflight.engine.shapes import shape_config
 from inflight.observability.environment import environment, write_json
 
@@ -27,7 +28,7 @@ class Size(NamedTuple):
     shape: tuple[int, int, int] | str
     """(hidden, layers, vocabulary), or a built-in shape."""
     publishes: int = 20
-    masters: str = "auto"
+    masters: DtypeName = "auto"
 
 
 SIZES = {
@@ -92,7 +93,7 @@ def measure(size: Size, where: str) -> dict[str, Any]:
             model.save_pretrained(directory)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         del model
-        settings = SwapBench(
+        settings = SwapOptions(
             model=name,
             device=device,
             dtype="bfloat16",
@@ -100,11 +101,8 @@ def measure(size: Size, where: str) -> dict[str, Any]:
             tokens=TOKENS[where],
             prompt_tokens=16,
             publishes=size.publishes,
-            slots=2,
-            peer=None,
-            seed=0,
             masters=size.masters,
-            window=max(PUBLISHES_PER_WINDOW, size.publishes // WINDOWS),
+            window=max(SwapOptions().window, size.publishes // WINDOWS),
         )
         result = measure_swap(settings)
     kept = ("swap_ms", "stall_ms", "paused_stall_ms", "forward_ms", "gap_ms", "gap_ratio", "copy_ms", "copy_gb_s")

@@ -39,7 +39,6 @@ from inflight_kernels import (
     gated_activation,
     policy_loss_terms,
     policy_loss_terms_reference,
-    quantize_rows,
     rms_norm,
     rope_and_cache,
     selective_logprobs,
@@ -47,7 +46,6 @@ from inflight_kernels import (
     uniforms,
 )
 from inflight_kernels.activation import gated_activation_reference
-from inflight_kernels.copy import quantize_rows_reference
 from inflight_kernels.lora import add_lora_reference
 from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
@@ -57,7 +55,7 @@ from rich.table import Table
 
 from inflight.observability.environment import environment, write_json
 
-BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-6
 REPEATS = 25
 COMPILE_UNTIL_S = 33.0
@@ -454,33 +452,6 @@ def copy_case(machine: Machine, dtype: torch.dtype) -> Case:
     )
 
 
-def quantize_case(machine: Machine) -> Case:
-    rows, width = machine.sizes.tokens, machine.sizes.hidden
-    source = machine.random(rows, width)
-
-    def empty() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty(rows, width, dtype=FP8, device=machine.device), torch.empty(rows, device=machine.device)
-
-    out, scales = empty()
-
-    def error() -> float:
-        quantize_rows(out, scales, source)
-        expected, expected_scales = empty()
-        quantize_rows_reference(expected, expected_scales, source)
-        return relative_error(out.float() * scales[:, None], expected.float() * expected_scales[:, None])
-
-    return Case(
-        name="quantize_rows",
-        shape=f"{rows}×{width}; reference in fp32",
-        dtype="bfloat16 to float8_e4m3fn",
-        num_bytes=source.nbytes + out.nbytes + scales.nbytes,
-        ours=lambda: quantize_rows(out, scales, source),
-        error=error,
-        tolerance=1e-4,
-        peers={"eager": lambda: lambda: quantize_rows_reference(out, scales, source)},
-    )
-
-
 def policy_loss_case(machine: Machine) -> Case:
     tokens = machine.sizes.drawn_tokens
     logprobs = -machine.random(tokens, dtype=FP32).abs()
@@ -525,7 +496,6 @@ CASES: dict[str, Callable[[Machine], Case]] = {
     "add_lora, decode": lambda machine: lora_case(machine, machine.sizes.decode),
     "copy_all, cast": lambda machine: copy_case(machine, FP32),
     "copy_all": lambda machine: copy_case(machine, BF16),
-    "quantize_rows": quantize_case,
     "policy_loss_terms": policy_loss_case,
 }
 

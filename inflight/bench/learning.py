@@ -1,189 +1,47 @@
-"""`inflight bench learning`: reward against seconds and tokens, with a generator that never stops and with two that do.
+"""`inflight bench learning`: schedules against each other, or with `--lags` corrections on tokens of a known age."""
 
-The modes are the schedules of `inflight.training.schedules`. For every seed a small model is warmed up once; each mode
-starts from those weights, sees the same prompts in the same order and takes the same number of optimizer steps on the
-same number of rollouts. Draws are not repeated: each run has its own.
-
-On a CPU, engine and trainer share the cores. `inflight` and `one_step_off` give half of them to each, because both
-work all the time. In `sync` one of the two works at a time and may have all of them; since more threads are not always
-faster for a small model, every combination of half and all is tried for a few steps, and the fastest is taken: the best
-that an alternating trainer can have on the same machine.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import pairwise
-from statistics import fmean, median
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from inflight.bench.learning_run import (
-    GROUP_SIZE,
-    SMOOTHING_STEPS,
-    TARGET_SHARE,
-    TASK,
-    LearningBench,
-    Progress,
-    Run,
-    Start,
-    Threads,
-    learn,
-    learning_title,
-    split_cores,
-    trainer_device,
-    warm_start,
-    written,
-)
-from inflight.training.schedules import Schedule
+from inflight.bench.learning_lags import lags_table, measure_lags
+from inflight.bench.learning_modes import measure_modes, modes_table
+from inflight.bench.learning_plots import plot_lags, plot_modes
+from inflight.bench.learning_run import GROUP_SIZE, LearningSettings, Progress
+from inflight.bench.options import LearningOptions
+from inflight.training.objective.objective import resolve
+from inflight.training.schedules import SCHEDULES
 
-TRIAL_STEPS = 10
-"""Of a trial of numbers of threads."""
+LAG_DEFAULTS = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
+"""In place of those of LearningSettings: with lags there are many runs, and each is shorter."""
 
 
-def measure_learning(settings: LearningBench, progress: Progress = lambda _: None) -> dict[str, Any]:
-    """Run every mode from the same start, for each seed, in an order that differs from seed to seed.
-
-    Per mode: seconds_to_target and tokens_to_target (median over seeds; None if a seed did not reach its target),
-    final_reward, tokens, seconds, held-out accuracy and gpu_busy (means; 0 … 1, None on a CPU), and `seeds` with all of
-    it and the staleness of each.
-    ratio: sync's seconds_to_target divided by inflight's, median over seeds. Raises InflightError or ValueError.
-    """
-    runs: dict[Schedule, list[Run]] = {mode: [] for mode in settings.modes}
-    threads: dict[Schedule, Threads] = {}
-    for turn, seed in enumerate(settings.seeds):
-        with warm_start(settings, seed, progress) as start:
-            threads = threads or {mode: _threads_of(mode, settings, start, progress) for mode in settings.modes}
-            for mode in rotated(settings.modes, turn):
-                runs[mode].append(learn(settings, start, schedule=mode, threads=threads[mode], progress=progress))
-    targets = [
-        _target(settings, [runs[mode][index] for mode in settings.modes]) for index in range(len(settings.seeds))
-    ]
-    modes = {mode: _summary(settings, of_mode, targets) for mode, of_mode in runs.items()}
-    ratios = _ratios(modes)
-    return {
-        "bench": "learning",
-        "task": TASK,
-        **asdict(settings),
-        "group_size": GROUP_SIZE,
-        "threads": {mode: asdict(of_mode) for mode, of_mode in threads.items()},
-        "target": dict(zip(map(str, settings.seeds), targets, strict=True)),
-        "target_is": "given" if settings.target is not None else f"{TARGET_SHARE} of the least final reward, per seed",
-        "smoothing_steps": SMOOTHING_STEPS,
-        **modes,
-        "ratio": median(ratios) if ratios else None,
-        "ratios": ratios,
-        "curves": [
-            {"mode": mode, "seed": seed, "points": written(run.curve)}
-            for mode, of_mode in runs.items()
-            for seed, run in zip(settings.seeds, of_mode, strict=True)
-        ],
-    }
+def measure(options: LearningOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """Compare corrections if `lags` are given, else schedules. Raises InflightError or ValueError."""
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    settings = LearningSettings(**(LAG_DEFAULTS if options.lags else {}) | given)
+    check(settings)
+    return (measure_lags if settings.lags else measure_modes)(settings, progress)
 
 
-def rotated(items: Sequence[Any], turn: int) -> list[Any]:
-    """Items in another order at each turn, so that none of them always comes first."""
-    turn %= len(items)
-    return [*items[turn:], *items[:turn]]
+def check(settings: LearningSettings) -> None:
+    """Raise ValueError if a run would fail after its warm-up."""
+    if not settings.modes or set(settings.modes) - set(SCHEDULES):
+        raise ValueError(f"--modes must be some of {', '.join(SCHEDULES)}, got {','.join(settings.modes) or 'none'}")
+    if settings.sequences < GROUP_SIZE:
+        raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
+    if settings.lags and not settings.corrections:
+        raise ValueError("--corrections must name at least one correction, such as none,tis")
+    for name in settings.corrections if settings.lags else (settings.correction,):
+        if resolve(name).proximal == "recomputed":
+            raise ValueError(f"correction {name!r} is for several optimizer steps per batch; these runs take one")
 
 
-def learning_table(result: dict[str, Any]) -> Table:
-    """What each mode came to."""
-    table = Table(title=learning_title(result), title_justify="left", caption_justify="left")
-    on_gpu = any(result[mode]["gpu_busy"] is not None for mode in result["modes"])
-    names = ("mode", "seconds to target", "tokens to target", "final reward", "held-out accuracy", "seconds")
-    for name in (*names, *(["GPU busy"] if on_gpu else [])):
-        table.add_column(name, justify="left" if name == "mode" else "right")
-    for mode in result["modes"]:
-        of = result[mode]
-        table.add_row(
-            mode,
-            _number(of["seconds_to_target"], "{:.1f}"),
-            _number(of["tokens_to_target"], "{:,.0f}"),
-            f"{of['final_reward']:.3f}",
-            f"{of['accuracy_before']:.3f} → {of['accuracy_after']:.3f}",
-            f"{of['seconds']:.1f}",
-            *([_number(of["gpu_busy"], "{:.0%}")] if on_gpu else []),
-        )
-    if result["ratio"]:
-        table.caption = f"sync / inflight, seconds to target: {result['ratio']:.2f} (median of seeds)"
-    return table
+def table(result: dict[str, Any]) -> Table:
+    return (lags_table if "lags" in result else modes_table)(result)
 
 
-def without_curves(result: dict[str, Any]) -> dict[str, Any]:
-    """The result as a line that can be read."""
-    short = {key: value for key, value in result.items() if key != "curves"}
-    if "ablation" in short:
-        short["ablation"] = [{key: run[key] for key in run if key != "curve"} for run in short["ablation"]]
-    return short
-
-
-def _target(settings: LearningBench, runs: Sequence[Run]) -> float | None:
-    """For the runs of a seed. None if it would not be above the reward that they began with: nothing was learned."""
-    if settings.target is not None:
-        return settings.target
-    target = TARGET_SHARE * min(run.final_reward for run in runs)
-    return target if target > fmean(run.curve[0].reward for run in runs) else None
-
-
-def _summary(settings: LearningBench, runs: list[Run], targets: list[float | None]) -> dict[str, Any]:
-    """Of one mode; runs and targets by seed."""
-    points = [run.reached(target) if target is not None else None for run, target in zip(runs, targets, strict=True)]
-    seeds = [
-        {
-            "seed": seed,
-            "seconds_to_target": point.seconds if point else None,
-            "tokens_to_target": point.tokens if point else None,
-            "final_reward": run.final_reward,
-            "tokens": run.curve[-1].tokens,
-            "seconds": run.curve[-1].seconds,
-            "accuracy_before": run.accuracy_before,
-            "accuracy_after": run.accuracy_after,
-            "gpu_busy": run.gpu_busy,
-            "engine": run.engine,
-            **run.staleness,
-        }
-        for seed, run, point in zip(settings.seeds, runs, points, strict=True)
-    ]
-    means = ("final_reward", "tokens", "seconds", "accuracy_before", "accuracy_after")
-    busy = [run.gpu_busy for run in runs if run.gpu_busy is not None]
-    return {
-        "seconds_to_target": _median([of["seconds_to_target"] for of in seeds]),
-        "tokens_to_target": _median([of["tokens_to_target"] for of in seeds]),
-        **{name: fmean(of[name] for of in seeds) for name in means},
-        "gpu_busy": fmean(busy) if busy else None,
-        "seeds": seeds,
-    }
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if len(known) == len(values) else None
-
-
-def _ratios(modes: Mapping[str, dict[str, Any]]) -> list[float]:
-    """sync / inflight of the seeds in which both reached the target."""
-    if "inflight" not in modes or "sync" not in modes:
-        return []
-    pairs = zip(modes["sync"]["seeds"], modes["inflight"]["seeds"], strict=True)
-    seconds = [(sync["seconds_to_target"], inflight["seconds_to_target"]) for sync, inflight in pairs]
-    return [sync / inflight for sync, inflight in seconds if sync and inflight]
-
-
-def _threads_of(schedule: Schedule, settings: LearningBench, start: Start, progress: Progress) -> Threads:
-    """Of the schedule on this machine, as the module's docstring says."""
-    half, cores = split_cores(trainer_device(settings)), torch.get_num_threads()
-    if schedule != "sync" or half.engine in (0, cores):
-        return half
-    short = replace(settings, steps=TRIAL_STEPS)
-    seconds: dict[Threads, float] = {}
-    for threads in (Threads(t, e) for t in {half.trainer, cores} for e in {half.engine, cores}):
-        label = f"sync with {threads.trainer} and {threads.engine} threads"
-        run = learn(short, start, schedule="sync", threads=threads, label=label, progress=progress)
-        seconds[threads] = median(after.seconds - before.seconds for before, after in pairwise(run.curve))
-    return min(seconds, key=lambda threads: seconds[threads])
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+def plot(path: Path, result: dict[str, Any]) -> None:
+    (plot_lags if "lags" in result else plot_modes)(path, result)

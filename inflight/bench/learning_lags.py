@@ -4,7 +4,8 @@ Every run alternates between generating and training, on weights that are `lag` 
 step have the same age, so that nothing but the correction differs between the runs of a lag.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from itertools import product
 from statistics import fmean
 from typing import Any
 
@@ -14,86 +15,67 @@ from inflight.bench.learning_run import (
     GROUP_SIZE,
     SMOOTHING_STEPS,
     TASK,
-    LearningBench,
+    LearningSettings,
     Progress,
-    check_correction,
     learn,
     learning_title,
-    split_cores,
-    trainer_device,
+    rounded_points,
     warm_start,
-    written,
 )
-
-DEFAULTS: dict[str, Any] = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
-"""In place of those of LearningBench: shorter runs, of which there are many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LagBench:
-    lags: tuple[int, ...]
-    corrections: tuple[str, ...]
-    learning: LearningBench
-    """Modes, correction and target are not used."""
-
-    def __post_init__(self) -> None:
-        if not self.corrections:
-            raise ValueError("--corrections must name at least one correction, such as none,tis")
-        for name in self.corrections:
-            check_correction(name)
+from inflight.demo.trainer import split_cores
+from inflight.engine.loading import resolve_device
 
 
-def measure_lags(settings: LagBench, progress: Progress = lambda _: None) -> dict[str, Any]:
-    """Final reward and reward curve for each lag, correction and seed, as `ablation`; means over seeds as
-    `final_reward`, by correction and lag. Raises InflightError or ValueError."""
-    ablation = []
-    threads = split_cores(trainer_device(settings.learning))
-    for seed in settings.learning.seeds:
-        with warm_start(settings.learning, seed, progress) as start:
-            for lag in settings.lags:
-                for correction in settings.corrections:
-                    bench = replace(settings.learning, correction=correction)
-                    run = learn(
-                        bench,
-                        start,
-                        schedule="sync",
-                        threads=threads,
-                        lag=lag,
-                        label=f"lag {lag}, {correction}",
-                        progress=progress,
-                    )
-                    ablation.append(
-                        {
-                            "lag": lag,
-                            "correction": correction,
-                            "seed": seed,
-                            "final_reward": run.final_reward,
-                            "accuracy_before": run.accuracy_before,
-                            "accuracy_after": run.accuracy_after,
-                            "ess_min": min((point.ess for point in run.curve if point.ess is not None), default=None),
-                            "seconds": run.curve[-1].seconds,
-                            "curve": written(run.curve),
-                        }
-                    )
+def measure_lags(settings: LearningSettings, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """Train once for each lag, correction and seed; modes, correction and target of the settings are not used.
+
+    `ablation` has the outcome of every run, `series` its curve; `final_reward` the means over seeds by correction and
+    lag. Raises InflightError or ValueError.
+    """
+    ablation, series = [], []
+    threads = split_cores(resolve_device(settings.device))
+    for seed in settings.seeds:
+        with warm_start(settings, seed, progress) as start:
+            for lag, correction in product(settings.lags, settings.corrections):
+                run = learn(
+                    replace(settings, correction=correction),
+                    start,
+                    schedule="sync",
+                    threads=threads,
+                    lag=lag,
+                    label=f"lag {lag}, {correction}",
+                    progress=progress,
+                )
+                of_run = {"lag": lag, "correction": correction, "seed": seed}
+                series.append(of_run | {"points": rounded_points(run.curve)})
+                ablation.append(
+                    of_run
+                    | {
+                        "final_reward": run.final_reward,
+                        "accuracy_before": run.accuracy_before,
+                        "accuracy_after": run.accuracy_after,
+                        "ess_min": min((point.ess for point in run.curve if point.ess is not None), default=None),
+                        "seconds": run.curve[-1].seconds,
+                    }
+                )
     unused = ("modes", "correction", "target")
     return {
         "bench": "learning",
         "task": TASK,
-        **{name: value for name, value in asdict(settings.learning).items() if name not in unused},
+        **{name: value for name, value in asdict(settings).items() if name not in unused},
         "group_size": GROUP_SIZE,
-        "lags": settings.lags,
-        "corrections": settings.corrections,
         "smoothing_steps": SMOOTHING_STEPS,
         "final_reward": {
             correction: {str(lag): _mean(ablation, "final_reward", lag, correction) for lag in settings.lags}
             for correction in settings.corrections
         },
         "ablation": ablation,
+        "series": series,
     }
 
 
 def lags_table(result: dict[str, Any]) -> Table:
-    """Final reward and, after it, held-out accuracy: a row per correction, a column per lag."""
+    """Show final reward and, after it, held-out accuracy: a row per correction, a column per lag."""
     table = Table(title=f"{learning_title(result)}: final reward, held-out accuracy", title_justify="left")
     table.add_column("correction")
     for lag in result["lags"]:

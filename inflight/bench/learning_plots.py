@@ -11,13 +11,13 @@ from inflight.bench.plots import new_figure, save_figure
 COLORS = {"inflight": "tab:blue", "one_step_off": "tab:green", "sync": "tab:orange"}
 
 
-def plot_learning(path: Path, result: dict[str, Any]) -> None:
-    """Smoothed reward against seconds and against tokens: thin lines are seeds, with a dot where each reached its
+def plot_modes(path: Path, result: dict[str, Any]) -> None:
+    """Draw smoothed reward against seconds and against tokens: thin lines are seeds, with a dot where each reached its
     target, thick ones their mean. `path` is a PNG file."""
     figure, panels = new_figure(2)
     for axes, name, unit in zip(panels, ("seconds", "tokens"), (1, 1e6), strict=True):
         for mode in result["modes"]:
-            seeds = [curve for curve in result["curves"] if curve["mode"] == mode]
+            seeds = [curve for curve in result["series"] if curve["mode"] == mode]
             lines = [_line(curve["points"], name, unit) for curve in seeds]
             for curve, (x, rewards) in zip(seeds, lines, strict=True):
                 axes.plot(x, rewards, color=COLORS[mode], alpha=0.35, linewidth=0.8)
@@ -38,15 +38,15 @@ def plot_learning(path: Path, result: dict[str, Any]) -> None:
 
 
 def plot_lags(path: Path, result: dict[str, Any]) -> None:
-    """Final reward by lag, and the curves at the largest lag, means over seeds. `path` is a PNG file."""
+    """Draw final reward by lag, and the curves at the largest lag, means over seeds. `path` is a PNG file."""
     figure, (left, right) = new_figure(2)
     lags = sorted(result["lags"])
     for index, correction in enumerate(result["corrections"]):
         style = {"color": f"C{index}", "label": correction}
         finals = [result["final_reward"][correction][str(lag)] for lag in lags]
         left.plot(range(len(lags)), finals, "o-", **style)
-        runs = [run for run in result["ablation"] if (run["lag"], run["correction"]) == (lags[-1], correction)]
-        right.plot(*_mean_line([_line(run["curve"], "step", 1) for run in runs]), **style)
+        runs = [run for run in result["series"] if (run["lag"], run["correction"]) == (lags[-1], correction)]
+        right.plot(*_mean_line([_line(run["points"], "step", 1) for run in runs]), **style)
     left.set_xticks(range(len(lags)), [str(lag) for lag in lags])
     left.set_xlabel("age of every token, in versions")
     left.set_ylabel(f"final reward, mean of {result['smoothing_steps']} steps")
@@ -66,7 +66,7 @@ def _line(points: list[dict[str, Any]], name: str, unit: float) -> tuple[np.ndar
 
 
 def _mean_line(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over lines where all of them are known."""
+    """Return the mean over lines where all of them are known."""
     grid = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), 200)
     return grid, np.mean([np.interp(grid, x, rewards) for x, rewards in lines], axis=0)
 

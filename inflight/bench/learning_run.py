@@ -1,6 +1,5 @@
-"""A run of GRPO from a warmed-up start, as `inflight bench learning` compares them: settings, start, run and curve."""
+"""One run of GRPO from a warmed-up start: `inflight bench learning` compares many of them."""
 
-import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,73 +10,38 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from inflight.bench.gpu_meter import BusyMeter
+from inflight.bench.options import LearningOptions
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError
 from inflight.core.sampling import SamplingParams
-from inflight.demo.run import held_out_accuracy, load_trainer, longest
+from inflight.demo.run import held_out_accuracy, longest
 from inflight.demo.tasks import Task, gym_task
+from inflight.demo.trainer import Threads, load_trainer, require_tokenizer, torch_threads, without_full_collections
 from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
+from inflight.engine.loading import resolve_device
 from inflight.engine.shapes import SHAPES
-from inflight.observability.gpu import BusyMeter
 from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, StepReport, grpo
 from inflight.training.lag import LaggedPublisher
-from inflight.training.objective.objective import resolve
-from inflight.training.schedules import SCHEDULES, Schedule
+from inflight.training.schedules import Schedule
 
 TASK = "spell_backward"
 GROUP_SIZE = 8
 ENGINE_SEQUENCES = 128
-"""Sequences that the engine decodes together, at most."""
+"""The engine decodes at most so many sequences together."""
 SMOOTHING_STEPS = 10
-"""A smoothed reward is the mean over so many steps that lie behind; the final reward is the last one."""
+"""A smoothed reward is the mean over the last so many steps; the final reward is the last smoothed one."""
 TARGET_SHARE = 0.9
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningBench:
-    model: str = "tiny"
-    device: str = "auto"
-    dtype: str = "auto"
-    """Of the engine's weights; the trainer's are float32."""
-    modes: tuple[Schedule, ...] = ("inflight", "sync", "one_step_off")
-    seeds: tuple[int, ...] = (0, 1, 2)
+@dataclass(frozen=True, kw_only=True)
+class LearningSettings(LearningOptions):
+    """The options, in which nothing is left to the kind of comparison."""
+
     steps: int = 200
     sequences: int = 512
-    """Rollouts of an optimizer step, in groups of GROUP_SIZE."""
-    tokens: int = 0
-    """Of an answer at most; 0: what the task's longest answer needs."""
-    correction: str = "tis"
     learning_rate: float = 3e-4
-    warmup_steps: int = 250
-    """Supervised steps; only for built-in shapes."""
-    warmup_learning_rate: float = 2e-3
-    demonstrations: int = 300
-    """Worked examples that those steps see, over and over; a large model learns a few by heart and nothing else."""
-    target: float | None = None
-    """A reward; None: TARGET_SHARE of the least final reward of the modes, for each seed."""
-
-    def __post_init__(self) -> None:
-        if not self.modes or set(self.modes) - set(SCHEDULES):
-            raise ValueError(f"--modes must be some of {', '.join(SCHEDULES)}, got {','.join(self.modes) or 'none'}")
-        if self.sequences < GROUP_SIZE:
-            raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {self.sequences}")
-        check_correction(self.correction)
-
-
-def check_correction(name: str) -> None:
-    """Raises ValueError if there is no such correction, or if a loop of one step per batch has no use for it."""
-    if resolve(name).proximal == "recomputed":
-        raise ValueError(f"correction {name!r} is for several optimizer steps per batch; these runs take one")
-
-
-@dataclass(frozen=True, slots=True)
-class Threads:
-    """CPU threads; 0 for the engine leaves torch's own choice."""
-
-    trainer: int
-    engine: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,45 +60,45 @@ class Point:
 
     step: int
     seconds: float
-    """Since reinforcement learning began, generation included."""
+    """Seconds since reinforcement learning began, generation included."""
     tokens: int
-    """Trained on so far."""
+    """Tokens trained on so far."""
     reward: float
-    """Mean of the step's rollouts."""
+    """The mean over the step's rollouts."""
     ess: float | None
     version_lag: float | None
-    """Mean over the step's tokens."""
+    """The mean over the step's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     curve: list[Point]
     accuracy_before: float
-    """Of greedy answers to held-out prompts."""
+    """The share of held-out prompts whose greedy answer is right."""
     accuracy_after: float
     staleness: dict[str, Any]
     engine: dict[str, Any]
-    """How its passes ran."""
+    """How the engine ran its passes."""
     gpu_busy: float | None
-    """Share of the time of reinforcement learning in which the GPU computed, for trainer or engine; None on a CPU."""
+    """The share of the run in which the GPU computed, for trainer or engine; None on a CPU."""
 
     @property
     def final_reward(self) -> float:
         return float(smoothed([point.reward for point in self.curve])[-1])
 
     def reached(self, target: float) -> Point | None:
-        """The first step at which the smoothed reward is the target or more."""
+        """Return the first step at which the smoothed reward is the target or more."""
         rewards = smoothed([point.reward for point in self.curve])
         return next((point for point, reward in zip(self.curve, rewards, strict=True) if reward >= target), None)
 
 
 @contextmanager
-def warm_start(settings: LearningBench, seed: int, progress: Progress) -> Iterator[Start]:
+def warm_start(settings: LearningSettings, seed: int, progress: Progress) -> Iterator[Start]:
     """Warm a model up and save it, so that all runs of this seed begin alike."""
     disable_progress_bar()  # of Transformers
     task = gym_task(TASK, seed=seed, max_tokens=settings.tokens or None)
     torch.manual_seed(seed)
-    model, tokenizer = load_trainer(settings.model, trainer_device(settings))
+    model, tokenizer = load_trainer(settings.model, resolve_device(settings.device)), require_tokenizer(settings.model)
     if settings.warmup_steps and settings.model in SHAPES:
         warm_up(
             model,
@@ -155,7 +119,7 @@ def warm_start(settings: LearningBench, seed: int, progress: Progress) -> Iterat
 
 
 def learn(
-    settings: LearningBench,
+    settings: LearningSettings,
     start: Start,
     *,
     schedule: Schedule,
@@ -164,11 +128,14 @@ def learn(
     label: str = "",
     progress: Progress = lambda _: None,
 ) -> Run:
-    """One run of GRPO. lag: versions by which the engine's weights are late, on top of the schedule's own. label: what
-    progress calls the run."""
+    """Run GRPO once.
+
+    lag: how many versions the engine's weights are late, on top of the schedule's own. label: what progress calls the
+    run.
+    """
     torch.manual_seed(start.seed)
-    device = trainer_device(settings)
-    model, tokenizer = load_trainer(start.directory, device)
+    device = resolve_device(settings.device)
+    model, tokenizer = load_trainer(start.directory, device), require_tokenizer(start.directory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     scheduler = ramp_and_decay(optimizer, ramp=10, steps=settings.steps, floor=0.1)
     config = GRPOConfig(
@@ -179,7 +146,7 @@ def learn(
         schedule=schedule,
     )
     with (
-        _torch_threads(threads.trainer),
+        torch_threads(threads.trainer),
         launch(
             start.directory,
             device=settings.device,
@@ -188,7 +155,7 @@ def learn(
             max_context=longest(start.task, tokenizer),
             threads=threads.engine,
         ) as engine,
-        _without_collections(),
+        without_full_collections(),
     ):
         before = held_out_accuracy(engine, start.task, start.task.held_out)
         examples = start.task.shuffled(start.seed)
@@ -212,22 +179,16 @@ def learn(
         )
 
 
-def split_cores(device: torch.device) -> Threads:
-    """Half of the cores each."""
-    cores = torch.get_num_threads()
-    return Threads(cores, 0) if device.type == "cuda" else Threads(max(1, cores // 2), max(1, cores - cores // 2))
-
-
 def smoothed(rewards: Sequence[float]) -> np.ndarray:
-    """The mean over the last SMOOTHING_STEPS rewards, or over as many as there are: f64[n]."""
+    """Return the mean over the last SMOOTHING_STEPS rewards, or over as many as there are: f64[n]."""
     sums = np.cumsum([0.0, *rewards])
     ends = np.arange(1, len(rewards) + 1)
     begins = np.maximum(0, ends - SMOOTHING_STEPS)
     return (sums[ends] - sums[begins]) / (ends - begins)
 
 
-def written(curve: list[Point]) -> list[dict[str, Any]]:
-    """Points for a JSON file, in five digits."""
+def rounded_points(curve: list[Point]) -> list[dict[str, Any]]:
+    """Return the points for a JSON file, in five digits."""
     return [
         {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in asdict(point).items()}
         for point in curve
@@ -247,30 +208,3 @@ def _point(report: StepReport, began_ns: int, before: list[Point]) -> Point:
         ess=report.stats.ess if report.stats else None,
         version_lag=float(report.staleness.version_lag.mean()) if report.staleness else None,
     )
-
-
-def trainer_device(settings: LearningBench) -> torch.device:
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InflightError("--device cuda: torch finds no GPU here")
-    return torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """A full garbage collection would delay a publish by a quarter of a second, now and then."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

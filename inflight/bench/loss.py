@@ -19,6 +19,7 @@ from inflight_kernels import linear_logprobs, linear_logprobs_reference
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
+from inflight.bench.options import LossOptions
 from inflight.engine.loading import resolve_device
 
 REFERENCE_ROWS = 256
@@ -27,18 +28,6 @@ PEER_ROWS = 1024
 """Rows of a piece of the compiled peer."""
 MATMULS = 20
 MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossBench:
-    device: str
-    dtype: str
-    tokens: int
-    hidden: int
-    vocab: int
-    kept: int
-    pairs: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +42,7 @@ class _Problem:
         return self.hidden_NH, self.weight_VH
 
 
-def measure_loss(settings: LossBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Time, memory and error of ours, time and memory of the naive way.
 
     max_abs_err, grad_max_abs_err: of log-probabilities and of the gradients of hidden and weight, against float64.
@@ -120,36 +109,36 @@ def measure_loss(settings: LossBench, progress: Callable[[str], None] = lambda _
     }
 
 
-def loss_table(result: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
     kept = f", {result['kept']} kept per row" if result["kept"] else ""
-    table = Table(
+    shown = Table(
         title=f"log-probabilities of {result['tokens']:,} tokens, hidden {result['hidden']:,}, vocabulary "
         f"{result['vocab']:,}{kept}, {result['dtype']} on {result['device']}: forward and backward",
         title_justify="left",
     )
-    table.add_column("")
-    table.add_column("ms", justify="right")
-    table.add_column("extra MiB", justify="right")
-    table.add_row("linear_logprobs", f"{result['ours_ms']:,.1f}", f"{result['peak_mb']:,.0f}")
-    table.add_row("all logits at once", f"{result['naive_ms']:,.1f}", f"{result['naive_peak_mb']:,.0f}")
+    shown.add_column("")
+    shown.add_column("ms", justify="right")
+    shown.add_column("extra MiB", justify="right")
+    shown.add_row("linear_logprobs", f"{result['ours_ms']:,.1f}", f"{result['peak_mb']:,.0f}")
+    shown.add_row("all logits at once", f"{result['naive_ms']:,.1f}", f"{result['naive_peak_mb']:,.0f}")
     for name, ms in result["peer_ms"].items():
-        table.add_row(name, "failed" if ms is None else f"{ms:,.1f}", "")
-    table.caption = (
+        shown.add_row(name, "failed" if ms is None else f"{ms:,.1f}", "")
+    shown.caption = (
         f"{result['time_ratio']:.2f} times as fast in {result['memory_ratio']:.3f} of the memory; largest error "
         f"{result['max_abs_err']:.1e}, of gradients {result['grad_max_abs_err']:.1e}"
     )
     if result["matmul_share"] is not None:
-        table.caption += (
+        shown.caption += (
             f"; {result['tflops']:,.0f} TFLOP/s, {result['matmul_share']:.0%} of the {result['matmul_tflops']:,.0f} of "
             "the product alone"
         )
-    return table
+    return shown
 
 
 # ---- what is compared -----------------------------------------------------------------------------------------------
 
 
-def _make_problem(settings: LossBench, device: torch.device, dtype: torch.dtype) -> _Problem:
+def _make_problem(settings: LossOptions, device: torch.device, dtype: torch.dtype) -> _Problem:
     """Logits of about unit variance, and a temperature for each row. Drawn where they are needed: on a CPU half a
     billion weights take longer than all that is measured."""
     generator = torch.Generator(device).manual_seed(settings.seed)
@@ -287,7 +276,7 @@ def _errors(problem: _Problem) -> tuple[float, float]:
     return error, max(grad_error, float((grads[1] - weight_VH.grad).abs().max()))
 
 
-def _peak_mib(settings: LossBench, dtype: str, problem: _Problem, name: str) -> float:
+def _peak_mib(settings: LossOptions, dtype: str, problem: _Problem, name: str) -> float:
     device = problem.hidden_NH.device
     if device.type == "cpu":
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -300,7 +289,7 @@ def _peak_mib(settings: LossBench, dtype: str, problem: _Problem, name: str) -> 
     return (torch.cuda.max_memory_allocated(device) - before - sum(grad.nbytes for grad in grads)) / MIB
 
 
-def _resident_peak_mib(settings: LossBench, dtype: str, name: str, num_threads: int) -> float:
+def _resident_peak_mib(settings: LossOptions, dtype: str, name: str, num_threads: int) -> float:
     """In a process that has done nothing else, but for a small problem that loads what libraries load once."""
     torch.set_num_threads(num_threads)
     small = replace(settings, tokens=32, hidden=32, vocab=64, kept=min(settings.kept, 8))

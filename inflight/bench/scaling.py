@@ -1,23 +1,24 @@
 """`inflight bench scaling`: what a decode step costs with more sequences, longer ones, and a long queue behind them."""
 
-import gc
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
+from inflight.bench.options import ScalingOptions
 from inflight.bench.plots import draw_sizes, new_figure, save_figure
 from inflight.bench.throughput import checkpoint_dtype
 from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.demo.trainer import without_full_collections
 from inflight.engine.engine import Engine
 from inflight.engine.loading import load_config, resolve_device
 
@@ -36,22 +37,7 @@ QUEUE_WARMUP_STEPS = 4
 QUEUE_STEPS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingBench:
-    model: str
-    device: str
-    dtype: str
-    sequences: tuple[int, ...]
-    prompt_tokens: int
-    contexts: tuple[int, ...]
-    tokens: int
-    queued: int
-    pairs: int
-    threads: int
-    seed: int
-
-
-def measure_scaling(settings: ScalingBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: ScalingOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Times of decode steps in an engine of this process.
 
     by_sequences, by_context: the median over the steps that drew a token for every sequence and started none. The
@@ -84,22 +70,22 @@ def measure_scaling(settings: ScalingBench, progress: Callable[[str], None] = la
     }
 
 
-def scaling_table(result: dict[str, Any]) -> Table:
-    """Both curves, and below them the price of the queue."""
-    table = Table(title=_title(result), title_justify="left", caption_justify="left")
+def table(result: dict[str, Any]) -> Table:
+    """Show both curves, and below them the price of the queue."""
+    shown = Table(title=_title(result), title_justify="left", caption_justify="left")
     for name in ("sequences", "context", "step ms (p50)", "tokens/s of decoding"):
-        table.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for curve in ("by_sequences", "by_context"):
         for point in result[curve]:
             step_ms, speed = point["step_ms"]["p50"], point["tokens_per_s"]
-            table.add_row(str(point["sequences"]), str(point["context"]), f"{step_ms:.2f}", f"{speed:,.0f}")
-        table.add_section()
+            shown.add_row(str(point["sequences"]), str(point["context"]), f"{step_ms:.2f}", f"{speed:,.0f}")
+        shown.add_section()
     if result["queue"]:
-        table.caption = _queue_sentence(result)
-    return table
+        shown.caption = _queue_sentence(result)
+    return shown
 
 
-def plot_scaling(path: Path, result: dict[str, Any]) -> None:
+def plot(path: Path, result: dict[str, Any]) -> None:
     """Step time against sequences and against context. `path` is a PNG file."""
     figure, (left, right) = new_figure(2)
     for axes, curve, size in ((left, "by_sequences", "sequences"), (right, "by_context", "context")):
@@ -129,7 +115,7 @@ def _queue_sentence(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _engine(settings: ScalingBench, sequences: int, context: int) -> Iterator[Engine]:
+def _engine(settings: ScalingOptions, sequences: int, context: int) -> Iterator[Engine]:
     options = EngineOptions(
         model=settings.model,
         device=settings.device,
@@ -140,13 +126,8 @@ def _engine(settings: ScalingBench, sequences: int, context: int) -> Iterator[En
         threads=settings.threads,
         seed=settings.seed,
     )
-    with Engine(options) as engine:
-        gc.collect()
-        gc.freeze()  # as the engine's own process does
-        try:
-            yield engine
-        finally:
-            gc.unfreeze()
+    with Engine(options) as engine, without_full_collections():  # as in the engine's own process
+        yield engine
 
 
 def _num_prefills(sequences: int, context: int) -> int:
@@ -154,7 +135,7 @@ def _num_prefills(sequences: int, context: int) -> int:
     return -(-sequences // max(1, PREFILL_TOKENS // context))
 
 
-def _measure_steps(engine: Engine, settings: ScalingBench, sequences: int, context: int) -> dict[str, Any]:
+def _measure_steps(engine: Engine, settings: ScalingOptions, sequences: int, context: int) -> dict[str, Any]:
     draw = random.Random(settings.seed)
     params = SamplingParams(
         max_tokens=settings.tokens + _num_prefills(sequences, context) + 1, ignore_eos=True, seed=settings.seed
@@ -180,7 +161,7 @@ def _measure_steps(engine: Engine, settings: ScalingBench, sequences: int, conte
     }
 
 
-def _measure_queue(settings: ScalingBench, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measure_queue(settings: ScalingOptions, progress: Callable[[str], None]) -> dict[str, Any]:
     without, behind = [], []
     with _engine(settings, QUEUE_SEQUENCES, QUEUE_PROMPT_TOKENS + QUEUE_TOKENS[1]) as engine:
         progress("warming up the queue's engine")
@@ -200,7 +181,7 @@ def _measure_queue(settings: ScalingBench, progress: Callable[[str], None]) -> d
     }
 
 
-def _queue_run(engine: Engine, settings: ScalingBench, queued: int) -> float:
+def _queue_run(engine: Engine, settings: ScalingOptions, queued: int) -> float:
     """Tokens per second over QUEUE_STEPS steps of always the same requests, enough of them to keep every row busy."""
     draw = random.Random(settings.seed)
     shortest, longest = QUEUE_TOKENS

@@ -1,60 +1,53 @@
 """`inflight bench staleness`: the ages of tokens in a running loop of generating, training and publishing."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from rich.table import Table
 
+from inflight.bench.options import StalenessOptions
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.engine.shapes import SHAPES, shape_config
+from inflight.demo.trainer import load_trainer, split_cores, torch_threads
+from inflight.engine.loading import resolve_device
 from inflight.session import launch
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.objective.loss import policy_loss
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StalenessBench:
-    model: str
-    device: str
-    dtype: str
-    sequences: int
-    tokens: int
-    prompt_tokens: int
-    steps: int
-    slots: int
-    seed: int
+GROUP_SIZE = 4
 
 
-def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
+def measure(settings: StalenessOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Train on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a time.
 
     On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice
     as many are outstanding: a trainer slower than the generator lets it idle at that bound. The result holds
     {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms, version_lag {p50, max},
-    and the counts of tokens and swaps.
+    and the counts of tokens and swaps. Raises InflightError or ValueError; `progress` is told what is going on.
     """
     torch.manual_seed(settings.seed)
-    cores = torch.get_num_threads()
-    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
-    if not on_gpu:
-        torch.set_num_threads(max(1, cores // 2))
-    group = 4
-    groups = max(1, settings.sequences // group)
-    params = SamplingParams(n=group, max_tokens=settings.tokens, ignore_eos=True)
-    with launch(
-        settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        slots=settings.slots,
-        max_sequences=groups * group,
-        max_context=settings.prompt_tokens + settings.tokens,
-        seed=settings.seed,
-        threads=0 if on_gpu else max(1, cores - cores // 2),
-    ) as engine:
-        model = _trainer_model(settings, "cuda" if on_gpu else "cpu")
+    device = resolve_device(settings.device)
+    threads = split_cores(device)
+    groups = max(1, settings.sequences // GROUP_SIZE)
+    params = SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True)
+    with (
+        torch_threads(threads.trainer),
+        launch(
+            settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            slots=settings.slots,
+            max_sequences=groups * GROUP_SIZE,
+            max_context=settings.prompt_tokens + settings.tokens,
+            seed=settings.seed,
+            threads=threads.engine,
+        ) as engine,
+    ):
+        torch.manual_seed(settings.seed)
+        model = load_trainer(settings.model, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         vocabulary = engine.info.vocab_size
 
@@ -65,7 +58,7 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
             engine.submit(prompts(count), params)
 
         def train(batch: PackedBatch) -> None:
-            loss, _ = policy_loss(model, batch.to(next(model.parameters()).device))
+            loss, _ = policy_loss(model, batch.to(device))
             loss.backward()
 
         with engine.publisher(model) as publisher:
@@ -75,10 +68,11 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
             optimizer.zero_grad()
             submit(2 * groups)
             began_ns, drawn = now_ns(), engine.stream.num_tokens
-            batches = engine.stream.batches(rollouts=groups * group, score=_parity_of_tokens)
+            batches = engine.stream.batches(rollouts=groups * GROUP_SIZE, score=parity_of_tokens)
             for step, batch in enumerate(batches):
                 if step == settings.steps:
                     break
+                progress(f"step {step + 1} of {settings.steps}")
                 submit(groups)
                 train(batch)
                 optimizer.step()
@@ -86,7 +80,6 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
                 publisher.publish()
             seconds = (now_ns() - began_ns) / 1e9
             status = engine.status()
-        summary = engine.staleness.summary()
         result = {
             "bench": "staleness",
             **asdict(settings),
@@ -95,22 +88,27 @@ def measure_staleness(settings: StalenessBench) -> dict[str, Any]:
             "num_swaps": status.num_swaps,
             "num_swaps_in_flight": status.num_swaps_in_flight,
             "seconds": seconds,
-            **summary,
+            **engine.staleness.summary(),
         }
         engine.cancel()
-    torch.set_num_threads(cores)
     return result
 
 
-def _trainer_model(settings: StalenessBench, device: str) -> torch.nn.Module:
-    if settings.model in SHAPES:
-        torch.manual_seed(settings.seed)
-        with torch.device(device):
-            return AutoModelForCausalLM.from_config(shape_config(settings.model), dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-    return torch.nn.Module.to(model, device)
+def table(result: dict[str, Any]) -> Table:
+    """Show the distribution of every age."""
+    shown = Table(
+        title=f"{result['model']}: {result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
+        f"{result['tokens_per_s']:,.0f} tokens/s",
+        title_justify="left",
+    )
+    for name in ("", "p50", "p90", "p99", "max"):
+        shown.add_column(name, justify="right" if name else "left")
+    for name in ("swap_ms", "weight_lag_ms", "token_age_ms", "policy_age_ms", "version_lag"):
+        values = result[name] or {}
+        shown.add_row(name, *(f"{values[key]:,.2f}" if key in values else "" for key in ("p50", "p90", "p99", "max")))
+    return shown
 
 
-def _parity_of_tokens(rollout: Rollout) -> float:
-    """A reward that differs within a group and costs nothing."""
+def parity_of_tokens(rollout: Rollout) -> float:
+    """Return a reward that differs within a group and costs nothing."""
     return float(rollout.token_ids.sum() % 2)

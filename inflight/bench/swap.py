@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ import torch
 import zmq
 from rich.table import Table
 
+from inflight.bench.options import SwapOptions
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import Worker, interpreter
+from inflight.bench.pinning import halves_of_cores, pinned_to_halves
 from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
@@ -38,30 +40,11 @@ from inflight.weights.shared_memory import default_directory
 QUIET_PASSES = 16
 WARM_UP_PASSES = 8
 """Not counted, at the beginning of each quiet window."""
-PUBLISHES_PER_WINDOW = 5
 PEER_PUBLISHES = 20
 PASSES_BETWEEN_PAUSES = 16
 _MOST_COPIED_BYTES = 2 << 30
 """In the plain copy that a publish is compared with."""
 _TIMEOUT_MS = 60_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapBench:
-    model: str
-    device: str
-    dtype: str
-    sequences: int
-    tokens: int
-    prompt_tokens: int
-    publishes: int
-    slots: int
-    peer: str | None
-    seed: int
-    masters: str = "auto"
-    """dtype of the trainer's parameters; "auto" is that of the engine's weights."""
-    window: int = PUBLISHES_PER_WINDOW
-    """Publishes one after another, before passes without any."""
 
 
 @dataclass(slots=True)
@@ -82,7 +65,7 @@ class _Samples:
     memcpys_gb_s: list[float] = field(default_factory=list)
 
 
-def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: SwapOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Publish `publishes` times while the engine draws, and compare with passes between which nothing happens.
 
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
@@ -110,10 +93,10 @@ def measure_swap(settings: SwapBench, progress: Callable[[str], None] = lambda _
             max_sequences=settings.sequences,
             max_context=settings.prompt_tokens + settings.tokens,
             kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
-            threads=len(_halves()[0]) if device == "cpu" else 0,
+            threads=len(halves_of_cores()[0]) if device == "cpu" else 0,
             seed=settings.seed,
         )
-        with _kept_apart(device) as (engine_side, trainer_side):
+        with pinned_to_halves(device) as (engine_side, trainer_side):
             samples, read_bytes, written_bytes, run = _measure_ours(
                 settings, setup, engine_side, trainer_side, progress
             )
@@ -146,18 +129,18 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
-def swap_table(result: dict[str, Any]) -> Table:
-    table = Table(
+def table(result: dict[str, Any]) -> Table:
+    shown = Table(
         title=f"{result['model']} {result['dtype']} on {result['device']}: {result['num_swaps']} publishes, "
         f"{result['sequences']} sequences in flight",
         title_justify="left",
     )
     for name in ("ms", "p50", "p99"):
-        table.add_column(name, justify="left" if name == "ms" else "right")
+        shown.add_column(name, justify="left" if name == "ms" else "right")
 
     def row(name: str, values: dict[str, float] | None) -> None:
         if values:
-            table.add_row(name, f"{values['p50']:,.3g}", f"{values['p99']:,.3g}")
+            shown.add_row(name, f"{values['p50']:,.3g}", f"{values['p99']:,.3g}")
 
     row("stall: work, and no pass because of a swap", result["stall_ms"])
     row("swap: publish() to the first token", result["swap_ms"])
@@ -167,18 +150,18 @@ def swap_table(result: dict[str, Any]) -> Table:
     row("token to token across a swap", result["gap_ms"]["across_swaps"])
     row("ours as others do it: pause, publish, resume", result["paused_stall_ms"])
     row(f"{result['peer']}: pause, load, resume", result["peer_stall_ms"])
-    table.caption = (
+    shown.caption = (
         f"gap ratio {result['gap_ratio']:.2f}; copy {result['copy_gb_s']:.1f} GB/s, plain copy of as much "
         f"{result['memcpy_gb_s']:.1f} GB/s"
     )
-    return table
+    return shown
 
 
 # ---- ours -----------------------------------------------------------------------------------------------------------
 
 
 def _measure_ours(
-    settings: SwapBench,
+    settings: SwapOptions,
     setup: Setup,
     engine_side: Callable[[], None],
     trainer_side: Callable[[], None],
@@ -247,7 +230,7 @@ def _held(engine_pid: int, device: torch.device) -> dict[str, int]:
 
 
 def _round(
-    settings: SwapBench,
+    settings: SwapOptions,
     setup: Setup,
     launcher: EngineLauncher,
     reader: StreamReader,
@@ -289,7 +272,7 @@ def _round(
 
 
 def _pausing_round(
-    settings: SwapBench,
+    settings: SwapOptions,
     setup: Setup,
     launcher: EngineLauncher,
     reader: StreamReader,
@@ -310,7 +293,7 @@ def _pausing_round(
         samples.paused_stalls.append((time.perf_counter() - began) * 1e3)
 
 
-def _submit(settings: SwapBench, setup: Setup, launcher: EngineLauncher, *, seed: int) -> None:
+def _submit(settings: SwapOptions, setup: Setup, launcher: EngineLauncher, *, seed: int) -> None:
     draw = random.Random(settings.seed * 1_000_003 + seed)
     params = SamplingParams(max_tokens=settings.tokens, ignore_eos=True, seed=draw.getrandbits(32))
     prompts = [
@@ -359,7 +342,7 @@ def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _measure_peer(
-    settings: SwapBench,
+    settings: SwapOptions,
     setup: Setup,
     engine_side: Callable[[], None],
     directory: Path,
@@ -385,35 +368,3 @@ def _measure_peer(
         "peer_mode": hello.mode,
         "peer_versions": hello.versions,
     }
-
-
-# ---- cores ----------------------------------------------------------------------------------------------------------
-
-
-def _halves() -> tuple[set[int], set[int]]:
-    """The engine's cores and the trainer's; the same where there is one."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    return set(cores[half:]), set(cores[:half] or cores)
-
-
-@contextmanager
-def _kept_apart(device: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Two functions that move this process, and what it starts from then on, to the engine's half of the cores and to
-    the trainer's. On a GPU they do nothing."""
-    if device != "cpu":
-        yield (lambda: None), (lambda: None)
-        return
-    everything, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    engine, trainer = _halves()
-
-    def move(cores: set[int]) -> None:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), cores)
-
-    torch.set_num_threads(len(trainer))
-    try:
-        yield (lambda: move(engine)), (lambda: move(trainer))
-    finally:
-        torch.set_num_threads(num_threads)
-        move(everything)

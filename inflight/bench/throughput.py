@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from inflight.bench.options import ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.bench.peers import Worker, interpreter
 from inflight.bench.plots import draw_sizes, new_figure, save_figure
@@ -37,21 +38,7 @@ MAX_LOGPROB_GAP = 0.1
 """Relative difference of mean log-probabilities, which are means over different draws, before a remark says so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputBench:
-    model: str
-    device: str
-    dtype: str
-    sequences: tuple[int, ...]
-    tokens: tuple[int, int]
-    prompt_tokens: tuple[int, int]
-    peers: tuple[str, ...]
-    pairs: int
-    threads: int
-    seed: int
-
-
-def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: ThroughputOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Tokens per second of our engine and of each peer, for each number of sequences.
 
     Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
@@ -115,13 +102,13 @@ def measure_throughput(settings: ThroughputBench, progress: Callable[[str], None
     }
 
 
-def throughput_table(result: dict[str, Any]) -> Table:
-    """A row per number of sequences and side."""
-    table = Table(title=f"{_title(result)}, median of {result['pairs']}", title_justify="left")
-    table.add_column("sequences", justify="right")
-    table.add_column("engine")
+def table(result: dict[str, Any]) -> Table:
+    """Show a row for each number of sequences and engine."""
+    shown = Table(title=f"{_title(result)}, median of {result['pairs']}", title_justify="left")
+    shown.add_column("sequences", justify="right")
+    shown.add_column("engine")
     for name in ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU"):
-        table.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -129,13 +116,13 @@ def throughput_table(result: dict[str, Any]) -> Table:
     for point in result["points"]:
         ours = [number(point["step_ms"]["p50"], ".2f"), number(point["prefill_s"], ".3f"), number(point["mbu"], ".1%")]
         speed, logprob = f"{point['tokens_per_s']:,.0f}", f"{point['logprob_mean']:.3f}"
-        table.add_row(str(point["sequences"]), OURS, speed, "", "", logprob, *ours)
+        shown.add_row(str(point["sequences"]), OURS, speed, "", "", logprob, *ours)
         for name, peer in point["peers"].items():
             spread = f"{min(peer['ratios']):.2f} – {max(peer['ratios']):.2f}"
             speed, logprob = f"{peer['tokens_per_s']:,.0f}", f"{peer['logprob_mean']:.3f}"
-            table.add_row("", name, speed, f"{peer['ratio']:.2f}", spread, logprob)
-    table.caption = "\n".join(_remarks(result["points"]))
-    return table
+            shown.add_row("", name, speed, f"{peer['ratio']:.2f}", spread, logprob)
+    shown.caption = "\n".join(_remarks(result["points"]))
+    return shown
 
 
 def _remarks(points: list[dict[str, Any]]) -> list[str]:
@@ -150,7 +137,7 @@ def _remarks(points: list[dict[str, Any]]) -> list[str]:
     return remarks
 
 
-def plot_throughput(path: Path, result: dict[str, Any]) -> None:
+def plot(path: Path, result: dict[str, Any]) -> None:
     """Tokens per second against the number of sequences, a line per side. `path` is a PNG file."""
     figure, (axes,) = new_figure(1)
     points = result["points"]
@@ -214,7 +201,7 @@ def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory:
 
 
 def _measure_point(
-    settings: ThroughputBench,
+    settings: ThroughputOptions,
     sequences: int,
     workers: dict[str, Worker],
     seeds: "count[int]",

@@ -9,10 +9,11 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from inflight.bench.learning_run import split_cores
-from inflight.core.rollout import Rollout
+from inflight.bench.options import TraceOptions
+from inflight.bench.staleness import parity_of_tokens
 from inflight.core.sampling import SamplingParams
-from inflight.demo.run import load_trainer
+from inflight.demo.trainer import load_trainer, split_cores, torch_threads
+from inflight.engine.loading import resolve_device
 from inflight.observability.trace import check_path
 from inflight.observability.trace_file import GPU_WORK, Event, read
 from inflight.session import launch
@@ -28,22 +29,6 @@ _OWN_STREAM = 0.9
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceBench:
-    model: str
-    device: str
-    dtype: str
-    sequences: int
-    tokens: int
-    prompt_tokens: int
-    seconds: float
-    warmup_steps: int
-    micro_batch_tokens: int
-    out: str
-    details: bool
-    seed: int
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """When what was under way: f64[n, 2], begins and ends in seconds; one's own may overlap."""
@@ -56,17 +41,15 @@ class Work:
     copy: np.ndarray
 
 
-def measure_trace(settings: TraceBench, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: TraceOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Run GRPO on random prompts and arbitrary rewards, publish after each step, and trace `seconds` of it after
     `warmup_steps`. Weights of engine and trainer are of `dtype`; on a CPU each gets half of the cores. The result says
     for how many of the traced seconds was going on what `work_in` finds, and what of it at the same time.
     """
     out, trace = check_path(settings.out), None
     torch.manual_seed(settings.seed)
-    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    threads, cores = split_cores(device), torch.get_num_threads()
-    torch.set_num_threads(threads.trainer)
+    device = resolve_device(settings.device)
+    threads = split_cores(device)
     groups = max(1, settings.sequences // GROUP_SIZE)
     config = GRPOConfig(
         steps=1 << 30,
@@ -74,28 +57,30 @@ def measure_trace(settings: TraceBench, progress: Progress = lambda _: None) -> 
         sampling=SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True),
         micro_batch_tokens=settings.micro_batch_tokens,
     )
-    with launch(
-        settings.model,
-        device=device.type,
-        dtype=settings.dtype,
-        max_sequences=groups * GROUP_SIZE,
-        max_context=settings.prompt_tokens + settings.tokens,
-        seed=settings.seed,
-        threads=threads.engine,
-    ) as engine:
-        model, _ = load_trainer(settings.model, device)
+    with (
+        torch_threads(threads.trainer),
+        launch(
+            settings.model,
+            device=device.type,
+            dtype=settings.dtype,
+            max_sequences=groups * GROUP_SIZE,
+            max_context=settings.prompt_tokens + settings.tokens,
+            seed=settings.seed,
+            threads=threads.engine,
+        ) as engine,
+    ):
+        model = load_trainer(settings.model, device)
         nn.Module.to(model, getattr(torch, engine.info.layout.tensors[0].dtype))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         examples = _random_prompts(engine.info.vocab_size, settings.prompt_tokens)
         with engine.publisher(model) as publisher:
-            for report in grpo(engine, publisher, model, optimizer, examples, _parity_of_tokens, config):
+            for report in grpo(engine, publisher, model, optimizer, examples, parity_of_tokens, config):
                 progress(f"step {report.step}" + ", tracing" * (trace is not None))
                 if trace is None and report.step >= settings.warmup_steps:
                     trace = engine.trace(out, seconds=settings.seconds, details=settings.details)
                 elif trace is not None and trace.done:
                     trace.close()
                     break
-    torch.set_num_threads(cores)
     return {"bench": "trace", **asdict(settings), **summarize(read(out)), "file_mb": out.stat().st_size / 1e6}
 
 
@@ -161,8 +146,8 @@ def overlap(a: np.ndarray, b: np.ndarray) -> float:
     return max(0.0, busy(a) + busy(b) - busy(a, b))
 
 
-def trace_table(result: dict[str, Any]) -> Table:
-    table = Table("under way", "seconds", "share", title=f"{result['seconds']:.2f} s of {result['model']}")
+def table(result: dict[str, Any]) -> Table:
+    shown = Table("under way", "seconds", "share", title=f"{result['seconds']:.2f} s of {result['model']}")
     rows = {
         "decode": "decode_s",
         "training": "train_s",
@@ -171,10 +156,10 @@ def trace_table(result: dict[str, Any]) -> Table:
         "copy and decode at once": "overlap_copy_decode_s",
     }
     for name, key in rows.items():
-        table.add_row(name, f"{result[key]:.3f}", f"{result[key] / result['seconds']:.1%}")
-    table.add_row("any of it", f"{result['busy_share'] * result['seconds']:.3f}", f"{result['busy_share']:.1%}")
-    table.caption = f"{result['out']}, {result['file_mb']:.2f} MB: open it in ui.perfetto.dev or chrome://tracing"
-    return table
+        shown.add_row(name, f"{result[key]:.3f}", f"{result[key] / result['seconds']:.1%}")
+    shown.add_row("any of it", f"{result['busy_share'] * result['seconds']:.3f}", f"{result['busy_share']:.1%}")
+    shown.caption = f"{result['out']}, {result['file_mb']:.2f} MB: open it in ui.perfetto.dev or chrome://tracing"
+    return shown
 
 
 def _intervals(events: Iterable[Event]) -> np.ndarray:
@@ -189,8 +174,3 @@ def _joined(intervals: Iterable[np.ndarray]) -> np.ndarray:
 def _random_prompts(vocab_size: int, length: int) -> Iterator[Example]:
     while True:
         yield Example(torch.randint(vocab_size, (length,)).tolist(), {})
-
-
-def _parity_of_tokens(rollout: Rollout) -> float:
-    """A reward that differs within a group and costs nothing."""
-    return float(rollout.token_ids.sum() % 2)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -25,7 +26,7 @@ _COLUMNS: dict[str, tuple[str, str]] = {
 
 
 class Display:
-    """Shows records as they come. Use it as a context manager around a run."""
+    """Shows records as they come; a context manager around a run."""
 
     def __init__(self, title: str, *, console: Console | None = None):
         self._console = console or Console()
@@ -60,7 +61,7 @@ class Display:
         self._refresh()
 
     def add(self, record: StepRecord) -> None:
-        """A step of reinforcement learning."""
+        """Show a step of reinforcement learning."""
         self._rows.append(record)
         self.advance()
         if not self._redraws and (record.step == 1 or record.step % 10 == 0 or record.accuracy is not None):
@@ -94,3 +95,25 @@ class Display:
 def _cell(record: StepRecord, name: str, form: str) -> str:
     value = getattr(record, name)
     return "" if value is None else form.format(value)
+
+
+def print_summary(console: Console, summary: dict[str, Any]) -> None:
+    """Print what the run came to."""
+
+    def number(value: float | None, form: str = "{:.3f}") -> str:
+        return "–" if value is None else form.format(value)
+
+    def spread(name: str) -> str:
+        values = summary.get(name) or {}
+        return " / ".join(f"{key} {value:,.2f}" for key, value in values.items()) or "–"
+
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    console.print()
+    if summary["interrupted"]:
+        console.print(f"interrupted after {summary['steps']} steps")
+    console.print(f"held-out accuracy  {number(before)} before, {number(after)} after reinforcement learning")
+    console.print(f"swaps              {summary['num_swaps']}, of which {summary['num_swaps_in_flight']} in flight")
+    for name in ("swap_ms", "weight_lag_ms", "token_age_ms", "version_lag"):
+        console.print(f"{name:18} {spread(name)}")
+    seconds_rl = number(summary["seconds_rl"], "{:.0f}")
+    console.print(f"time               {summary['seconds']:.0f} s, {seconds_rl} s of them reinforcement learning")

@@ -1,117 +1,120 @@
 """`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement improved."""
 
-import gc
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, ModelLoadError
+from inflight.core.errors import InflightError
 from inflight.core.sampling import SamplingParams
-from inflight.demo.display import Display
+from inflight.demo.display import Display, print_summary
+from inflight.demo.options import DemoOptions
 from inflight.demo.record import StepRecord, append_step, plot
-from inflight.demo.tasks import Task
+from inflight.demo.tasks import Task, file_task, gym_task
+from inflight.demo.trainer import load_trainer, require_tokenizer, split_cores, torch_threads, without_full_collections
 from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
-from inflight.engine.loading import load_tokenizer
-from inflight.engine.shapes import SHAPES, shape_config
+from inflight.engine.loading import resolve_device
+from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, write_json
 from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoConfig:
-    model: str
-    """A built-in shape, a directory or a hub id."""
-    out: Path
-    device: str = "auto"
-    sync: bool = False
-    seed: int = 0
-    steps: int = 200
-    warmup_steps: int = 250
-    learning_rate: float = 3e-4
-    groups_per_step: int = 128
-    group_size: int = 8
-    evaluate_every: int = 25
-    quick_evaluation: int = 128
-    """Held-out prompts of the evaluations in between; before and after all of them are used."""
-    max_sequences: int = 128
+EVALUATE_EVERY = 25
+"""Optimizer steps between two evaluations."""
+QUICK_EVALUATION = 128
+"""Held-out prompts of those evaluations; the first and the last take all of them."""
+MAX_SEQUENCES = 128
+"""Sequences that the engine decodes together, at most."""
+WARMUP_STEPS = 250
 
 
-def run_demo(task: Task, config: DemoConfig, console: Console) -> dict[str, Any]:
-    """Warm up, train by GRPO, evaluate; returns the summary that is also written to `config.out`.
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
+    """Warm up, train by GRPO and evaluate; return the summary, which is also printed and written to `options.out`.
 
-    Ctrl-C ends the run early; what was measured by then is summarised and written all the same.
+    Ctrl-C ends the run early; what was measured by then is summarised and written all the same. Raises InflightError.
     """
     disable_progress_bar()  # of Transformers; the run has its own
-    steps_file = _prepare(config.out)
-    torch.manual_seed(config.seed)
-    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    task = _make_task(options)
+    mode = "sync" if options.sync else "inflight"
+    out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    steps_file = _prepare(out)
+    torch.manual_seed(options.seed)
+    device = resolve_device(options.device)
+    threads = split_cores(device)
     began_ns = now_ns()
-    model, tokenizer = load_trainer(config.model, device)
-    mode = "sync" if config.sync else "inflight"
+    model, tokenizer = load_trainer(options.model, device), require_tokenizer(options.model)
     title = f"{task.name}, {_parameters(model)} parameters, {mode}"
     example = task.train[0]
     console.print(
         f"{task.name}: {example.prompt!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
-        f"train on, {len(task.held_out)} held out; {config.model}, {_parameters(model)} parameters, {device.type}",
+        f"train on, {len(task.held_out)} held out; {options.model}, {_parameters(model)} parameters, {device.type}",
         highlight=False,
         soft_wrap=True,
     )
     with Display(title, console=console) as display, tempfile.TemporaryDirectory(prefix="inflight-demo-") as directory:
-        if config.warmup_steps:
-            display.phase("warm-up", config.warmup_steps)
+        warmup_steps = options.warmup_steps
+        if warmup_steps is None:
+            warmup_steps = WARMUP_STEPS if options.model in SHAPES else 0
+        if warmup_steps:
+            display.phase("warm-up", warmup_steps)
             warm_up(
                 model,
                 tokenizer,
                 task.train,
-                WarmupConfig(steps=config.warmup_steps),
-                seed=config.seed,
+                WarmupConfig(steps=warmup_steps),
+                seed=options.seed,
                 on_step=lambda _, loss: display.advance(f"loss {loss:.3f}"),
             )
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
-        run = _Run(task, config, display, steps_file)
+        run = _Run(task, options, display, steps_file)
         with (
-            _share_cores(device) as engine_threads,
+            torch_threads(threads.trainer),
             launch(
                 directory,
-                device=config.device,
-                max_sequences=config.max_sequences,
+                device=options.device,
+                max_sequences=MAX_SEQUENCES,
                 max_context=longest(task, tokenizer),
-                threads=engine_threads,
+                threads=threads.engine,
             ) as engine,
         ):
             run.train(engine, model)
     summary = run.summary() | {
         "mode": mode,
         "task": task.name,
-        "model": config.model,
-        "seed": config.seed,
+        "model": options.model,
+        "seed": options.seed,
         "steps": len(run.records),
         "seconds": (now_ns() - began_ns) / 1e9,
         "environment": environment(),
     }
-    with _writing(config.out):
-        write_json(config.out / "summary.json", summary)
+    with _writing(out):
+        write_json(out / "summary.json", summary)
         if run.records and run.accuracy_before is not None:
-            plot(config.out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
+            plot(out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
+    print_summary(console, summary)
+    console.print(f"written            {out}/steps.jsonl, summary.json, demo.png")
     return summary
 
 
+def _make_task(options: DemoOptions) -> Task:
+    if options.data:
+        return file_task(options.data, max_tokens=options.max_tokens or 64)
+    return gym_task(options.task, seed=options.seed, max_tokens=options.max_tokens)
+
+
 def _prepare(out: Path) -> Path:
-    """The file of steps in a directory that can be written to, empty. Raises InflightError now rather than after the
-    run."""
+    """Return an empty file for steps, in a directory that can be written to. Raises InflightError now rather than after
+    the run."""
     steps_file = out / "steps.jsonl"
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -131,10 +134,10 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 class _Run:
-    """The reinforcement-learning part, and what is known of it so far."""
+    """The reinforcement learning of a demo, and what is known of it so far."""
 
-    def __init__(self, task: Task, config: DemoConfig, display: Display, steps_file: Path):
-        self._task, self._config, self._display, self._steps_file = task, config, display, steps_file
+    def __init__(self, task: Task, options: DemoOptions, display: Display, steps_file: Path):
+        self._task, self._options, self._display, self._steps_file = task, options, display, steps_file
         self.records: list[StepRecord] = []
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
@@ -145,42 +148,41 @@ class _Run:
         self._began_ns = 0
 
     def train(self, engine: LaunchedEngine, model: PreTrainedModel) -> None:
-        config = self._config
-        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-        scheduler = ramp_and_decay(optimizer, ramp=10, steps=config.steps, floor=0.1)
+        options = self._options
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+        scheduler = ramp_and_decay(optimizer, ramp=10, steps=options.steps, floor=0.1)
         grpo_config = GRPOConfig(
-            steps=config.steps,
-            groups_per_step=config.groups_per_step,
-            sampling=SamplingParams(n=config.group_size, max_tokens=self._task.max_tokens),
-            schedule="sync" if config.sync else "inflight",
+            steps=options.steps,
+            groups_per_step=options.groups_per_step,
+            sampling=SamplingParams(n=options.group_size, max_tokens=self._task.max_tokens),
+            schedule="sync" if options.sync else "inflight",
         )
-        gc.collect()
-        gc.freeze()  # a full collection would delay a publish by a quarter of a second, now and then
         try:
-            self._display.phase("evaluation", 1)
-            self.accuracy_before = held_out_accuracy(engine, self._task, self._task.held_out)
-            self._display.phase("GRPO", config.steps)
-            with engine.publisher(model) as publisher:
-                self._began_ns = last_ns = now_ns()
-                examples = self._task.shuffled(config.seed)
-                last_tokens = engine.stream.num_tokens
-                reports = grpo(engine, publisher, model, optimizer, examples, self._task.score, grpo_config, scheduler)
-                for report in reports:
-                    tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
-                    last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
-                    accuracy = None
-                    if report.step % config.evaluate_every == 0 and report.step < config.steps:
-                        some = self._task.held_out[: config.quick_evaluation]
-                        accuracy = held_out_accuracy(engine, self._task, some)
-                    self._record(engine, report, tokens / seconds, accuracy)
-                engine.wait_for_version(publisher.version)
+            with without_full_collections():
                 self._display.phase("evaluation", 1)
-                self.accuracy_after = held_out_accuracy(engine, self._task, self._task.held_out)
-                self.records[-1].accuracy = self.accuracy_after
+                self.accuracy_before = held_out_accuracy(engine, self._task, self._task.held_out)
+                self._display.phase("GRPO", options.steps)
+                with engine.publisher(model) as publisher:
+                    self._began_ns = last_ns = now_ns()
+                    examples = self._task.shuffled(options.seed)
+                    last_tokens = engine.stream.num_tokens
+                    reports = grpo(
+                        engine, publisher, model, optimizer, examples, self._task.score, grpo_config, scheduler
+                    )
+                    for report in reports:
+                        tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
+                        last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
+                        accuracy = None
+                        if report.step % EVALUATE_EVERY == 0 and report.step < options.steps:
+                            some = self._task.held_out[:QUICK_EVALUATION]
+                            accuracy = held_out_accuracy(engine, self._task, some)
+                        self._record(engine, report, tokens / seconds, accuracy)
+                    engine.wait_for_version(publisher.version)
+                    self._display.phase("evaluation", 1)
+                    self.accuracy_after = held_out_accuracy(engine, self._task, self._task.held_out)
+                    self.records[-1].accuracy = self.accuracy_after
         except KeyboardInterrupt:
             self.interrupted = True
-        finally:
-            gc.unfreeze()  # what is never collected is reported as leaked by some libraries when the process ends
         meter = engine.staleness
         self._swaps = {"num_swaps": meter.num_swaps, "num_swaps_in_flight": meter.num_swaps_in_flight}
         self._staleness = meter.summary()
@@ -219,55 +221,22 @@ class _Run:
             ratio_mean=stats.ratio_mean if stats else None,
         )
         self.records.append(record)
-        with _writing(self._config.out):
+        with _writing(self._steps_file.parent):
             append_step(self._steps_file, record)
         self._display.add(record)
 
 
 def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
-    """Share of these prompts whose greedy answer scores 1."""
+    """Return the share of these prompts whose greedy answer scores 1."""
     params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
     groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
     return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
 
 
-class _share_cores:
-    """Split the CPU's cores between trainer and engine for a while; gives the engine's number of threads."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._before = torch.get_num_threads()
-
-    def __enter__(self) -> int:
-        if self._device.type == "cuda":
-            return 0
-        torch.set_num_threads(max(1, self._before // 2))
-        return max(1, self._before - self._before // 2)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
-
-
 def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the longest prompt and the longest answer together."""
+    """Return the number of tokens of the longest prompt and the longest answer together."""
     prompts = [str(example.prompt) for example in (*task.train, *task.held_out)]
     return max(len(ids) for ids in tokenizer(prompts)["input_ids"]) + task.max_tokens
-
-
-def load_trainer(name: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The trainer's model, fp32, with gradient, and its tokenizer."""
-    tokenizer = load_tokenizer(name)
-    if name in SHAPES:
-        model = AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)
-    else:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
-    if tokenizer is None:
-        raise ModelLoadError(f"model {name!r} has no tokenizer, which the demo needs to read and write text")
-    nn.Module.to(model, device)
-    return model, tokenizer
 
 
 def _parameters(model: PreTrainedModel) -> str:

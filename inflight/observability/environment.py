@@ -1,5 +1,6 @@
 """What a measured number must come with, and the file that it is written to."""
 
+import gzip
 import json
 import os
 import platform
@@ -10,6 +11,9 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+_WIDTH = 110
+"""Characters of a value that stays on one line of a JSON file."""
 
 
 def environment() -> dict[str, Any]:
@@ -26,11 +30,31 @@ def environment() -> dict[str, Any]:
     }
 
 
+def write_result(path: Path, result: dict[str, Any], series: list[dict[str, Any]] | None = None) -> None:
+    """Write a measurement and its environment; long series go to NAME-series.json.gz beside it."""
+    write_json(path, result | {"environment": environment()})
+    if series is not None:
+        with replacing(path.with_name(f"{path.stem}-series.json.gz")) as partial:
+            partial.write_bytes(gzip.compress(json.dumps(series).encode(), mtime=0))
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """The file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
-        partial.write_text(json.dumps(data, indent=1) + "\n")
+        partial.write_text(laid_out(json.loads(json.dumps(data))) + "\n")
+
+
+def laid_out(value: Any, indent: int = 0) -> str:
+    """JSON with a line for each key, and a line for each item of what is longer than a line."""
+    text = json.dumps(value, ensure_ascii=False)
+    is_dict = isinstance(value, dict)
+    if indent and (indent > 1 or len(text) <= _WIDTH or not (is_dict or isinstance(value[0], dict))):
+        return text
+    items = [f"{json.dumps(key)}: {laid_out(value[key], indent + 1)}" for key in value] if is_dict else value
+    lines = [" " * (indent + 1) + (item if is_dict else laid_out(item, indent + 1)) for item in items]
+    begin, end = "{}" if is_dict else "[]"
+    return f"{begin}\n" + ",\n".join(lines) + f"\n{' ' * indent}{end}"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Importing this package needs no GPU, no Triton and no compiler.
 
 from inflight_kernels.activation import gated_activation
 from inflight_kernels.attention import paged_attention
-from inflight_kernels.copy import ScaledCopies, copy_all, quantize_rows
+from inflight_kernels.copy import ScaledCopies, copy_all
 from inflight_kernels.linear import linear
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
@@ -29,7 +29,6 @@ __all__ = [
     "paged_attention",
     "policy_loss_terms",
     "policy_loss_terms_reference",
-    "quantize_rows",
     "rms_norm",
     "rope_and_cache",
     "selective_logprobs",

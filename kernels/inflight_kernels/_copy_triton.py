@@ -1,4 +1,4 @@
-"""The Triton kernels of `copy`: one program per block of one of many tensors, and one per row."""
+"""The Triton kernel of `copy`: one program copies a block of one of many tensors."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ BLOCK: Any = 8192  # elements
 TAIL: Any = 1024
 """Elements that the last, shorter block of a tensor moves at a time: with masks for all of it no registers would be
 left for a second program on a multiprocessor."""
-BLOCK_K: Any = 2048
 ALIGNMENT = 16
 """Bytes that a thread loads and stores at once."""
 _KINDS = {
@@ -76,62 +75,6 @@ def copy_kernel(table, owners, BLOCK: tl.constexpr, TAIL: tl.constexpr):
             move_as(kind, source, destination, offsets, offsets < numel)
 
 
-@triton.jit
-def as_float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def to_e4m3(x):
-    """The bits of x as e4m3, to nearest, ties to even, beyond 448 saturated: the same on every GPU."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2⁻⁶ e4m3 has the multiples of 2⁻⁹, and so has fp32 between 2¹⁴ and 2¹⁵.
-    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.minimum(tl.where(magnitude < 0x3C800000, small, normal), 0x7E)
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return (((bits >> 24) & 0x80) | code).to(tl.uint8)
-
-
-@triton.jit
-def divided(x, divisor, inverse):
-    """x / divisor to nearest, with the correction of Markstein (1990, "Computation of elementary functions on the IBM
-    RISC System/6000 processor"): three instructions, where a division has eleven and a branch. inverse is 1 / divisor
-    to nearest. Residuals do not underflow where the quotient is not next to 0."""
-    quotient = x * inverse
-    corrected = tl.fma(tl.fma(-quotient, divisor, x), inverse, quotient)
-    return tl.where(inverse == 0.0, quotient, corrected)  # by infinity
-
-
-@triton.jit
-def quantize_rows_kernel(
-    destination, scales, source, stride_destination, stride_source, K: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    # Of positive floats the bits have the same order, and NaN is above them all.
-    peak = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(source + row * stride_source + columns, mask=columns < K, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    scale = tl.div_rn(as_float(tl.max(peak, 0)), 448.0)
-    scale = tl.where(scale == 0, 1.0, scale)
-    tl.store(scales + row, scale)
-    # The inverse of a subnormal number would overflow, which a power of two prevents.
-    shift = tl.where(scale < 1e-30, 1.8446744073709552e19, 1.0)
-    scale *= shift
-    inverse = tl.div_rn(1.0, scale)
-    for start in range(0, K, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(source + row * stride_source + columns, mask=columns < K, other=0.0).to(tl.float32)
-        tl.store(
-            destination + row * stride_destination + columns,
-            to_e4m3(divided(x * shift, scale, inverse)),
-            mask=columns < K,
-        )
-
-
 def copy_all(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -175,19 +118,3 @@ def _table(
         for tensor in (torch.cat((values, first[:, None]), 1), owners)
     )
     return table, owners
-
-
-def quantize_rows(destination: torch.Tensor, scales: torch.Tensor, source: torch.Tensor) -> None:
-    rows, width = source.shape
-    source = source if source.stride(1) == 1 else source.contiguous()
-    if rows:
-        launch: Any = quantize_rows_kernel[(rows,)]
-        launch(
-            destination.view(torch.uint8),
-            scales,
-            source,
-            destination.stride(0),
-            source.stride(0),
-            K=width,
-            BLOCK=min(triton.next_power_of_2(width), BLOCK_K),
-        )

@@ -1,10 +1,4 @@
-"""Copies into a slot: many tensors at once, each cast to the dtype of its destination, perhaps times a factor, and rows
-quantized to fp8.
-
-An fp8 row is x / s rounded to e4m3 with s = max|x| / 448, so that the largest value of each row becomes ±448, the
-largest that e4m3 has (Micikevicius et al. 2022, "FP8 formats for deep learning").
-N rows, K values in each.
-"""
+"""Copies into a slot: many tensors at once, each cast to the dtype of its destination, perhaps times a factor."""
 
 from collections.abc import Sequence
 
@@ -12,7 +6,6 @@ import torch
 
 from inflight_kernels import _cpu
 
-LARGEST = 448.0
 _BY_C = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -87,37 +80,3 @@ class ScaledCopies:
         return torch.tensor(
             [(to.data_ptr(), s.data_ptr(), s.numel(), _BY_C[to.dtype], _BY_C[s.dtype]) for to, s in pairs]
         )
-
-
-@torch.no_grad()
-def quantize_rows(destination_NK: torch.Tensor, scales_N: torch.Tensor, source_NK: torch.Tensor) -> None:
-    """Write source [N, K], of any float dtype, as float8_e4m3fn[N, K] and scales f32[N]: source ≈ destination · scales.
-
-    The scale of a row is its largest absolute value / 448, and 1 if that is 0. Rows may lie any distance apart.
-    Raises ValueError if shapes or dtypes do not fit.
-    """
-    if source_NK.ndim != 2 or destination_NK.shape != source_NK.shape or scales_N.shape != source_NK.shape[:1]:
-        raise ValueError(
-            f"expected destination [N, K], scales [N] and source [N, K], got {list(destination_NK.shape)}, "
-            f"{list(scales_N.shape)} and {list(source_NK.shape)}"
-        )
-    if destination_NK.dtype != torch.float8_e4m3fn or scales_N.dtype != torch.float32:
-        raise ValueError(
-            f"expected a destination of torch.float8_e4m3fn and scales of torch.float32, got {destination_NK.dtype} "
-            f"and {scales_N.dtype}"
-        )
-    if source_NK.is_cuda and destination_NK.stride(1) == scales_N.stride(0) == 1:
-        from inflight_kernels import _copy_triton
-
-        _copy_triton.quantize_rows(destination_NK, scales_N, source_NK)
-    else:
-        quantize_rows_reference(destination_NK, scales_N, source_NK)
-
-
-def quantize_rows_reference(destination_NK: torch.Tensor, scales_N: torch.Tensor, source_NK: torch.Tensor) -> None:
-    """The same in plain PyTorch."""
-    source_NK = source_NK.float()
-    largest_N = source_NK.abs().amax(1)
-    scales_N.copy_(largest_N / torch.full_like(largest_N, LARGEST))  # by a number, a GPU multiplies with its inverse
-    scales_N.masked_fill_(scales_N == 0, 1.0)
-    destination_NK.copy_((source_NK / scales_N[:, None]).clamp(-LARGEST, LARGEST))

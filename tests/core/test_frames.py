@@ -79,7 +79,7 @@ EXTRAS = all_extras(4)
         ({"mask_offsets": np.array([0, 3, 3])}, "mask_offsets has 3 rows, expected 5"),
         ({"mask_token_ids": None}, "mask_offsets comes without mask_token_ids"),
         ({"routed_positions": np.zeros(5, np.int32)}, "routing differ in length"),
-        ({"routed_experts": None}, "comes without routing"),
+        ({"routed_experts": None}, "comes without routed_experts"),
     ],
 )
 def test_columns_that_do_not_fit_each_other_are_named(change, message):

@@ -15,8 +15,10 @@ from transformers.utils.logging import disable_progress_bar
 INTRODUCTION = """\
 # Model families
 
-What becomes of every model that Transformers {version} can make predict tokens: the engine computes what Transformers
-computes, or refuses the model at load and says why; so does the trainer's loss. There is no third outcome.
+After reading this page you know what becomes of your model. It lists every model that Transformers {version} can make
+predict tokens: the engine computes what Transformers computes, or refuses the model at load and says why; so does the
+trainer's loss. There is no third outcome. [structure.md](structure.md#how-a-model-is-judged) tells how a model is
+judged, and [engine.md](engine.md#which-models-run) which ones run fused.
 
 Each row is a tiny model with random weights, large enough that every part of it shows, whose windows, chunks and
 scaling thresholds are shorter than the sequences. Log-probabilities that the engine recorded (ragged prompts, in

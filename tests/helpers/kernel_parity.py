@@ -28,7 +28,6 @@ from inflight_kernels import (
     selective_logprobs_reference,
 )
 from inflight_kernels.activation import gated_activation_reference
-from inflight_kernels.copy import quantize_rows_reference
 from inflight_kernels.lora import add_lora_reference
 from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
@@ -331,24 +330,6 @@ def check_copy_all(device: str) -> None:
     assert all(destination.all() for destination, _ in pairs)
 
 
-def check_quantize_rows(device: str, dtype: torch.dtype, width: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    exponents = torch.linspace(-24 if dtype == torch.float16 else -100, 15 if dtype == torch.float16 else 100, 20)
-    source = torch.randn(20, width + 3, generator=generator) * 2 ** exponents[:, None]
-    source[5] = 0
-    source[6, width // 2] = torch.nan
-    source[7, 0] = torch.inf
-    source = source.to(device, dtype)[:, :width]
-    results = []
-    for function in (_copy_triton.quantize_rows, quantize_rows_reference):
-        destination = torch.zeros(20, width + 1, dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty(20, device=device)
-        function(destination[:, :width], scales, source)
-        results.append((destination.float(), scales))
-    for result, reference in zip(*results, strict=True):
-        torch.testing.assert_close(result, reference, atol=0, rtol=0, equal_nan=True)
-
-
 def check_add_lora(
     device: str, dtype: torch.dtype, tokens: int, inputs: int, widths: tuple[int, ...], rank: int, adapters: int
 ) -> None:
@@ -462,8 +443,6 @@ def main(device: str) -> None:
         check_rope_and_cache(device, dtype, 3, 1, 48, 12, norm=True, offset=1.0, cast_first=False)
         for rows, vocabulary, entropy in ((8, 7, True), (40, 1024, True), (40, 5003, True), (64, 2049, False)):
             check_draw(device, dtype, rows, vocabulary, entropy)
-        for width in (100, 3000):
-            check_quantize_rows(device, dtype, width)
         check_add_lora(device, dtype, 1, 8, (4,), 1, 1)
         check_add_lora(device, dtype, 13, 1100, (70, 45), 33, 2)
         check_add_lora(device, dtype, 270, 40, (7, 3, 16), 5, 2)

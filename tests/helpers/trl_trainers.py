@@ -1,9 +1,9 @@
 """TRL's trainer over a tiny model, and prompts for it."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
@@ -24,9 +24,8 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp("trl-model")
+def save_chat_model(directory: Path) -> str:
+    """A tiny model with a tokenizer of bytes and a chat template; returns its directory."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)

@@ -70,8 +70,6 @@ def selective_logprobs(vocabulary: int, dtype: torch.dtype) -> None:
 
 def copies(dtype: torch.dtype) -> None:
     _copy_triton.copy_all([meta(2048, 1024, dtype=BF16)], [meta(2048, 1024, dtype=dtype)])
-    quantized, scales = meta(4096, 4096, dtype=torch.float8_e4m3fn), meta(4096, dtype=FP32)
-    _copy_triton.quantize_rows(quantized, scales, meta(4096, 4096, dtype=dtype))
 
 
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
@@ -136,7 +134,7 @@ CASES: dict[str, Callable[..., None]] = {
     "linear_logprobs, softcap": partial(logprobs_and_gradient, 262_144, True, 30.0),
     "linear_logprobs, kept": kept_sets,
 }
-WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel", "quantize_rows_kernel")
+WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel")
 """Kernels that are nothing but loads and stores."""
 PRODUCT = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x256x16.F32.BF16"}
 

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from inflight.bench import loss as bench
+from inflight.bench.options import LossOptions
 
 torch.set_num_threads(1)
 
@@ -288,8 +289,8 @@ def test_what_does_not_fit_is_named(wrong, message):
 def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
     monkeypatch.setattr(bench, "_peak_mib", lambda settings, dtype, problem, name: {"ours": 1.0, "naive": 8.0}[name])
     monkeypatch.setattr(bench, "REFERENCE_ROWS", 12)
-    settings = bench.LossBench(device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, kept=kept, pairs=2, seed=0)
-    result = bench.measure_loss(settings)
+    settings = LossOptions(device="cpu", dtype="auto", tokens=30, hidden=16, vocab=200, kept=kept, pairs=2, seed=0)
+    result = bench.measure(settings)
     assert result["dtype"] == "float32"
     assert 0 < result["max_abs_err"] < 1e-5
     assert 0 < result["grad_max_abs_err"] < 1e-6
@@ -300,7 +301,7 @@ def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
 
 
 def test_memory_of_the_naive_way_is_that_of_logits():
-    settings = bench.LossBench(device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, kept=0, pairs=1, seed=0)
+    settings = LossOptions(device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, kept=0, pairs=1, seed=0)
     problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
     peaks = {}
     for name, variant in bench.VARIANTS.items():
@@ -311,7 +312,7 @@ def test_memory_of_the_naive_way_is_that_of_logits():
 
 
 def test_a_peer_that_fails_is_told():
-    settings = bench.LossBench(device="cpu", dtype="auto", tokens=4, hidden=8, vocab=20, kept=0, pairs=1, seed=0)
+    settings = LossOptions(device="cpu", dtype="auto", tokens=4, hidden=8, vocab=20, kept=0, pairs=1, seed=0)
     problem = bench._make_problem(settings, torch.device("cpu"), torch.float32)
 
     def missing(problem):

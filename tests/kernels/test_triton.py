@@ -75,7 +75,6 @@ KERNELS = {
     "draw, blocks": (_sampling_triton.block_kernel, BLOCKS),
     "draw": (_sampling_triton.draw_kernel, BLOCKS | {"BLOCK_B": 256}),
     "copy_all": (_copy_triton.copy_kernel, {"BLOCK": _copy_triton.BLOCK, "TAIL": _copy_triton.TAIL}),
-    "quantize_rows": (_copy_triton.quantize_rows_kernel, {"K": 4096, "BLOCK": _copy_triton.BLOCK_K}),
     "add_lora, x · Aᵀ": (
         _lora_triton.shrink_kernel,
         ADAPTERS | {"K": 4096, "PIECE": _lora_triton.PIECE, "BLOCK_K": _lora_triton.BLOCK_K, "BLOCK_P": 32},
@@ -86,7 +85,7 @@ KERNELS = {
     ),
 }
 F32_POINTERS = ["cos", "sin", "temperatures", "logprobs", "entropies", "lses", "grads", "peaks", "totals", "moments"]
-F32_POINTERS += ["shrunk", "scales"]
+F32_POINTERS += ["shrunk"]
 I64_POINTERS = ["tokens", "seeds", "positions", "slots", "table"]
 I64_SCALARS = ["stride_n", "stride_m", "stride_x", "stride_residual", "stride_t", "stride_y", "stride_a", "stride_b"]
 I64_SCALARS += ["stride_source", "stride_destination"]

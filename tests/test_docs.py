@@ -1,0 +1,212 @@
+"""The docs say what the code says: options with their defaults, links that lead somewhere, names that exist."""
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import inflight
+from inflight.session import LaunchedEngine
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
+README_WORDS = 1500
+REQUIRED = "required"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def section(page: str, heading: str) -> str:
+    """The text below "## heading", up to the next heading of that level."""
+    [text] = re.findall(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
+    return text
+
+
+def table_of(page: str, heading: str) -> dict[str, str]:
+    """Maps the name in the first column of a section's table to its default in the second, without backticks."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section(page, heading), flags=re.MULTILINE)
+    return {name: default.strip(" `") for name, default in rows}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """Maps each field of a struct or dataclass to its default, or to REQUIRED."""
+    if issubclass(kind, msgspec.Struct):
+        fields = [(f.name, f.default, f.default_factory, msgspec.NODEFAULT) for f in msgspec.structs.fields(kind)]
+    else:
+        fields = [(f.name, f.default, f.default_factory, dataclasses.MISSING) for f in dataclasses.fields(kind)]
+    return {
+        name: default if default is not missing else REQUIRED if factory is missing else factory()
+        for name, default, factory, missing in fields
+    }
+
+
+def parameters_of(function: Any) -> dict[str, Any]:
+    """Maps each named parameter to its default, or to REQUIRED."""
+    return {
+        parameter.name: REQUIRED if parameter.default is parameter.empty else parameter.default
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+    }
+
+
+def differences(table: dict[str, str], defaults: dict[str, Any]) -> list[str]:
+    """A sentence for each option that the table lacks, has too many, or gives another default."""
+    found = [f"{name} is missing" for name in defaults if name not in table]
+    found += [f"{name} does not exist" for name in table if name not in defaults]
+    for name in table.keys() & defaults.keys():
+        said = REQUIRED if table[name] == REQUIRED else eval(table[name], {"SamplingParams": inflight.SamplingParams})
+        if (type(said), said) != (type(defaults[name]), defaults[name]):
+            found.append(f"the default of {name} is {defaults[name]!r}, the table says {table[name]}")
+    return found
+
+
+@pytest.mark.parametrize("kind", [inflight.EngineOptions, inflight.SamplingParams, inflight.GRPOConfig])
+def test_options_name_every_field_with_its_default(kind):
+    assert differences(table_of(OPTIONS, kind.__name__), defaults_of(kind)) == []
+
+
+def test_options_name_what_launch_takes_beside_the_engines_own():
+    own = parameters_of(inflight.launch).keys() - defaults_of(inflight.EngineOptions).keys()
+    defaults = {name: default for name, default in parameters_of(inflight.launch).items() if name in own}
+    assert differences(table_of(OPTIONS, "launch"), defaults) == []
+
+
+def test_options_name_what_a_publisher_takes():
+    assert differences(table_of(OPTIONS, "publisher"), parameters_of(LaunchedEngine.publisher)) == []
+
+
+def test_options_name_what_a_scorer_takes():
+    assert differences(table_of(OPTIONS, "Scorer"), parameters_of(inflight.Scorer)) == []
+
+
+def test_staleness_rules_are_documented():
+    page = (ROOT / "docs" / "staleness.md").read_text()
+    assert differences(table_of(page, "Rules for what is too old"), defaults_of(inflight.StalenessRule)) == []
+
+
+def test_every_field_of_a_rollout_is_documented():
+    text = section(OPTIONS, "What a rollout holds")
+    identity = {"request_id", "group_id", "sample", "params"}
+    assert [f.name for f in dataclasses.fields(inflight.Rollout) if f.name not in identity and f.name not in text] == []
+
+
+def test_a_new_option_and_another_default_are_found():
+    @dataclasses.dataclass
+    class Options:
+        steps: int = 100
+        seed: int = 0
+
+    table = table_of("## Options\n\n| `steps` | `100` | steps |\n| `seed` | `0` | |\n", "Options")
+    assert differences(table, defaults_of(Options)) == []
+    assert differences({"steps": "100"}, defaults_of(Options)) == ["seed is missing"]
+    assert differences({**table, "old": "1"}, defaults_of(Options)) == ["old does not exist"]
+    assert differences({**table, "seed": "1"}, defaults_of(Options)) == ["the default of seed is 0, the table says 1"]
+    assert differences({**table, "seed": "False"}, defaults_of(Options)) != []
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
+
+
+def links_of(page: Path) -> Iterator[str]:
+    """Relative links and pictures of a page, with their anchors."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if not re.match(r"[a-z]+:", link):
+            yield link
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    found = []
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[a](page.md#a-page) [b](page.md#b) [c](no.md) [d](https://example.org)\n")
+    assert broken_links(page) == ["page.md#b", "no.md"]
+
+
+def test_every_page_is_linked_from_another():
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in PAGES
+        for link in links_of(page)
+        if not link.startswith("#")
+    }
+    assert [name_of(page) for page in PAGES if page not in linked and page.name != "README.md"] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=name_of)
+def test_every_page_opens_with_what_its_reader_can_do(page):
+    first = page.read_text().split("\n\n")[1]
+    assert first.startswith("After reading this page you "), first
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_of_inflight_in_the_docs_exist(page):
+    """`inflight.Name` in code, where it is no module."""
+    names = set(re.findall(r"(?<![\w/.])inflight\.([A-Za-z_]+)", page.read_text()))
+    modules = {path.stem for path in (ROOT / "inflight").iterdir()}
+    assert [name for name in sorted(names - modules) if name not in inflight.__all__] == []
+
+
+def test_python_in_the_docs_compiles():
+    """But for the lines that leave something out with an ellipsis."""
+    for page in PAGES:
+        for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+            if "…" not in re.sub(r"#.*", "", code):
+                compile(code, name_of(page), "exec", flags=0x2000)  # PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def excerpts(text: str) -> Iterator[tuple[str, str]]:
+    """(file, code) of each block of Python, whose first line names the file that the code is an excerpt of."""
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        first, _, code = block.partition("\n")
+        yield first.removeprefix("# "), code
+
+
+def is_excerpt(code: str, file: str) -> bool:
+    """Whether a file holds these lines one after another, at any indentation."""
+    return any(textwrap.indent(code.strip("\n"), " " * depth) in file for depth in (0, 4, 8))
+
+
+def test_code_that_extends_inflight_is_that_of_a_test():
+    for path, code in excerpts((ROOT / "docs" / "extending.md").read_text()):
+        assert path.startswith("tests/"), f"the first line names the test that runs the code, got {path!r}"
+        assert is_excerpt(code, (ROOT / path).read_text()), f"{path} does not hold\n{code}"
+
+
+def test_code_that_no_test_runs_is_found():
+    [(path, code)] = excerpts("```python\n# tests/test_docs.py\nreturn any(\n    1\n)\n```\n")
+    assert path == "tests/test_docs.py"
+    assert is_excerpt(code, "def f():\n    return any(\n        1\n    )\n")
+    assert not is_excerpt(code, "def f():\n    return any(\n        2\n    )\n")
