@@ -1,4 +1,4 @@
-"""What a publisher does with an engine's slots, without an engine: a stand-in for the connection notes what it hears."""
+"""What a publisher does with an engine's slots, without an engine: a stand-in for the connection notes what is said."""
 
 import threading
 from types import SimpleNamespace
