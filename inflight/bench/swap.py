@@ -27,7 +27,7 @@ from inflight.bench.pinning import halves_of_cores, pinned_to_halves
 from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
-from inflight.core.messages import Prompt
+from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.launcher import EngineLauncher
@@ -285,11 +285,11 @@ def _pausing_round(
         if passes % PASSES_BETWEEN_PAUSES or len(samples.paused_stalls) == PEER_PUBLISHES:
             continue
         began = time.perf_counter()
-        launcher.client.pause()
+        launcher.client.call("pause")
         version = publisher.publish()
-        while launcher.client.status().version < version:
+        while launcher.client.call("status", returns=Status).version < version:
             publisher.check()
-        launcher.client.resume()
+        launcher.client.call("resume")
         samples.paused_stalls.append((time.perf_counter() - began) * 1e3)
 
 
@@ -300,7 +300,7 @@ def _submit(settings: SwapOptions, setup: Setup, launcher: EngineLauncher, *, se
         Prompt([draw.randrange(setup.vocab_size) for _ in range(settings.prompt_tokens)], params)
         for _ in range(settings.sequences)
     ]
-    launcher.client.submit(prompts)
+    launcher.client.call("submit", {"prompts": prompts}, list[int])
 
 
 def copied_bytes(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:

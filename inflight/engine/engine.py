@@ -44,6 +44,7 @@ from inflight.engine.routed_experts import RoutedExpertsRecorder
 from inflight.engine.sampler import Drawn, Sampler, nothing_drawn, sample_seed
 from inflight.engine.scheduler import Schedule, Scheduler, Sequence
 from inflight.engine.stopping import StopCondition
+from inflight.engine.verbs import verb
 from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
@@ -205,6 +206,7 @@ class Engine:
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
+    @verb(brings_work=True)
     def submit(self, prompts: Seq[Prompt]) -> list[int]:
         """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError."""
         total = sum(prompt.params.n for prompt in prompts)
@@ -217,6 +219,7 @@ class Engine:
             check_prompt(f"prompt {index}", prompt, limits)
         return [self._accept(prompt) for prompt in prompts]
 
+    @verb(brings_work=True)
     def fork(
         self,
         request_id: int,
@@ -244,6 +247,7 @@ class Engine:
         check_prompt("the fork", prompt, self._limits())
         return self._accept(prompt, forked_from=(parent, at))
 
+    @verb()
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
         """End every unfinished request of these groups, and these requests; what ended already is left alone."""
         wanted = {i for i in request_ids if i in self._sequences}
@@ -252,13 +256,16 @@ class Engine:
         for request_id in sorted(wanted, reverse=True):  # a leader after its followers, so that none takes its place
             self._finish(self._sequences[request_id], "cancelled")
 
+    @verb()
     def pause(self) -> None:
         """No forward pass from the next boundary on, until `resume()`. Weights still arrive."""
         self.paused = True
 
+    @verb()
     def resume(self) -> None:
         self.paused = False
 
+    @verb()
     def sleep(self) -> None:
         """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
         computed again afterwards; slots stay, as publishers may be writing to them."""
@@ -268,6 +275,7 @@ class Engine:
             self.runner.free_memory()  # first: the cache returns all that nobody holds to the device
             self.cache.free_memory()
 
+    @verb()
     def wake(self) -> None:
         """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
         if self.asleep:

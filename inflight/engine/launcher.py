@@ -26,7 +26,7 @@ from inflight.weights.shared_memory import default_directory, remove_orphans
 logger = logging.getLogger("inflight.engine")
 
 _SHUTDOWN_S = 5.0
-"""For the answer to Shutdown, and then for the end."""
+"""Bound for the answer to `shutdown`, and then again for the end."""
 
 
 class EngineLauncher:
@@ -74,7 +74,7 @@ class EngineLauncher:
         try:
             if self._make_end.alive and self._process.poll() is None:
                 with contextlib.suppress(InflightError, TimeoutError, subprocess.TimeoutExpired):  # then it is made to
-                    self.client.shutdown(timeout_s=_SHUTDOWN_S)
+                    self.client.call("shutdown", timeout_s=_SHUTDOWN_S)
                     self._process.wait(_SHUTDOWN_S)
         finally:
             self._make_end()

@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import time_ns
 from typing import Any, Protocol
@@ -25,6 +25,9 @@ from inflight.core.spans import start_noting, stop_noting
 from inflight.observability.trace_file import Part
 
 logger = logging.getLogger("inflight.trace")
+
+_STOP_TIMEOUT_S = 600.0
+"""Bound for the engine to write what its profiler saw."""
 
 
 class Recorder:
@@ -84,10 +87,16 @@ class Recorder:
 
 
 class TracedEngine(Protocol):
-    """What a trace asks of the connection to an engine, which it closes at its end."""
+    """What a trace needs of the connection to an engine, which it closes at its end."""
 
-    def start_trace(self, *, details: bool) -> None: ...
-    def stop_trace(self) -> Path: ...
+    def call(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] = ...,
+        returns: type[Any] = ...,
+        *,
+        timeout_s: float | None = ...,
+    ) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -106,11 +115,11 @@ class Trace:
         self._recorder = Recorder("trainer", Path(self._directory.name))
         self._engine = connect()
         try:
-            self._engine.start_trace(details=details)
+            self._engine.call("start_trace", {"details": details})
             try:
                 self._recorder.start(details=details)
             except BaseException:
-                self._engine.stop_trace()
+                self._stop_engine()
                 raise
         except BaseException:
             self._release()
@@ -157,7 +166,7 @@ class Trace:
 
     def _write(self) -> None:
         try:
-            theirs = self._engine.stop_trace()
+            theirs = self._stop_engine()
         finally:
             ours = self._recorder.stop()
         try:
@@ -169,6 +178,10 @@ class Trace:
             for path in theirs.parent.glob("kineto.json"):
                 path.unlink()
             theirs.unlink()
+
+    def _stop_engine(self) -> Path:
+        """Returns the engine's part."""
+        return Path(self._engine.call("stop_trace", returns=str, timeout_s=_STOP_TIMEOUT_S))
 
     def _release(self) -> None:
         self._engine.close()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from inflight.core.errors import ChecksumError, InflightError, ProtocolError
-from inflight.core.messages import Fill, Prepare, SlotReady, shorten
+from inflight.core.messages import Fill, Prepare, SlotReady, read
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import use_own_stream
@@ -123,7 +123,4 @@ def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct] | None) -> Any:
     """Read what the sender of a transport says. Raises ProtocolError."""
     if expected is None:
         raise ProtocolError("the transport does not prepare")
-    try:
-        return msgspec.msgpack.decode(raw, type=expected)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"this is no {expected.__name__}: {shorten(str(error))}") from error
+    return read(msgspec.msgpack.Decoder(expected), raw)

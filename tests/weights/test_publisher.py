@@ -45,7 +45,7 @@ class StandIn:
             self.version = record.version
             self._condition.notify_all()
 
-    def put_back(self, slot: int) -> None:
+    def give_back(self, slot: int) -> None:
         with self._condition:
             self._free.append(slot)
             self._condition.notify_all()
@@ -105,7 +105,7 @@ def test_when_publishing_outruns_an_engine_the_latest_version_wins(engine, model
             engine.wait_for(version)
         for _ in range(3):
             publisher.publish()
-        engine.put_back(0)
+        engine.give_back(0)
         engine.wait_for(5)
     assert [record.version for record in engine.announced] == [1, 2, 5]
 
@@ -121,7 +121,7 @@ def test_an_optimizer_steps_only_after_the_copy(engine, model):
         other = torch.nn.Parameter(torch.zeros(1))
         other.grad = torch.ones(1)
         torch.optim.SGD([other], lr=1.0).step()
-        threading.Timer(0.05, engine.put_back, [0]).start()
+        threading.Timer(0.05, engine.give_back, [0]).start()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         torch.optim.SGD(model.parameters(), lr=1.0).step()

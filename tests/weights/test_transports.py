@@ -447,7 +447,7 @@ def test_a_checked_version_that_is_not_newer_is_refused(engine):
     version = link.version
     link.announce(free, Published(version, 0), checksum(mapped[free]))  # not newer than what serves
     with pytest.raises(ProtocolError, match="is not newer than version"):
-        link.wait_for(99, 10)
+        link.acquire(10)
     link.announce(free, Published(version + 1, 0), checksum(mapped[free]))
     engine.wait_for_version(version + 1)
     link.detach()

@@ -212,7 +212,7 @@ class Sender(ABC):
                 self._holds.pop(engine, None)  # so that the next attempt sends the whole
         for engine, slot in self._slots.items():
             if engine.version < staged.version:
-                engine.put_back(slot)
+                engine.give_back(slot)
 
     def _try(self, engine: EngineLink, action: Callable[[], object]) -> bool:
         """Note what an engine failed with, if it does. Returns whether it worked."""

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from inflight.core.errors import BroadcastError, ProtocolError
 from inflight.core.layout import WeightLayout
+from inflight.core.waiting import telling
 from inflight.weights.cuda_ipc import uuid_of
 from inflight.weights.link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
-from inflight.weights.waiting import telling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

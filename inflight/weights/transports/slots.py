@@ -82,7 +82,7 @@ class DirectTarget(Target):
         self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._settings.checksum else None)
 
     def release(self, slot: int) -> None:
-        self._engine.put_back(slot)
+        self._engine.give_back(slot)
 
     def check(self) -> None:
         self._engine.check()
