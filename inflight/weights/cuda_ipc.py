@@ -15,7 +15,7 @@ from inflight.core.messages import CudaIpcDescriptor
 
 
 class CudaSlot:
-    """`nbytes` of device memory as `buffer`, u8[nbytes]."""
+    """A slot of `nbytes` bytes of device memory, which `buffer` is, u8[nbytes]."""
 
     def __init__(self, buffer: torch.Tensor):
         self.buffer = buffer
@@ -23,7 +23,7 @@ class CudaSlot:
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "CudaSlot":
-        """Raises DeviceMemoryError if it does not fit or could not be shared."""
+        """Make a slot. Raises DeviceMemoryError if it does not fit or could not be shared."""
         config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         if "expandable_segments:True" in config.replace(" ", ""):
             raise DeviceMemoryError(
@@ -81,7 +81,7 @@ class CudaSlot:
         )
 
     def split(self, count: int) -> list["CudaSlot"]:
-        """Slots of equal size in the memory of this one."""
+        """Return slots of equal size in the memory of this one."""
         return [CudaSlot(part) for part in self.buffer.split(self.nbytes // count)]
 
     def unlink(self) -> None:
@@ -97,7 +97,7 @@ def use_own_stream(device: torch.device) -> None:
 
 
 def uuid_of(device: torch.device) -> str:
-    """The name of a GPU in every process, whatever its number there; "" for a CPU."""
+    """Return the name of a GPU, which is the same in every process whatever its number there; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

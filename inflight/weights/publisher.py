@@ -135,12 +135,12 @@ class Publisher:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
+        """Bytes that engines were sent of the last version that all of them got: the whole, or a delta."""
         return self._target.sent_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """True once `close()` was called."""
         return self._closing
 
     def publish(self, weights: Weights | None = None) -> int:
@@ -225,7 +225,7 @@ class Publisher:
         self.close() if kind is None else self.close(_GIVE_UP_S)
 
     def _publish_named(self, source: NamedSource, weights: Weights | None) -> int:
-        """All of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
+        """Do all of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
         target, called_ns = self._target, now_ns()
         with self._handing:
             self._check_open()
@@ -245,7 +245,7 @@ class Publisher:
             return record.version
 
     def _number(self, called_ns: int) -> Published:
-        """The next version, of which the engines' meters learn."""
+        """Return the next version, which the engines' meters are told."""
         self.version += 1
         for address in self._addresses:
             address.on_publish(self.version, called_ns)
@@ -257,8 +257,8 @@ class Publisher:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
     def _may_spoil_the_only_slot(self, link: EngineLink) -> bool:
-        """Whether weights that may turn out not to be finite, or not to fit, would be written over the only ones that
-        the engine has."""
+        """Return whether weights that may turn out not to be finite, or not to fit, would be written over the only ones
+        that the engine has."""
         return link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -280,10 +280,8 @@ class Publisher:
         try:
             if slot_timeout_s is not None:
                 transport = transport.for_one_engine(slot_timeout_s)
-                if not self._may_spoil_the_only_slot(link):
-                    target = transport.target(link, self._refuse)
-                    if target is not None:
-                        return target
+                if not self._may_spoil_the_only_slot(link) and (target := transport.target(link, self._refuse)):
+                    return target
             return StagingBuffer(link, transport, self._source.device, self._refuse)
         except BaseException:
             link.release()
@@ -328,7 +326,7 @@ class Publisher:
                 self._target.listen()
 
     def _claim(self) -> Published:
-        """The newest announced version; a later publish() starts another round."""
+        """Take the newest version to be copied; a later publish() starts another round."""
         with self._condition:
             assert self._pending is not None
             record, self._pending, self._copying = self._pending, None, True
@@ -368,7 +366,7 @@ class Publisher:
 
 
 def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Source:
-    """What fits the model. For a sharded one all ranks make theirs at once."""
+    """Return what fits the model. For a sharded one all ranks make theirs at once."""
     if not isinstance(model, nn.Module):
         return NamedSource(model)
     if is_sharded(model):
@@ -388,7 +386,7 @@ def _address(engine: Engine) -> Address:
 
 
 def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors in a slot that hold NaN or infinite values."""
+    """Return the names of the tensors in a slot that hold NaN or infinite values."""
     floats = {name: view for name, view in views.items() if view.is_floating_point()}
     finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
     return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]

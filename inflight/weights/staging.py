@@ -1,4 +1,4 @@
-"""Where versions wait on their way to several engines, or to one that this process cannot write to.
+"""Versions wait here on their way to several engines, or to one that this process cannot write to.
 
 The trainer goes on once its parameters are copied to the staging buffer. A thread sends the newest version to all
 engines at once, and takes the next when each of them has it or is lost; what was staged meanwhile and is not the newest
@@ -23,7 +23,7 @@ from inflight.weights.transports.base import Outcome, Sender, StagedVersion, Tar
 logger = logging.getLogger("inflight.weights")
 
 _MAX_BUFFERS = 3
-"""One that was sent last, one that is being sent, one that is being filled. Each is made when it is needed."""
+"""One was sent last, one is being sent, one is being filled. Each is made when it is needed."""
 
 
 class StagingBuffer(Target):

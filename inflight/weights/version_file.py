@@ -105,7 +105,7 @@ def _opened(
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A tensor, as the header of a safetensors file describes it."""
+    """The description of a tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]

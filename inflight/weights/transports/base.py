@@ -107,8 +107,6 @@ class Sender(ABC):
         self._holds: dict[EngineLink, int] = {}
         """Maps an engine to the version that it was filled with last, which can be the base of a delta."""
 
-    # ---- what a subclass writes and uses ------------------------------------------------------------------------
-
     @abstractmethod
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         """Bring a version to these engines, each of which has lent the slot beside it; `fill` has one fill its slot.
@@ -151,7 +149,7 @@ class Sender(ABC):
         return worked and all(ready)
 
     def holds(self, engine: EngineLink, base: StagedVersion | None) -> bool:
-        """Whether an engine was filled with this version last."""
+        """Return whether an engine was filled with this version last."""
         return base is not None and self._holds.get(engine) == base.version
 
     def changes(
@@ -167,39 +165,29 @@ class Sender(ABC):
         for engine in self.engines:
             engine.detach()
 
-    # ---- what the staging buffer uses ---------------------------------------------------------------------------
-
     def add(self, engine: EngineLink) -> None:
+        """Bring versions to another engine, too."""
         self.engines.append(engine)
 
     def send(self, staged: StagedVersion, base: StagedVersion | None) -> Outcome:
         """Bring the version to every engine that lacks it."""
         self._lost, self._refused, self.sent_bytes = {}, {}, 0
         for _ in range(_ATTEMPTS):
-            late = [engine for engine in self.engines if engine not in self._lost and engine.version < staged.version]
-            self._acquire_slots(late)
+            self._slots, self._fills = {}, {}
+            for engine in self.engines:
+                if engine not in self._lost and engine.version < staged.version:
+                    self._try(engine, partial(self._acquire, engine))
             if self._slots:
                 self._attempt(staged, base)
         self.engines = [engine for engine in self.engines if engine not in self._lost]
-        self._holds = {engine: version for engine, version in self._holds.items() if engine not in self._lost}
-        refused = [
-            error for engine, error in self._refused.items() if self.refused_later or engine.version < staged.version
-        ]
-        return Outcome(self._lost, refused, self.sent_bytes)
+        refused = {e: error for e, error in self._refused.items() if self.refused_later or e.version < staged.version}
+        return Outcome(self._lost, list(refused.values()), self.sent_bytes)
 
-    def _acquire_slots(self, engines: Sequence[EngineLink]) -> None:
-        """Get a slot of each engine that has one in time."""
-        self._slots = {}
-
-        def acquire(engine: EngineLink) -> None:
-            engine.check()
-            self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
-
-        for engine in engines:
-            self._try(engine, partial(acquire, engine))
+    def _acquire(self, engine: EngineLink) -> None:
+        engine.check()
+        self._slots[engine] = engine.acquire(self.timeout_s, "timeout_s of the transport")
 
     def _attempt(self, staged: StagedVersion, base: StagedVersion | None) -> None:
-        self._fills = {}
         try:
             self.deliver(self._slots, staged, base)
         except InflightError as error:

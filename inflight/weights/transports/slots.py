@@ -8,12 +8,11 @@ import torch
 
 from inflight.core.errors import ChecksumError, InflightError
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import CudaIpcDescriptor, SlotDescriptor
+from inflight.core.messages import CudaIpcDescriptor
 from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.shared_memory import SharedMemorySlot
-from inflight.weights.slot_table import Slot
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
 
@@ -23,8 +22,8 @@ class Slots(Transport):
     """The trainer writes to the engine's slots: shared memory, or device memory by CUDA IPC. On one machine."""
 
     checksum: bool = False
-    """Whether the engine compares a checksum of the slot before it draws with it. If it differs, an engine with a
-    single slot waits for the next version."""
+    """Have the engine compare a checksum of the slot before it draws with it. If it differs, an engine with a single
+    slot waits for the next version."""
     timeout_s: float = 60.0
     """How long one of several engines may take to lend a slot; one that takes longer is let go. For one engine alone
     the publisher's `slot_timeout_s` counts."""
@@ -119,11 +118,7 @@ class SlotSender(Sender):
 
 def map_slots(engine: EngineLink) -> list[torch.Tensor]:
     """Map an engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
-    return [map_slot(descriptor).buffer for descriptor in engine.attached.slots]
-
-
-def map_slot(descriptor: SlotDescriptor) -> Slot:
-    """Map a slot of another process into this one's memory."""
-    if isinstance(descriptor, CudaIpcDescriptor):
-        return CudaSlot.attach(descriptor)
-    return SharedMemorySlot.attach(descriptor)
+    return [
+        (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot).buffer  # pyright: ignore
+        for slot in engine.attached.slots
+    ]
