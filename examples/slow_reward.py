@@ -60,7 +60,7 @@ def main(name: str = "tiny") -> None:
         for step, ids in evaluations.items():
             scores = [share_of_digits(rollout) for [rollout] in engine.stream.groups(ids)]
             print(f"held out, after step {step}  reward {sum(scores) / len(scores):.3f}")
-        print(f"{engine.stream.num_unscored} answers were left without a reward")
+        print(f"{engine.stream.dropped.num_unscored_rollouts} answers were left without a reward")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main(path: str, steps: int = 20) -> list[dict]:
             ),
             train_dataset=Dataset.from_dict({"prompt": [f"Number {i}: " for i in range(256)]}),
             processing_class=engine.tokenizer,
-            rollout_func=EngineRollouts(engine),
+            rollout_func=EngineRollouts(engine, ahead=1),  # the generator draws the next batch meanwhile
         )
         with engine.publisher(model) as publisher:  # after the trainer, which may move the model
             trainer.add_callback(PublishCallback(publisher))

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from inflight.session import LaunchedEngine, launch
     from inflight.training.data.advantages import group_advantages
     from inflight.training.data.batch import PackedBatch, pack
+    from inflight.training.data.scored_groups import ScoredGroups
     from inflight.training.data.scoring import Scorer
-    from inflight.training.data.staleness_filter import StalenessFilter, StalenessRule
+    from inflight.training.data.staleness_filter import StalenessRule
     from inflight.training.grpo import GRPOConfig, grpo
     from inflight.training.model.forward import score_tokens, token_logprobs
     from inflight.training.model.replay import replay_routed_experts
@@ -54,8 +55,8 @@ _HOME = {
     "Objective": "inflight.training.objective.objective",
     "VersionProbe": "inflight.training.objective.probe",
     "replay_routed_experts": "inflight.training.model.replay",
+    "ScoredGroups": "inflight.training.data.scored_groups",
     "Scorer": "inflight.training.data.scoring",
-    "StalenessFilter": "inflight.training.data.staleness_filter",
     "StalenessRule": "inflight.training.data.staleness_filter",
     "LossStats": "inflight.training.objective.statistics",
     "clip_and_step": "inflight.training.step",
@@ -80,10 +81,10 @@ __all__ = [
     "Publisher",
     "Rollout",
     "SamplingParams",
+    "ScoredGroups",
     "Scorer",
     "ShardSender",
     "Slots",
-    "StalenessFilter",
     "StalenessRule",
     "VersionProbe",
     "clip_and_step",

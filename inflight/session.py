@@ -1,6 +1,7 @@
 """What a user holds: an engine in its own process, its stream, and publishers to it."""
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +9,7 @@ from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 from weakref import WeakSet
 
 import msgspec
@@ -18,7 +19,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
+from inflight.engine.client import EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.prompts import PromptLike, encode_prompts
 from inflight.observability.staleness_meter import StalenessMeter
@@ -30,13 +31,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from inflight.core.rollout import Rollout
-    from inflight.training.data.rollouts import RolloutStream
+    from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.link import Address
     from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
     from inflight.weights.transports.base import Transport
 
 logger = logging.getLogger("inflight")
+
+Options = ParamSpec("Options")
 
 _TELL_EVERY_S = 30.0
 _WAKE_TIMEOUT_S = 600.0
@@ -45,53 +48,35 @@ _CLOSE_S = 5.0
 """For a publisher to send what it has, where the engine is about to end anyway."""
 
 
-def launch(
-    model: str,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    slots: int = 2,
-    max_sequences: int = 64,
-    max_context: int = 0,
-    seed: int = 0,
-    threads: int = 0,
-    timeout_s: float = 600.0,
-    answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    **more: Any,
-) -> "LaunchedEngine":
+def _takes(options: Callable[Options, EngineOptions]) -> Callable[[Any], "Callable[Options, LaunchedEngine]"]:
+    """Lets editors, type checkers and `help()` see that a function takes these options."""
+
+    def give_signature(function: Any) -> "Callable[Options, LaunchedEngine]":
+        function.__signature__ = inspect.signature(options)
+        return function
+
+    return give_signature
+
+
+@_takes(EngineOptions)
+def launch(*model: str, **options: Any) -> "LaunchedEngine":
     """Start a generator in its own process and wait until it has loaded its model.
 
-    model: a directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them).
-    All parameters are described in `inflight.EngineOptions`, which has more. Use it as a context manager, or `close()`
-    it. timeout_s: for the start. answer_timeout_s: for every answer of the running engine, which gives it between two
-    forward passes; an engine that lives and takes longer raises EngineHungError, wherever it is waited for.
-    Raises TypeError for an option that does not exist, ValueError for one that is out of range, ModelLoadError,
-    UnsupportedModelError, SharedMemoryError, DeviceMemoryError, EngineDiedError or EngineHungError.
+    It takes the fields of `inflight.EngineOptions`, which describes them; `model` is the only one that must be given.
+    Use it as a context manager, or `close()` it. Raises TypeError for an option that does not exist, ValueError for one
+    that is out of range, ModelLoadError, UnsupportedModelError, SharedMemoryError, DeviceMemoryError, EngineDiedError
+    or EngineHungError.
     """
-    options = EngineOptions(
-        model=model,
-        device=device,
-        dtype=dtype,
-        slots=slots,
-        max_sequences=max_sequences,
-        max_context=max_context,
-        seed=seed,
-        threads=threads,
-        **more,
-    )
-    return LaunchedEngine(options, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
+    return LaunchedEngine(EngineOptions(*model, **options))
 
 
 class LaunchedEngine:
     """A running generator. Safe to use from several threads and asyncio tasks at once; `agenerate` and the stream's
     `agroups` are for the latter. What a model's publisher does stays in one thread."""
 
-    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0, answer_timeout_s: float = ANSWER_TIMEOUT_S):
-        if not answer_timeout_s > 0:
-            raise ValueError(f"answer_timeout_s must be positive, got {answer_timeout_s}")
+    def __init__(self, options: EngineOptions):
         self.options = options
-        self.answer_timeout_s = answer_timeout_s
-        self._launcher = EngineLauncher(options, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
+        self._launcher = EngineLauncher(options)
         self._call = self._launcher.client.call
         self._lock = threading.RLock()
         self._tokenizer_lock = threading.Lock()
@@ -115,7 +100,7 @@ class LaunchedEngine:
         """Finished rollouts, in groups and batches."""
         with self._lock:
             if self._stream is None:
-                from inflight.training.data.rollouts import RolloutStream
+                from inflight.training.data.rollout_stream import RolloutStream
 
                 self._stream = RolloutStream(
                     self.info.stream_endpoint,
@@ -124,7 +109,7 @@ class LaunchedEngine:
                     meter=self.staleness,
                     check_engine=self._launcher.check,
                     ask_engine=self._ask_engine,
-                    silence_s=min(SILENCE_S, self.answer_timeout_s / 2),
+                    silence_s=min(SILENCE_S, self.options.answer_timeout_s / 2),
                 )
             return self._stream
 
@@ -258,7 +243,7 @@ class LaunchedEngine:
 
     def wake(self) -> None:
         """Go on after `sleep()`. Raises DeviceMemoryError if the memory is not there any more."""
-        self._call("wake", timeout_s=max(self.answer_timeout_s, _WAKE_TIMEOUT_S))
+        self._call("wake", timeout_s=max(self.options.answer_timeout_s, _WAKE_TIMEOUT_S))
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """Return when the engine draws with this version or a newer one: the pause of a synchronous loop."""
@@ -307,7 +292,7 @@ class LaunchedEngine:
             model,
             transport=transport,
             check_finite=check_finite,
-            timeout_s=self.answer_timeout_s if timeout_s is None else timeout_s,
+            timeout_s=self.options.answer_timeout_s if timeout_s is None else timeout_s,
             slot_timeout_s=slot_timeout_s,
         )
         self._publishers.add(publisher)
@@ -348,7 +333,7 @@ class LaunchedEngine:
                 at_end.callback(publisher.close, _CLOSE_S)
             if self._trace is not None:
                 with suppress(InflightError, OSError):  # it is logged
-                    bound_s = min(_CLOSE_S, self.answer_timeout_s)
+                    bound_s = min(_CLOSE_S, self.options.answer_timeout_s)
                     self._call("status", returns=Status, timeout_s=bound_s)  # else nobody writes it
                     self._trace.close()
 

@@ -12,7 +12,7 @@ from inflight.bench.learning_plots import plot_lags, plot_modes
 from inflight.bench.learning_run import GROUP_SIZE, LearningSettings, Progress
 from inflight.bench.options import LearningOptions
 from inflight.training.objective.objective import resolve
-from inflight.training.schedules import SCHEDULES
+from inflight.training.schedules import ROLLOUT_SCHEDULES
 
 LAG_DEFAULTS = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
 """In place of those of LearningSettings: with lags there are many runs, and each is shorter."""
@@ -28,8 +28,10 @@ def measure(options: LearningOptions, progress: Progress = lambda _: None) -> di
 
 def check(settings: LearningSettings) -> None:
     """Raise ValueError if a run would fail after its warm-up."""
-    if not settings.modes or set(settings.modes) - set(SCHEDULES):
-        raise ValueError(f"--modes must be some of {', '.join(SCHEDULES)}, got {','.join(settings.modes) or 'none'}")
+    if not settings.modes or set(settings.modes) - set(ROLLOUT_SCHEDULES):
+        raise ValueError(
+            f"--modes must be some of {', '.join(ROLLOUT_SCHEDULES)}, got {','.join(settings.modes) or 'none'}"
+        )
     if settings.sequences < GROUP_SIZE:
         raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
     if settings.lags and not settings.corrections:

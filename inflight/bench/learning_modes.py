@@ -35,7 +35,7 @@ from inflight.bench.learning_run import (
 )
 from inflight.demo.trainer import Threads, split_cores
 from inflight.engine.loading import resolve_device
-from inflight.training.schedules import Schedule
+from inflight.training.schedules import RolloutSchedule
 
 TRIAL_STEPS = 10
 """Optimizer steps of a trial of numbers of threads."""
@@ -50,9 +50,9 @@ def measure_modes(settings: LearningSettings, progress: Progress = lambda _: Non
     ratio: sync's seconds_to_target divided by inflight's, median over seeds. series: the curve of every run.
     Raises InflightError or ValueError.
     """
-    schedules = cast(tuple[Schedule, ...], settings.modes)
-    runs: dict[Schedule, list[Run]] = {mode: [] for mode in schedules}
-    threads: dict[Schedule, Threads] = {}
+    schedules = cast(tuple[RolloutSchedule, ...], settings.modes)
+    runs: dict[RolloutSchedule, list[Run]] = {mode: [] for mode in schedules}
+    threads: dict[RolloutSchedule, Threads] = {}
     for turn, seed in enumerate(settings.seeds):
         with warm_start(settings, seed, progress) as start:
             threads = threads or {mode: _threads_of(mode, settings, start, progress) for mode in schedules}
@@ -162,7 +162,7 @@ def _ratios(modes: Mapping[str, dict[str, Any]]) -> list[float]:
     return [sync / inflight for sync, inflight in seconds if sync and inflight]
 
 
-def _threads_of(schedule: Schedule, settings: LearningSettings, start: Start, progress: Progress) -> Threads:
+def _threads_of(schedule: RolloutSchedule, settings: LearningSettings, start: Start, progress: Progress) -> Threads:
     """Choose the schedule's threads on this machine, as the module's docstring says."""
     half, cores = split_cores(resolve_device(settings.device)), torch.get_num_threads()
     if schedule != "sync" or half.engine in (0, cores):

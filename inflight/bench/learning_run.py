@@ -11,6 +11,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from inflight.bench.gpu_meter import BusyMeter
+from inflight.bench.lagged_publisher import LaggedPublisher
 from inflight.bench.options import LearningOptions
 from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
@@ -22,8 +23,7 @@ from inflight.engine.loading import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, StepReport, grpo
-from inflight.training.lag import LaggedPublisher
-from inflight.training.schedules import Schedule
+from inflight.training.schedules import RolloutSchedule
 
 TASK = "spell_backward"
 GROUP_SIZE = 8
@@ -122,7 +122,7 @@ def learn(
     settings: LearningSettings,
     start: Start,
     *,
-    schedule: Schedule,
+    schedule: RolloutSchedule,
     threads: Threads,
     lag: int = 0,
     label: str = "",
@@ -174,7 +174,7 @@ def learn(
             accuracy_before=before,
             accuracy_after=after,
             staleness=engine.staleness.summary(),
-            engine=engine.info.how(),
+            engine=engine.info.execution(),
             gpu_busy=meter.share,
         )
 

@@ -209,7 +209,7 @@ def _measure_ours(
             if len(samples.swaps) == before:
                 raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
         grown = {name: value - held[name] for name, value in _held(launcher.pid, device).items()}
-        how = launcher.welcome.how()
+        how = launcher.welcome.execution()
         progress("pause, publish and resume")
         _pausing_round(settings, setup, launcher, reader, publisher, samples)
     return samples, read_bytes, written_bytes, {"engine": how, "num_rounds": rounds, "grown": grown}

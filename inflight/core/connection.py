@@ -51,35 +51,24 @@ class Connection:
         """A number for a message that is to be answered."""
         return next(self._tickets)
 
-    def ask(self, message: ToEngine) -> Answer:
-        """Send a message with a ticket; the future is its answer. Raises InflightError if the connection is closed, and
-        InvalidRequestError if the message is too large."""
-        answer: Answer = Future()
+    def send(self, message: ToEngine) -> Answer:
+        """Hand over a message. The answer never comes if the message has no ticket. Raises InflightError if the
+        connection is closed, and InvalidRequestError if the message is too large."""
+        data, answer = encode(message), Future()
         answer.set_running_or_notify_cancel()  # a task that is cancelled leaves it alone
-        self._hand_over(encode(message), message.ticket, answer)
-        return answer
-
-    def send(self, message: ToEngine) -> None:
-        """Send a message that has no answer. Raises as `ask` does."""
-        self._hand_over(encode(message))
-
-    def wake(self) -> None:
-        """End the wait of a `pump`."""
-        with self._lock:
-            self._write_to_pipe()
-
-    def _hand_over(self, data: bytes, ticket: int = 0, answer: Answer | None = None) -> None:
         with self._lock:
             if self._closed:
                 raise InflightError("the connection to the engine is closed")
-            if answer is not None:
-                self._asked[ticket] = answer
+            if message.ticket:
+                self._asked[message.ticket] = answer
             self._outbox.append(data)
-            self._write_to_pipe()
+        self.wake()
+        return answer
 
-    def _write_to_pipe(self) -> None:
-        if not self._closed:
-            with contextlib.suppress(BlockingIOError):  # the pipe is full, so that nobody sleeps
+    def wake(self) -> None:
+        """End the wait of a `pump`."""
+        with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full, so that nobody sleeps
+            if not self._closed:
                 os.write(self._waking, b"1")
 
     # ---- the thread that owns the socket ------------------------------------------------------------------------

@@ -27,7 +27,7 @@ other."""
 PACKAGE = str(Path(inflight.__file__).parent)
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_TEXT = 2000
-"""Characters of an error message on the wire and in a log."""
+"""Most characters of an error message on the wire and in a log."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -101,9 +101,9 @@ class Attach(_Message, frozen=True):
     transport: str
     """Name of the transport, one of those that the engine accepts."""
     adapters: bool = False
-    """Whether it publishes adapters, and not weights."""
+    """It publishes adapters, and not weights."""
     aliases: bool = False
-    """Whether it wants to know by which other names the tensors go."""
+    """It asks for the other names of the tensors."""
     lock_token: str = ""
     """What the publisher wrote into `Welcome.publisher_lock` when it had locked it; "" if it is on another machine."""
 
@@ -159,7 +159,7 @@ class Welcome(_Message, frozen=True):
     stream_endpoint: str
     layout: WeightLayout
     adapter_layout: WeightLayout | None
-    """Of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
+    """The layout of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
     device: str
     device_uuid: str
     """"" for a CPU."""
@@ -172,7 +172,7 @@ class Welcome(_Message, frozen=True):
     attention: str
     """Name of the attention backend."""
     fused: bool
-    """Whether the decoder runs with fused kernels, or as Transformers runs it."""
+    """The decoder runs with fused kernels, and not as Transformers runs it."""
     num_graphs: int
     """CUDA graphs that were recorded."""
     publisher_lock: str
@@ -184,8 +184,8 @@ class Welcome(_Message, frozen=True):
     package: str = ""
     """Where the engine's inflight lies."""
 
-    def how(self) -> dict[str, Any]:
-        """How passes run, for records of measurements."""
+    def execution(self) -> dict[str, Any]:
+        """Says how forward passes run, for records of measurements."""
         return {"attention": self.attention, "fused": self.fused, "num_graphs": self.num_graphs}
 
 
@@ -209,9 +209,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool
     asleep: bool
     versions: list[int]
-    """Held whole, live or pinned, and so open to pinned requests."""
+    """The versions that slots hold whole, live or pinned, which requests may be pinned to."""
     num_preemptions: int
-    """Times that a sequence gave its KV blocks back to others and was computed again."""
+    """How often a sequence gave its KV blocks back to others and was computed again."""
     kv_blocks_used: int
     kv_blocks: int
     num_reused_tokens: int
@@ -234,7 +234,7 @@ class Attached(_Message, frozen=True):
     version: int
     """Newest version that the engine holds; the next publish must be above it."""
     aliases: list[Alias] = []
-    """Where it was asked for them."""
+    """The other names of the tensors, if the publisher asked for them."""
 
 
 class SlotFree(_Message, frozen=True):

@@ -17,8 +17,6 @@ from inflight.core.waiting import Wait
 
 logger = logging.getLogger("inflight.client")
 
-ANSWER_TIMEOUT_S = 60.0
-"""Default bound for an answer. The engine answers between two forward passes."""
 _CHECK_S = 0.1
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NONE: type[Any] = type(None)
@@ -38,7 +36,7 @@ class EngineClient:
         endpoint: str,
         *,
         check_engine: Callable[[], None] = lambda: None,
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        answer_timeout_s: float = 60.0,
     ):
         self.endpoint = endpoint
         self.answer_timeout_s = answer_timeout_s
@@ -50,7 +48,7 @@ class EngineClient:
 
     def hello(self, *, timeout_s: float) -> Welcome:
         """Wait until the engine has loaded its model. Raises the error that kept it from doing so."""
-        answer = self._connection.ask(Hello(ticket=self._connection.ticket()))
+        answer = self._connection.send(Hello(ticket=self._connection.ticket()))
         reason = "launch with timeout_s for another bound"
         welcome = self._wait_for(answer, _AnswerWait("has not loaded its model", timeout_s, reason, self._check_engine))
         if not isinstance(welcome, Welcome):
@@ -99,7 +97,7 @@ class EngineClient:
 
     def _ask(self, verb: str, arguments: Mapping[str, Any]) -> Answer:
         raw = to_raw(dict(arguments), f"what {verb} is called with")
-        return self._connection.ask(Call(ticket=self._connection.ticket(), verb=verb, arguments=raw))
+        return self._connection.send(Call(ticket=self._connection.ticket(), verb=verb, arguments=raw))
 
     def _answer_wait(self, verb: str, timeout_s: float | None = None) -> "_AnswerWait":
         reason = (

@@ -59,7 +59,8 @@ class EngineProcess:
         self._control = control
         self._stream = stream
         self._alive_lock = alive_lock(directory)
-        self._publishing = PublisherService(engine, control, directory / "publisher.lock", transports)
+        self._publisher_lock = directory / "publisher.lock"
+        self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
         self._recorder = Recorder("inflight engine", directory)
         self._verbs = Verbs(engine, self)
         self._step_ns = 0
@@ -191,7 +192,7 @@ class EngineProcess:
             attention=engine.attention,
             fused=engine.runner.unfused_reason is None,
             num_graphs=engine.runner.num_graphs,
-            publisher_lock=str(self._publishing.lock),
+            publisher_lock=str(self._publisher_lock),
             alive_lock=str(self._alive_lock),
             version=inflight.__version__,
             protocol=PROTOCOL,

@@ -1,9 +1,7 @@
 """The engine's side of its publisher: who may publish, which slots it has, and what became of what it sent."""
 
-from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
@@ -36,7 +34,7 @@ class PublisherService:
         """lock: the file that a publisher locks before it attaches."""
         self._engine = engine
         self._control = control
-        self._seat = PublisherSeat(lock, self._is_reachable)
+        self._seat = PublisherSeat(lock, lambda holder: control.send(holder, Done()))  # which a publisher ignores
         self._slot_table = engine.slot_table
         """The slots of what the publisher publishes: weights or adapters."""
         self._loading: set[tuple[SlotTable, int]] = set()
@@ -45,22 +43,32 @@ class PublisherService:
         self._transports = transports
         self._filler: SlotFiller | None = None
         """Works for the publisher that is attached."""
-        self._handlers: dict[type, Callable[[bytes, Any], Attached | None]] = {
-            Attach: self._attach,
-            SlotRequest: self._request_slot,
-            Prepare: self._prepare,
-            Fill: self._fill,
-            SlotReady: self._take_version,
-            Detach: self._detach,
-        }
-
-    @property
-    def lock(self) -> Path:
-        return self._seat.lock
 
     def handle(self, sender: bytes, message: FromPublisher) -> Attached | None:
         """Returns the answer, unless it comes later or not at all. Raises InflightError to refuse the message."""
-        return self._handlers[type(message)](sender, message)
+        if isinstance(message, Attach):
+            return self._attach(sender, message)
+        if isinstance(message, Detach):
+            self._detach(sender, message)
+            return None
+        self._seat.check(sender)
+        began_ns = now_ns()
+        match message:
+            case Prepare():
+                self._submit(sender, message)
+            case Fill():
+                self._slot_table.check_lent(message.slot, message.fingerprint)
+                self._load(sender, message)
+            case SlotRequest():
+                self._slot_table.request()
+            case SlotReady(checksum=None):
+                self._slot_table.ready(message)
+            case SlotReady():
+                self._slot_table.check(message)
+                self._load(sender, message)
+        if isinstance(message, SlotReady | SlotRequest):
+            self._slot_table.handling_ns += now_ns() - began_ns
+        return None
 
     def take_results(self) -> None:
         """Tell the publisher what its slot filler has done since the last pass."""
@@ -76,8 +84,6 @@ class PublisherService:
                 if not self._control.send(holder, SlotFree(slot=slot)):  # it does not know that it was lent one
                     slot_table.withdraw([slot])
                 slot_table.handling_ns += now_ns() - began_ns
-
-    # ---- messages -----------------------------------------------------------------------------------------------
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
@@ -110,38 +116,10 @@ class PublisherService:
             raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
         return self._engine.adapters.slot_table
 
-    def _request_slot(self, sender: bytes, message: SlotRequest) -> None:
-        began_ns = now_ns()
-        self._seat.check(sender)
-        self._slot_table.request()
-        self._slot_table.handling_ns += now_ns() - began_ns
-
-    def _prepare(self, sender: bytes, message: Prepare) -> None:
-        self._seat.check(sender)
-        self._submit(sender, message)
-
-    def _fill(self, sender: bytes, message: Fill) -> None:
-        self._seat.check(sender)
-        self._slot_table.check_lent(message.slot, message.fingerprint)
-        self._load(sender, message)
-
-    def _take_version(self, sender: bytes, message: SlotReady) -> None:
-        began_ns = now_ns()
-        self._seat.check(sender)
-        if message.checksum is None:
-            self._slot_table.ready(message)
-        else:
-            self._slot_table.check(message)
-            self._load(sender, message)
-        self._slot_table.handling_ns += now_ns() - began_ns
-
     def _detach(self, sender: bytes, message: Detach) -> None:
         if sender == self._seat.holder:
             self._slot_table.withdraw(message.untouched)
         self._seat.leave(sender)
-
-    def _is_reachable(self, publisher: bytes) -> bool:
-        return self._control.send(publisher, Done())  # an answer to nothing, which a publisher ignores
 
     # ---- what the slot filler does ------------------------------------------------------------------------------
 

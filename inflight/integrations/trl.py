@@ -1,12 +1,13 @@
 """inflight as the generator of TRL's GRPOTrainer (written against trl 1.16, whose `rollout_func` is experimental).
 
     with inflight.launch(path) as engine:
-        trainer = GRPOTrainer(model, …, rollout_func=EngineRollouts(engine))
+        trainer = GRPOTrainer(model, …, rollout_func=EngineRollouts(engine, ahead=1))
         publisher = engine.publisher(trainer.model)      # after the trainer, which may move the model
         trainer.add_callback(PublishCallback(publisher))
         trainer.train()
 
-trl itself is not imported here.
+`ahead` keeps the generator busy while TRL trains, and `behavior_ratio(GRPOTrainer)` makes a trainer whose clip bounds
+the ratio to the policy that drew each token. trl itself is not imported here.
 """
 
 import logging
@@ -71,15 +72,15 @@ class EngineRollouts:
         Returns lists of len(prompts): prompt_ids, completion_ids, logprobs (one per completion token), and for the
         reward functions weight_versions (one per completion token) and finish_reason.
         """
-        _refuse_what_would_be_ignored(trainer)
-        _correct_as_for_vllm(trainer)
+        _refuse_unsupported_settings(trainer)
+        _enable_trl_correction(trainer)
         training = trainer.model.training
-        group_ids = self._foreseen(prompts) if training else None
+        group_ids = self._planned_groups(prompts) if training else None
         if group_ids is None:
             self._engine.wait_for_version(self._engine.staleness.published_version)
             group_ids = self._submit(prompts, trainer)
         if self._ahead and training:
-            self._plan(prompts, trainer)
+            self._submit_ahead(prompts, trainer)
         rollouts = [rollout for group in self._engine.stream.collect(group_ids) for rollout in group]
         _check(rollouts)
         return {
@@ -90,8 +91,9 @@ class EngineRollouts:
             "finish_reason": [r.finish_reason for r in rollouts],
         }
 
-    def _foreseen(self, prompts: list[Prompt]) -> list[int] | None:
-        """The groups that were submitted ahead for this batch. Of a batch not foreseen (a resumed run) all plans go."""
+    def _planned_groups(self, prompts: list[Prompt]) -> list[int] | None:
+        """The groups that were submitted ahead for this batch; None if it was not. Then (in a resumed run) all that was
+        submitted ahead is cancelled."""
         if not self._planned:
             return None
         expected, group_ids = self._planned.popleft()
@@ -105,7 +107,7 @@ class EngineRollouts:
         return None
 
     def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
-        """Each run of equal prompts becomes a group; the group ids, in the order of the prompts."""
+        """Submit each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
         params = self._sampling_params(trainer)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
         token_ids = iter(_encode([prompt for prompt, _ in runs], trainer))
@@ -128,10 +130,10 @@ class EngineRollouts:
             self._warned = True
         return params
 
-    def _plan(self, prompts: list[Prompt], trainer: Any) -> None:
+    def _submit_ahead(self, prompts: list[Prompt], trainer: Any) -> None:
         """Submit the batches that will follow `prompts`, until `ahead` of them are in flight."""
         if self._upcoming is None:
-            self._upcoming = _after(prompts, trainer)
+            self._upcoming = _batches_after(prompts, trainer)
         args, state = trainer.args, trainer.state
         micro_steps_left = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
         to_come = -(-micro_steps_left // (args.steps_per_generation * args.num_iterations)) - 1
@@ -145,8 +147,9 @@ class EngineRollouts:
 class PublishCallback(TrainerCallback):
     """Publishes the trainer's weights when training begins and after every optimizer step.
 
-    TRL generates its next batch after `on_step_end`, so the batch starts under weights at least that new. Of a model
-    with adapters of PEFT go the adapters, or the weights with them merged in, as the engine was launched.
+    TRL generates its next batch after `on_step_end`, so the batch starts under weights at least that new. For a PEFT
+    model the publisher sends the adapters to an engine that was launched with `lora_rank`, and the weights with the
+    adapters merged into them to any other.
     """
 
     def __init__(self, publisher: Publisher):
@@ -169,7 +172,7 @@ def behavior_ratio(trainer_class: type) -> type:
 
     class BehaviorRatioTrainer(trainer_class):
         corrects_itself = True
-        """Told to EngineRollouts: weights would count the same difference twice."""
+        """EngineRollouts reads this: TRL's own weights would count the same difference twice."""
 
         def compute_loss(
             self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -183,27 +186,27 @@ def behavior_ratio(trainer_class: type) -> type:
     return BehaviorRatioTrainer
 
 
-class _WeightsArePublished:
-    """In place of TRL's vLLM: its weights come from a Publisher, so that there is nothing to bring up to date."""
+class _NothingToSync:
+    """Stands in for TRL's vLLM. A Publisher brings the weights, so that `sync_weights` has nothing to do."""
 
     def sync_weights(self) -> None:
         """Nothing to do."""
 
 
-def _correct_as_for_vllm(trainer: Any) -> None:
-    """TRL weighs tokens by their recorded log-probabilities where `use_vllm` is set, and nowhere else; it asks for
-    nothing more than `sync_weights` then, since `rollout_func` generates."""
+def _enable_trl_correction(trainer: Any) -> None:
+    """Have TRL weigh tokens by their recorded log-probabilities. It does so only where `use_vllm` is set; then it calls
+    nothing but `sync_weights`, since `rollout_func` generates."""
     if trainer.vllm_importance_sampling_correction and not getattr(trainer, "corrects_itself", False):
         if trainer.loss_type == "vespo" and trainer.vllm_importance_sampling_mode.startswith("sequence"):
             raise InvalidRequestError(
                 "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', or "
                 "vllm_importance_sampling_correction=False"
             )
-        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _WeightsArePublished(), -1
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _NothingToSync(), -1
 
 
-def _refuse_what_would_be_ignored(trainer: Any) -> None:
-    if trainer.use_vllm and not isinstance(trainer.vllm_generation, _WeightsArePublished):
+def _refuse_unsupported_settings(trainer: Any) -> None:
+    if trainer.use_vllm and not isinstance(trainer.vllm_generation, _NothingToSync):
         raise InvalidRequestError("use_vllm=True starts vLLM beside the engine, which generates; leave it off")
     if getattr(trainer, "tools", None):
         raise InvalidRequestError(
@@ -264,7 +267,7 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 
 def _encode(prompts: list[Prompt], trainer: Any) -> list[list[int]]:
-    """Token ids as GRPOTrainer would make them: the chat template for messages, the plain tokenizer for text."""
+    """Token ids, made as GRPOTrainer makes them: by the chat template for messages, by the tokenizer for text."""
     tokenizer = trainer.processing_class
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(
@@ -282,10 +285,11 @@ def _encode(prompts: list[Prompt], trainer: Any) -> list[list[int]]:
     return token_ids
 
 
-def _after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
-    """The generation batches that follow this one; none, with a warning, if the trainer's sampler does not give it."""
+def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
+    """The generation batches that follow this one. If the trainer's sampler does not yield this one there are none, and
+    a warning is logged."""
     epochs = 2 + int(trainer.state.epoch or 0)  # a resumed run may be in any of them
-    upcoming, size = _foretold(trainer)
+    upcoming, size = _generation_batches(trainer)
     for batch in islice(upcoming, epochs * size):
         if batch == prompts:
             return upcoming
@@ -293,10 +297,10 @@ def _after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
     return iter(())
 
 
-def _foretold(trainer: Any) -> tuple[Iterator[list[Prompt]], int]:
-    """Every generation batch as a sampler like the trainer's gives them, epoch after epoch, and how many an epoch has.
+def _generation_batches(trainer: Any) -> tuple[Iterator[list[Prompt]], int]:
+    """(the generation batches that a sampler like the trainer's yields, epoch after epoch; their number per epoch)
 
-    A sampler of TRL's gives each batch once for every time that it is trained on.
+    TRL's sampler yields each batch once for every time that it is trained on.
     """
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.accelerator.num_processes > 1 or not hasattr(dataset, "__len__"):

@@ -77,10 +77,13 @@ class StalenessMeter:
         self.num_swaps_in_flight = 0
         """Swaps while requests that had drawn tokens under older weights went on."""
         self.last_swap_ms: float | None = None
+        self.trainer_version = 0
+        """Version of the trainer's weights, between two optimizer steps: the last that was published. A publisher that
+        sends versions late sets it to the one that it holds back."""
 
     @property
     def published_version(self) -> int:
-        """The last version that was published: the trainer's own, between two optimizer steps."""
+        """The last version that was published."""
         return self._published[-1][0]
 
     def published(self, version: int, called_ns: int) -> None:
@@ -90,6 +93,7 @@ class StalenessMeter:
             while self._published and self._published[-1][0] >= version:
                 self._published.pop()
             self._published.append((version, called_ns))
+            self.trainer_version = version
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""

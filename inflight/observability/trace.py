@@ -89,14 +89,7 @@ class Recorder:
 class TracedEngine(Protocol):
     """What a trace needs of the connection to an engine, which it closes at its end."""
 
-    def call(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any] = ...,
-        returns: type[Any] = ...,
-        *,
-        timeout_s: float | None = ...,
-    ) -> Any: ...
+    def call(self, verb: str, arguments: Mapping[str, Any], returns: Any = ..., *, timeout_s: float = ...) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -180,8 +173,8 @@ class Trace:
             theirs.unlink()
 
     def _stop_engine(self) -> Path:
-        """Returns the engine's part."""
-        return Path(self._engine.call("stop_trace", returns=str, timeout_s=_STOP_TIMEOUT_S))
+        """The engine ends its part; returns where that lies."""
+        return Path(self._engine.call("stop_trace", {}, str, timeout_s=_STOP_TIMEOUT_S))
 
     def _release(self) -> None:
         self._engine.close()

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 100
 _CLOSE_S = 2.0
 SILENCE_S = 5.0
-"""Without a frame while groups are outstanding, after which the engine is asked whether it is there."""
+"""If no frame comes for so long while groups are outstanding, the engine is asked whether it is there."""
 Group = list[Rollout]
 
 
 @dataclass(slots=True)
 class _Taker:
-    """Waits until so many of some groups have finished."""
+    """Somebody who waits until `needed` of the `wanted` groups have finished."""
 
     wanted: set[int]
     needed: int
@@ -39,8 +39,8 @@ class _Taker:
 class Inbox:
     """Finished groups of one engine. Safe to use from several threads at once.
 
-    What is asked for and not there yet is told as a future without a value: when it is done, ask again. It fails with
-    what went wrong: EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every
+    Who asks for what is not there yet gets a future without a value: when it is done, ask again. It fails with what
+    went wrong: EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every
     group that was in flight counts as lost, and its samples come with finish_reason "error".
     """
 
@@ -50,40 +50,45 @@ class Inbox:
         *,
         on_frame: Callable[[TokenFrame], None],
         on_group: Callable[[Group], bool],
+        on_removed: Callable[[Collection[int]], None] = lambda group_ids: None,
         check_engine: Callable[[], None],
         ask_engine: Callable[[float], None] = lambda silent_s: None,
         silence_s: float = SILENCE_S,
     ):
-        """All are called by the inbox's thread. on_group: learns of a group that is not reserved, and tells whether it
-        is ready now; if not, somebody calls `ready` later. check_engine: raises if the engine is known to be dead.
-        ask_engine: raises if the engine does not answer; it is given how long it has been silent."""
+        """on_group: is given a group that has finished and is not reserved, and returns whether it is ready now; if it
+        is not, somebody calls `ready` later. on_removed: is given the ids of groups that are not outstanding any more,
+        by whichever thread took them. check_engine: raises if the engine is known to be dead. ask_engine: raises if the
+        engine does not answer; it is given the seconds for which nothing has come. But for on_removed the inbox's
+        thread calls them all."""
         self._reader = StreamReader(endpoint)
         self._assembler = Assembler()
-        self._on_frame, self._on_group = on_frame, on_group
+        self._on_frame, self._on_group, self._on_removed = on_frame, on_group, on_removed
         self._check_engine, self._ask_engine, self._silence_s = check_engine, ask_engine, silence_s
         self._lock = threading.RLock()
         self._open: set[int] = set()
-        """Groups for `next`: submitted, and not handed out."""
+        """Ids of groups for `next` that were submitted and not handed out."""
         self._lent: set[int] = set()
-        """Those of them that came out of `next`, and may be put back."""
+        """Ids of open groups that came out of `next` and may be put back."""
         self._reserved: set[int] = set()
-        """Groups for those who name them: submitted, and not handed out."""
+        """Ids of groups for those who name them that were submitted and not handed out."""
         self._dropped: set[int] = set()
-        """Groups that nobody waits for any more."""
+        """Ids of unfinished groups that nobody waits for any more."""
         self._finished: dict[int, Group] = {}
-        """Not handed out."""
+        """Maps ids to groups that have finished and were not handed out."""
         self._ready: deque[int] = deque()
-        """Groups for `next`, some of which may have been taken by name."""
+        """Ids of groups that `next` may return, in this order; some of them may have been taken by name."""
         self._takers: list[_Taker] = []
+        """Those who wait for groups by name."""
         self._idle: list[Future[None]] = []
-        """Of those who wait for `next`."""
+        """What those who wait for `next` were given."""
         self._errors: deque[InflightError] = deque()
-        """Of which nobody has learned; each is raised once."""
+        """Errors of which nobody has learned; each is raised once."""
         self._ended: InflightError | None = None
-        """Why nothing more will come."""
+        """The reason why nothing more will come."""
         self._lost_below: int | None = None
-        """Group ids below it of which nothing is known went with lost frames."""
+        """Groups with ids below this of which nothing is known were lost with their frames."""
         self._damaged = False
+        """Frames were lost, and the next one has not told yet which groups went with them."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="inflight-stream", daemon=True)
         self._thread.start()
@@ -116,8 +121,8 @@ class Inbox:
             self._close(group_ids)
 
     def next(self) -> "Group | Future[None] | None":
-        """A group that is ready; None if none that is not reserved is outstanding. It stays outstanding until `remove`
-        is told of it, and comes again after `put_back`."""
+        """A group that is ready, or None if all that is outstanding is reserved. The group stays outstanding until
+        `remove` is called, and comes again after `put_back`."""
         with self._lock:
             self._raise_error()
             while self._ready:
@@ -164,6 +169,7 @@ class Inbox:
             for group_id in group_ids:
                 self._finished.pop(group_id, None)
             self._close(group_ids)
+            self._on_removed(group_ids)
 
     def _close(self, group_ids: Collection[int]) -> None:
         """These groups do not come out of `next` any more."""
@@ -187,25 +193,28 @@ class Inbox:
             self.remove(group_ids)
 
     def hold(self, group_id: int) -> None:
-        """A group that came out of `next` is not ready, until `ready` is told."""
+        """A group that came out of `next` is not ready until `ready` is called."""
         with self._lock:
             self._lent.discard(group_id)
 
-    def ready(self, group: Group) -> None:
-        """A group that was not ready is so now."""
+    def ready(self, group: Group) -> bool:
+        """A group that was not ready is ready now. Returns False if it is not outstanding any more."""
         with self._lock:
+            if group[0].group_id not in self._open:
+                return False
             self._ready.append(group[0].group_id)
             self._wake_idle()
+            return True
 
     def partial(self, group_id: int) -> Group:
-        """What has arrived so far of the unfinished samples of a group."""
+        """The unfinished samples of a group, as far as they have arrived."""
         with self._lock:
             self._raise_error()
             return self._assembler.partial(group_id)
 
     def close(self) -> None:
-        """Read no more. Whoever still waits gets an InflightError. A thread that waits for a hung engine's answer ends
-        with the engine."""
+        """Stop reading. Whoever still waits gets an InflightError. If the thread waits for a hung engine's answer, it
+        ends with the engine."""
         self._closing = True
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -246,8 +255,8 @@ class Inbox:
                 asked_ns = now_ns()
 
     def _ask(self, silent_s: float) -> None:
-        """Whether the engine is there; while it is silent this is asked again and again. It may take as long as the
-        bound on the engine's answers."""
+        """Ask whether the engine is there, and tell those who wait if it hangs. It may take as long as the bound on the
+        engine's answers."""
         try:
             self._ask_engine(silent_s)
         except EngineHungError as error:
@@ -297,7 +306,7 @@ class Inbox:
         self._takers = [taker for taker in self._takers if taker.needed > 0]
 
     def _forget_what_was_lost(self, next_group_id: int) -> None:
-        """Groups announced by now, of which nothing is known, went with the lost frames."""
+        """Give up groups that were announced by now and of which nothing is known: they went with the lost frames."""
         lost = {
             group_id
             for group_id in self._open | self._reserved
@@ -316,7 +325,7 @@ class Inbox:
         self._wake_idle()
 
     def _tell(self, error: InflightError) -> bool:
-        """Everybody who waits learns of it. False if nobody does."""
+        """Fail everybody who waits with this error. Returns False if nobody waits."""
         waiting = [*(taker.future for taker in self._takers), *self._idle]
         self._takers, self._idle = [], []
         for future in waiting:
@@ -356,7 +365,7 @@ class Inbox:
 
 
 def _new_future() -> "Future[None]":
-    """One that a task which is cancelled leaves alone."""
+    """A future that a task leaves alone when it is cancelled."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future

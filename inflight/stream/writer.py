@@ -1,8 +1,8 @@
 """The engine's end of the token stream.
 
 One reader subscribes; while it is connected others are refused. Frames drawn while there is none wait, without bound.
-Acknowledgements and resumption after a lost connection are not there yet: a reader tells what it missed by the gaps in
-the sequence numbers.
+Frames are not acknowledged, and a lost connection is not resumed: a reader tells what it missed by the gaps in the
+sequence numbers.
 """
 
 import logging
@@ -26,10 +26,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 SUBSCRIBE = msgspec.msgpack.encode(Subscribe())
 PROBE = b""
-"""Writer → reader: are you there? Means nothing else."""
+"""Writer → reader: a message without a meaning, which can only be sent if the reader is there."""
 REFUSED = msgspec.msgpack.encode(Refused())
 _MAX_WIRE_BYTES = 64 << 10
-"""Of a message to the writer; who sends a larger one is disconnected."""
+"""The largest message to the writer; who sends a larger one is disconnected."""
 _MESSAGES_PER_FLUSH = 16
 _DECODER = msgspec.msgpack.Decoder(Subscribe)
 
@@ -49,15 +49,16 @@ class StreamWriter:
         self._waiting: deque[list[bytes]] = deque()
 
     def send(self, frame: TokenFrame) -> None:
+        """Send a frame behind those that wait, as soon as there is a reader."""
         self._waiting.append(frame.encode())
         self.flush()
 
     def flush(self) -> None:
-        """Let a new reader subscribe and send it what waits."""
+        """Let a new reader subscribe, and send the frames that wait."""
         for _ in range(_MESSAGES_PER_FLUSH):  # a flood of them does not stop the generator
             if not self._socket.poll(0):
                 break
-            self._take(self._socket.recv_multipart())
+            self._answer(self._socket.recv_multipart())
         while self._reader is not None and self._waiting:
             if not self._send_to(self._reader, self._waiting[0]):
                 self._reader = None
@@ -67,7 +68,7 @@ class StreamWriter:
     def close(self) -> None:
         self._socket.close()
 
-    def _take(self, parts: list[bytes]) -> None:
+    def _answer(self, parts: list[bytes]) -> None:
         try:
             _DECODER.decode(parts[-1])
         except (msgspec.DecodeError, ValueError, RecursionError):
@@ -80,7 +81,7 @@ class StreamWriter:
         self._reader = parts[0]
 
     def _send_to(self, reader: bytes | None, parts: list[bytes]) -> bool:
-        """False if the reader is gone."""
+        """Send a message. Returns False if the reader is gone."""
         try:
             self._socket.send_multipart([reader or b"", *parts])
         except zmq.ZMQError as error:

@@ -7,7 +7,7 @@ policy-gradient step is taken, and the new weights are published while the gener
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -16,23 +16,29 @@ from torch import nn
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import NonFiniteLossError
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.rollouts import consume, pack_groups
+from inflight.training.data.dropped import Dropped
+from inflight.training.data.scored_groups import measure_consumed
 from inflight.training.data.scoring import Score, Scorer
-from inflight.training.data.staleness_filter import StalenessFilter, StalenessRule
+from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.model.forward import token_logprobs
-from inflight.training.objective.aggregation import StepTotals
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective, resolve
 from inflight.training.objective.probe import VersionProbe
 from inflight.training.objective.statistics import LossStats
 from inflight.training.reference import ReferenceScorer, reference_scorer
 from inflight.training.report import StepReport
-from inflight.training.schedules import SCHEDULES, Admission, Example, RolloutEngine, Schedule, WeightPublisher, batches
+from inflight.training.schedules import (
+    ROLLOUT_SCHEDULES,
+    Admission,
+    Example,
+    RolloutEngine,
+    RolloutSchedule,
+    WeightPublisher,
+)
 from inflight.training.step import check_finite, clip_and_step
 
 logger = logging.getLogger(__name__)
@@ -71,7 +77,7 @@ class GRPOConfig:
     loss is averaged over, so that the gradient is the same, and cheaper. (prime-rl drops such groups from the average
     too: the fewer groups are left, the more each of them weighs.) Where the objective has a KL penalty or an entropy
     bonus they stay, as these are about them too. A step of nothing but such groups is not taken."""
-    schedule: Schedule = "inflight"
+    schedule: RolloutSchedule = "inflight"
     """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
     is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
 
@@ -84,8 +90,8 @@ class GRPOConfig:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}")
+        if self.schedule not in ROLLOUT_SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(ROLLOUT_SCHEDULES)}, got {self.schedule!r}")
         if self.sampling.n < 2:
             raise ValueError(
                 f"GRPO compares the samples of a group: sampling.n must be at least 2, got {self.sampling.n}"
@@ -102,8 +108,7 @@ class GRPOConfig:
                 f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
                 f"sampling.max_tokens ({self.sampling.max_tokens})"
             )
-        if not all(isinstance(rule, StalenessRule) for rule in self.staleness):
-            raise ValueError(f"staleness is a tuple of StalenessRule, got {self.staleness!r}")
+        check_rules(self.staleness)
         if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
             raise ValueError(
                 f"groups_in_flight ({self.groups_in_flight}) must be at least groups_per_step ({self.groups_per_step})"
@@ -115,6 +120,12 @@ class GRPOConfig:
         if self.schedule == "inflight":
             return self.groups_in_flight or 2 * self.groups_per_step
         return self.groups_per_step
+
+    @property
+    def skips_uniform_groups(self) -> bool:
+        """Whether groups of equal rewards are left out: if that is wanted, and the objective is about rewards alone."""
+        objective = resolve(self.correction)
+        return self.skip_uniform_groups and not objective.kl_weight and not objective.entropy_weight
 
 
 _LEAST = {
@@ -137,7 +148,7 @@ def grpo(
     examples: Iterable[Example],
     score: Score | Scorer,
     config: GRPOConfig,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     *,
     reference: nn.Module | None = None,
 ) -> Iterator[StepReport]:
@@ -150,71 +161,65 @@ def grpo(
     An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
     are never published: NonFiniteWeightsError ends the run, and the engine keeps those that it has.
     """
-    refer = reference_scorer(resolve(config.correction), model, reference)
+    score_reference = reference_scorer(resolve(config.correction), model, reference)
     check_finite(model)
-    return _steps(engine, publisher, model, optimizer, examples, score, config, scheduler, refer)
-
-
-def _steps(
-    engine: RolloutEngine,
-    publisher: WeightPublisher,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    examples: Iterable[Example],
-    score: Score | Scorer,
-    config: GRPOConfig,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-    refer: ReferenceScorer | None,
-) -> Iterator[StepReport]:
     advantages_of = partial(group_advantages, scale=config.scale_advantages, ddof=config.advantage_ddof)
-    num_skipped = 0
-    with Admission(engine, examples, config.sampling, limit=config.admitted_groups, score=score) as admission:
-        source = batches(config.schedule, engine, publisher, admission, groups_per_step=config.groups_per_step)
-        trainer_version = publisher.version
-        rules = StalenessFilter(config.staleness)
+
+    def steps() -> Iterator[StepReport]:
+        meter = engine.staleness
+        meter.trainer_version = publisher.version
         probe = VersionProbe(model) if config.probe_every else None
         if probe is not None:
-            probe.remember(trainer_version)
-        for step, groups in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
-            rewards = [float(rollout.reward or 0) for group in groups for rollout in group]
-            useful, others = split_uniform(groups, config)
-            batch = None
-            if useful:
-                batch = pack_groups(
-                    useful, trainer_version=trainer_version, staleness=rules, advantages_of=advantages_of
+            probe.remember(meter.trainer_version)
+        num_skipped, dropped = 0, Dropped()
+        with Admission(
+            engine,
+            publisher,
+            examples,
+            config.sampling,
+            score=score,
+            groups_per_step=config.groups_per_step,
+            limit=config.admitted_groups,
+        ) as admission:
+            source = ROLLOUT_SCHEDULES[config.schedule](admission)
+            for step, scored in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
+                batch = scored.pack(
+                    trainer_version=meter.trainer_version,
+                    staleness=config.staleness,
+                    advantages_of=advantages_of,
+                    skip_uniform=config.skips_uniform_groups,
                 )
-            update = Update()
-            staleness = causes = None
-            if batch is not None:
-                batch.totals = counting(batch.totals, others)
-                causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
-                update = train_step(model, optimizer, batch, config, refer=refer)
-                num_skipped += update.num_skipped
-                if scheduler is not None and update.num_skipped < config.updates_per_batch:
-                    scheduler.step()
-                staleness = consume(engine.staleness, batch, trainer_version)
-            check_finite(model, trainable=True)
-            trainer_version += 1
-            if probe is not None:
-                probe.remember(trainer_version)
-            yield StepReport(
-                step=step,
-                version=publisher.publish(),
-                reward=sum(rewards) / len(rewards),
-                num_tokens=sum(len(rollout.token_ids) for group in groups for rollout in group),
-                stats=update.stats,
-                grad_norm=update.grad_norm,
-                num_skipped=num_skipped,
-                staleness=staleness,
-                causes=causes,
-                num_failed=admission.num_failed,
-                num_unscored=admission.num_unscored,
-                dropped=replace(rules.counts),
-                finished_ns=now_ns(),
-                groups=groups,
-            )
-        if config.staleness:
-            logger.info("staleness rules: %s", rules.counts)
+                dropped += scored.dropped
+                update = Update()
+                staleness = causes = None
+                if batch is not None:
+                    causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
+                    update = train_step(model, optimizer, batch, config, score_reference=score_reference)
+                    num_skipped += update.num_skipped
+                    if lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
+                        lr_scheduler.step()
+                    staleness = measure_consumed(meter, batch)
+                check_finite(model, trainable=True)
+                version = publisher.publish()
+                if probe is not None:
+                    probe.remember(meter.trainer_version)
+                yield StepReport(
+                    step=step,
+                    version=version,
+                    reward=scored.mean_reward,
+                    num_tokens=sum(len(rollout.token_ids) for rollout in scored.rollouts),
+                    stats=update.stats,
+                    grad_norm=update.grad_norm,
+                    num_skipped=num_skipped,
+                    staleness=staleness,
+                    causes=causes,
+                    dropped=dropped,
+                    finished_ns=now_ns(),
+                    groups=scored.groups,
+                )
+        logger.info("left out of the batches: %s", dropped)
+
+    return steps()
 
 
 @dataclass(slots=True)
@@ -222,11 +227,11 @@ class Update:
     """What became of the optimizer steps on one batch."""
 
     stats: LossStats | None = None
-    """Of the first; None if its loss was not finite."""
+    """Statistics of the first step; None if its loss was not finite."""
     grad_norm: float | None = None
-    """Of the first that had a finite loss, before it was clipped."""
+    """Norm of the gradient, before it was clipped, of the first step that had a finite loss."""
     num_skipped: int = 0
-    """Those that were not taken, as their loss or gradient was not finite."""
+    """Steps that were not taken because their loss or gradient was not finite."""
 
 
 def train_step(
@@ -235,17 +240,18 @@ def train_step(
     batch: PackedBatch,
     config: GRPOConfig,
     *,
-    refer: ReferenceScorer | None = None,
+    score_reference: ReferenceScorer | None = None,
 ) -> Update:
-    """The optimizer steps on one batch. A batch on the CPU is moved in micro-batches. refer: computes what the KL
-    penalty refers to, where the objective has one and the batch does not bring it."""
+    """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
+    the log-probabilities that the KL penalty refers to, where the objective has one and the batch does not bring
+    them."""
     parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
     if resolve(config.correction).proximal == "recomputed":
         with torch.no_grad():
             parts = [part.with_column("proximal_logprobs", token_logprobs(model, part)) for part in parts]
-    if refer is not None and batch.reference_logprobs is None:
+    if score_reference is not None and batch.reference_logprobs is None:
         with span("reference"):
-            parts = [part.with_column("reference_logprobs", refer(part)) for part in parts]
+            parts = [part.with_column("reference_logprobs", score_reference(part)) for part in parts]
     update = Update()
     for index in range(config.updates_per_batch):
         try:
@@ -264,7 +270,7 @@ def train_step(
 
 
 def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) -> LossStats | None:
-    """Add up the gradients of the micro-batches; their statistics."""
+    """Add up the gradients of the micro-batches. Returns their statistics."""
     total: LossStats | None = None
     for part in parts:
         with span("forward", tokens=part.num_drawn):
@@ -273,26 +279,3 @@ def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) ->
             loss.backward()
         total = stats if total is None else total + stats
     return total
-
-
-def split_uniform(groups: list[list[Rollout]], config: GRPOConfig) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
-    """(groups to train on, groups from which there is nothing to learn)"""
-    objective = resolve(config.correction)
-    if not config.skip_uniform_groups or objective.kl_weight or objective.entropy_weight:
-        return groups, []
-    return [g for g in groups if not uniform(g)], [g for g in groups if uniform(g)]
-
-
-def counting(totals: StepTotals, groups: list[list[Rollout]]) -> StepTotals:
-    """Totals that count these groups too, which are not in the batch."""
-    return replace(
-        totals,
-        num_tokens=totals.num_tokens + sum(len(rollout.token_ids) for group in groups for rollout in group),
-        num_sequences=totals.num_sequences + sum(map(len, groups)),
-        num_groups=(totals.num_groups or len(totals.group_tokens)) + len(groups),
-    )
-
-
-def uniform(group: list[Rollout]) -> bool:
-    """Whether all samples of the group got the same reward, so that nothing can be learned from it."""
-    return len({rollout.reward for rollout in group}) == 1

@@ -1,6 +1,7 @@
 """The policy that a KL penalty refers to: a model of its own, or what a model with adapters is without them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from inflight.weights.lora import is_peft
 from inflight.weights.tensors import unwrap
 
 ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
-"""Log-probabilities f32[n] of the drawn tokens of a batch, without gradient."""
+"""A function that computes the log-probabilities f32[n] of a batch's drawn tokens, without gradient."""
 
 
 def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Module | None) -> ReferenceScorer | None:
-    """What scores tokens for the objective's KL penalty, or None if it has none.
+    """The function that scores tokens for the objective's KL penalty, or None if it has no such penalty.
 
     reference: put into evaluation mode and never changed. None: the base of a PEFT model, whose adapters are switched
     off for a forward pass. Raises ValueError if there is no policy to refer to, or one that nothing refers to.
@@ -32,9 +33,10 @@ def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Modul
                 "reference is the model that is trained, to which its KL is always 0; give a copy: "
                 "reference=copy.deepcopy(model)"
             )
-        return _scorer_of(reference.eval())
+        return _scorer(reference.eval(), nullcontext)
     if is_peft(model):
-        return _scorer_of_base(model)
+        peft_model: Any = unwrap(model)
+        return _scorer(model, peft_model.disable_adapter)
     raise ValueError(
         f"the objective has kl_weight={objective.kl_weight}, a KL penalty to a reference policy, but there is none: "
         "give reference=copy.deepcopy(model), made before training, which takes the memory of a second model; or train "
@@ -42,20 +44,10 @@ def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Modul
     )
 
 
-def _scorer_of(reference: nn.Module) -> ReferenceScorer:
+def _scorer(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> ReferenceScorer:
     @torch.no_grad()
     def score(batch: PackedBatch) -> torch.Tensor:
-        return token_logprobs(reference, batch)
-
-    return score
-
-
-def _scorer_of_base(model: nn.Module) -> ReferenceScorer:
-    peft_model: Any = unwrap(model)
-
-    @torch.no_grad()
-    def score(batch: PackedBatch) -> torch.Tensor:
-        with peft_model.disable_adapter():
-            return token_logprobs(model, batch)
+        with context():
+            return token_logprobs(policy, batch)
 
     return score

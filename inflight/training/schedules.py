@@ -10,27 +10,23 @@ Letters are batches, numbers the weight versions that draw them:
     one_step_off   engine    A0 B0    C1    D2             the next batch, under one version, beside the training
                    trainer      [A  ][B  ][C  ]
 
-When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that failed, because a
-sample of it was cancelled or ended with an error, is replaced by another prompt while its batch is taken.
+When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that cannot be trained
+on, because a sample of it was cancelled or ended with an error, or none has a reward, is replaced by another prompt
+while its batch is taken.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, assert_never, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.rollouts import RolloutStream, num_unscored, usable, with_rewards
+from inflight.training.data.rollout_stream import RolloutStream
+from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import Score, Scorer
-
-Schedule = Literal["inflight", "sync", "one_step_off"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
-
-Groups = list[list[Rollout]]
 
 
 class Example(NamedTuple):
@@ -74,61 +70,54 @@ class Admission:
     def __init__(
         self,
         engine: RolloutEngine,
+        publisher: WeightPublisher,
         examples: Iterable[Example],
         sampling: SamplingParams,
         *,
+        score: Score | Scorer,
+        groups_per_step: int,
         limit: int,
-        score: Score | Scorer | None = None,
     ):
-        """score: groups are taken with their rewards, which are computed as soon as a group has finished; samples
-        that have none are left out."""
-        self._engine, self._examples, self._sampling, self._limit = engine, iter(examples), sampling, limit
-        self._score = score
+        """score: computes the rewards of a group as soon as it has finished."""
+        self._engine, self._publisher, self._examples, self._sampling = engine, publisher, iter(examples), sampling
+        self._score, self._groups_per_step, self._limit = score, groups_per_step, limit
         self._in_flight: set[int] = set()
-        self.num_failed = 0
-        """Groups that `take` left out because a sample of them was cancelled or ended with an error, or no sample has a
-        reward."""
-        self.num_unscored = 0
-        """Rollouts that `take` left out because they have no reward."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit prompts up to the limit, or until there are no more.
 
-        version: the one that draws all of their tokens; None: the newest each.
+        version: the version that draws all of their tokens; None: each token is drawn by the newest.
         """
         self._submit(self._next_examples(self._limit - len(self._in_flight)), version)
 
-    def take(self, count: int, version: int | None = None) -> Groups:
-        """The next `count` groups in which every sample ended by itself; fewer if the prompts have ended.
+    def take(self, version: int | None = None) -> ScoredGroups:
+        """The next groups that can be trained on, with their rewards: those of one step, fewer if the prompts have
+        ended.
 
-        version: the one with which the groups were submitted, for what replaces those that failed.
-        Raises InflightError if more than `count` groups failed meanwhile, and what the stream raises.
+        version: the one with which the groups were submitted, for what replaces those that cannot be trained on.
+        Raises InflightError if more groups than a step has cannot, and what the stream raises.
         """
-        groups: Groups = []
-        num_failed = 0
+        scored, count = ScoredGroups(), self._groups_per_step
         for group in self._engine.stream.groups(score=self._score):
             self._in_flight.discard(group[0].group_id)
-            if trainable := self._trainable(group):
-                groups.append(trainable)
-                if len(groups) == count:
+            if scored.add(group):
+                if len(scored.groups) == count:
                     break
                 continue
-            num_failed += 1
-            self.num_failed += 1
-            if num_failed > count:
+            if (num_unusable := scored.dropped.num_unusable_groups) > count:
                 raise InflightError(
-                    f"{num_failed} groups failed while one batch of {count} was taken: samples of them were cancelled, "
-                    "ended with an error (log-probabilities that are not finite, or lost frames), or none of a group's "
-                    "has a reward (None, not finite, or it took too long)"
+                    f"{num_unusable} groups failed while one batch of {count} was taken: samples of them were "
+                    "cancelled, ended with an error (log-probabilities that are not finite, or lost frames), or none "
+                    "of a group's has a reward (None, not finite, or it took too long)"
                 )
             self._replace(version)
-        return groups
+        return scored
 
-    def _trainable(self, group: list[Rollout]) -> list[Rollout]:
-        if self._score is None:
-            return group if usable(group) else []
-        self.num_unscored += num_unscored(group)
-        return with_rewards(group)
+    def wait_until_live(self) -> int:
+        """Wait until a slot holds the newest version that was published: prompts can be pinned to it. Returns it."""
+        version = self._publisher.version
+        self._engine.wait_for_version(version)
+        return version
 
     def _next_examples(self, count: int) -> list[Example]:
         return list(islice(self._examples, max(0, count)))
@@ -166,57 +155,40 @@ class Admission:
                 self.close()
 
 
-def batches(
-    schedule: Schedule, engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, *, groups_per_step: int
-) -> Generator[Groups, None, None]:
-    """The groups of one optimizer step after another, until the prompts have ended."""
-    match schedule:
-        case "inflight":
-            return _inflight(admission, groups_per_step)
-        case "sync":
-            return _sync(engine, publisher, admission, groups_per_step)
-        case "one_step_off":
-            return _one_step_off(engine, publisher, admission, groups_per_step)
-        case _:
-            assert_never(schedule)
-
-
-def _inflight(admission: Admission, groups_per_step: int) -> Generator[Groups, None, None]:
+def _in_flight(admission: Admission) -> Iterator[ScoredGroups]:
     """Groups as they finish, while as many others as are admitted stay in flight."""
     admission.fill()
-    while groups := admission.take(groups_per_step):
+    while (scored := admission.take()).groups:
         admission.fill()
-        yield groups
+        yield scored
 
 
-def _sync(
-    engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
-) -> Generator[Groups, None, None]:
+def _in_turn(admission: Admission) -> Iterator[ScoredGroups]:
     """A whole batch under the newest weights, then nothing until it has been trained on and its weights are live."""
     admission.fill()
-    while groups := admission.take(groups_per_step):
-        yield groups
-        engine.wait_for_version(publisher.version)
+    while (scored := admission.take()).groups:
+        yield scored
+        admission.wait_until_live()
         admission.fill()
 
 
-def _one_step_off(
-    engine: RolloutEngine, publisher: WeightPublisher, admission: Admission, groups_per_step: int
-) -> Generator[Groups, None, None]:
+def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
     """Each batch is drawn, all of it under one version, while the one before it is trained on.
 
     What replaces a group that failed may be of the version after it, if nothing else holds the batch's version.
     """
-    version = _live_version(engine, publisher)
+    version = admission.wait_until_live()
     admission.fill(version)
-    while groups := admission.take(groups_per_step, version):
-        version = _live_version(engine, publisher)
+    while (scored := admission.take(version)).groups:
+        version = admission.wait_until_live()
         admission.fill(version)
-        yield groups
+        yield scored
 
 
-def _live_version(engine: RolloutEngine, publisher: WeightPublisher) -> int:
-    """The newest version that was published, as soon as a slot holds it: prompts can be pinned to it."""
-    version = publisher.version
-    engine.wait_for_version(version)
-    return version
+RolloutSchedule = Literal["inflight", "sync", "one_step_off"]
+ROLLOUT_SCHEDULES: Mapping[RolloutSchedule, Callable[[Admission], Iterator[ScoredGroups]]] = {
+    "inflight": _in_flight,
+    "sync": _in_turn,
+    "one_step_off": _one_step_off,
+}
+"""Each yields the groups of one optimizer step after another, until the prompts have ended."""

@@ -59,5 +59,5 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
 
 
 def _may_be_infinite(parameter: torch.Tensor) -> bool:
-    """Not those of quantized layers, of 4 or 8 bits."""
+    """Whether the parameter is one of floating-point numbers, and not of a quantized layer with 4 or 8 bits."""
     return parameter.is_floating_point() and parameter.element_size() > 1

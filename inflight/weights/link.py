@@ -56,9 +56,9 @@ class Address:
 
     endpoint: str
     check: Callable[[], None] = lambda: None
-    """Raises if the engine is known to be dead; called while waiting for it."""
+    """Called while waiting for the engine; raises if it is known to be dead."""
     on_publish: Callable[[int, int], None] = lambda version, called_ns: None
-    """Told of every publish."""
+    """Called with every publish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class EngineLink:
         self._lock_file: int | None = None
         self._alive_file: int | None = None
         self._files = threading.Lock()
-        """Held while these are looked at."""
+        """Held while one of the two files is used."""
         try:
             self.welcome = self._ask(Hello(ticket=self.ticket()), Welcome)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
@@ -111,16 +111,16 @@ class EngineLink:
             self.release()
             raise
         self.layout: WeightLayout = self.attached.layout
-        """Of the engine's slots."""
+        """The layout of the engine's slots."""
         self.version = self.attached.version
-        """The newest that the engine holds."""
+        """The newest version that the engine holds."""
         self.free = list(self.attached.free)
         """Slots that may be written to."""
         self._untouched: set[int] = set()
-        """Those of them that were lent since and not used."""
+        """Free slots that the engine lent since, and that were not written to."""
 
     def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
-        """A slot of ours, or the next that the engine frees, which it does at a forward boundary.
+        """Take a free slot, or wait for the next that the engine frees, which it does at a forward boundary.
 
         timeout_s: how long an engine that answers may keep it (while requests are pinned to versions, for example);
         `setting` is how a user calls this bound. Raises what the engine says that was wrong with a version before,
@@ -162,11 +162,10 @@ class EngineLink:
 
     def send(self, message: ToEngine) -> None:
         """Send a message in this thread, at once."""
-        if message.ticket:
-            self._answers[message.ticket] = self._connection.ask(message)
-        else:
-            self._connection.send(message)
+        answer = self._connection.send(message)
         self._connection.flush()
+        if message.ticket:
+            self._answers[message.ticket] = answer
 
     def wait_for(self, ticket: int, timeout_s: float) -> None:
         """Return when the engine has prepared or filled. Raises what kept it from that, EngineHungError or
@@ -186,6 +185,7 @@ class EngineLink:
     def give_up(self) -> None:
         """Whoever waits for the engine gets an error soon. From any thread."""
         self._given_up = True
+        self._connection.wake()
 
     def unlock(self) -> None:
         """Let another publisher come. From any thread."""
@@ -243,7 +243,7 @@ class EngineLink:
     def _ask_for_sign(self) -> None:
         """Ask the engine how it is, which says both that it answers and why it keeps its slots."""
         status = Call(ticket=self._connection.ticket(), verb="status", arguments=to_raw({}, "nothing"))
-        self._connection.ask(status).add_done_callback(self._take_status)
+        self._connection.send(status).add_done_callback(self._take_status)
         self._connection.flush()
 
     def _take_status(self, answer: Answer) -> None:
@@ -253,7 +253,7 @@ class EngineLink:
             self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
 
     def _ask(self, message: ToEngine, expected: type[Expected]) -> Expected:
-        answer, what = self._connection.ask(message), f"did not answer {type(message).__name__}"
+        answer, what = self._connection.send(message), f"did not answer {type(message).__name__}"
         self._connection.flush()
         wait = _EngineWait(what, self._timeout_s, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
         self._wait_until(answer.done, wait)

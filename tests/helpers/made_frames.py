@@ -8,7 +8,7 @@ from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.writer import StreamWriter
-from inflight.training.data.rollouts import RolloutStream
+from inflight.training.data.rollout_stream import RolloutStream
 
 
 def make_frame(num_tokens: int = 3, sequence: int = 0, time_ns: int = 123, **header: Any) -> TokenFrame:

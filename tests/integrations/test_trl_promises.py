@@ -153,7 +153,7 @@ def test_a_run_with_a_repetition_penalty_and_stop_strings(path, tmp_path, engine
 def test_what_would_be_ignored_is_refused_by_name(changes, message):
     trainer = SimpleNamespace(**({"use_vllm": False, "vllm_generation": None, "tools": None, "args": None} | changes))
     with pytest.raises(InvalidRequestError, match=message):
-        integration._refuse_what_would_be_ignored(trainer)
+        integration._refuse_unsupported_settings(trainer)
 
 
 # Importance sampling correction

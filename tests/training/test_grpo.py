@@ -9,22 +9,18 @@ import numpy as np
 import pytest
 import torch
 from made_batches import make_rollouts
-from peft import LoraConfig, get_peft_model
 from tiny_models import VOCABULARY, make_model
 
 import inflight
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
-from inflight.core.rollout import Rollout
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
-from inflight.training.data.rollouts import pack_groups
-from inflight.training.grpo import GRPOConfig, counting, grpo, split_uniform, train_step
+from inflight.training.data.scored_groups import ScoredGroups
+from inflight.training.grpo import GRPOConfig, grpo, train_step
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
-from inflight.training.reference import reference_scorer
 from inflight.training.schedules import Example
-from inflight.training.step import check_finite, clip_and_step
 
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 
@@ -134,39 +130,6 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         grpo(engine, None, model, torch.optim.SGD(model.parameters(), lr=0.1), [], lambda r: 0.0, GRPOConfig())
 
 
-def test_check_finite_sees_every_value_and_may_leave_out_what_is_frozen():
-    model = make_model("qwen3")
-    check_finite(model)
-    with torch.no_grad():
-        model.lm_head.weight[5, 5] = -math.inf
-    model.lm_head.weight.requires_grad_(False)
-    check_finite(model, trainable=True)
-    with pytest.raises(NonFiniteWeightsError):
-        check_finite(model)
-    quantized = torch.nn.Module()
-    quantized.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
-    check_finite(quantized)
-
-
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.5, 100.0])
-def test_clip_and_step_clips_steps_and_zeroes(max_grad_norm):
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert clip_and_step(optimizer, max_grad_norm=max_grad_norm) == pytest.approx(5.0)
-    factor = 0.1 if max_grad_norm == 0.5 else 1.0
-    torch.testing.assert_close(parameter.detach(), torch.tensor([-3.0, -4.0]) * factor, rtol=1e-4, atol=0)
-    assert parameter.grad is None or not parameter.grad.any()
-    for bad in (math.nan, math.inf):
-        was = parameter.detach().clone()
-        parameter.grad = torch.tensor([1.0, bad])
-        assert not math.isfinite(clip_and_step(optimizer, max_grad_norm=max_grad_norm))
-        assert torch.equal(parameter.detach(), was)
-        assert parameter.grad is None or not parameter.grad.any()
-    with pytest.raises(ValueError, match="max_grad_norm must be at least 0"):
-        clip_and_step(optimizer, max_grad_norm=-1.0)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -199,9 +162,6 @@ def test_a_norm_of_0_does_not_clip():
     assert update.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
-# References
-
-
 KL = Objective(kl_weight=0.5)
 
 
@@ -226,7 +186,7 @@ def test_grpo_trains_with_the_penalty_to_its_reference(engine):
     objective = Objective(kl="k2", kl_weight=0.5)
     settings = {"correction": objective, "reference": reference, "micro_batch_tokens": 20, "max_grad_norm": 0.0}
     [report] = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.01), steps=1, **settings)
-    batch = pack_groups(report.groups, trainer_version=report.version - 1)
+    batch = ScoredGroups(report.groups).pack(trainer_version=report.version - 1)
     with torch.no_grad():
         batch = batch.with_column("reference_logprobs", token_logprobs(reference, batch))
     loss, stats = policy_loss(by_hand, batch, correction=objective)
@@ -239,75 +199,11 @@ def test_grpo_trains_with_the_penalty_to_its_reference(engine):
     assert all(torch.equal(kept[name], tensor) for name, tensor in reference.state_dict().items())
 
 
-def test_the_base_of_a_peft_model_is_its_reference():
-    base = make_model("qwen3")
-    expected = copy.deepcopy(base)
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    batch = pack(make_rollouts(), [1.0, -1.0, 0.5, -0.5, 0.2, -0.2])
-    score = reference_scorer(KL, model, None)
-    ours = score(batch)
-    assert not ours.requires_grad
-    with torch.no_grad():
-        torch.testing.assert_close(ours, token_logprobs(expected, batch))
-        assert not torch.allclose(ours, token_logprobs(model, batch), atol=1e-2)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert trained
-    config = GRPOConfig(correction=KL, sampling=inflight.SamplingParams(n=2))
-    update = train_step(model, torch.optim.SGD(trained, lr=0.1), batch, config, refer=score)
-    assert update.stats.reference_kl > 0
-
-
-# Advantages, and groups from which there is nothing to learn
-
-
-def scored(rewards: list[list[float]]) -> list[list[Rollout]]:
-    rollouts = iter(make_rollouts(sum(map(len, rewards))))
-    groups = []
-    for index, of_group in enumerate(rewards):
-        groups.append([])
-        for reward in of_group:
-            rollout = next(rollouts)
-            rollout.group_id, rollout.reward = index, reward
-            groups[-1].append(rollout)
-    return groups
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
-def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_count(aggregation):
-    model = make_model("qwen3")
-    groups = scored([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
-    gradients, num_rollouts = [], []
-    for skip in (True, False):
-        config = GRPOConfig(
-            correction=Objective(aggregation=aggregation, max_tokens=16),
-            skip_uniform_groups=skip,
-            sampling=inflight.SamplingParams(n=2),
-        )
-        useful, others = split_uniform(groups, config)
-        batch = pack_groups(useful, trainer_version=3)
-        batch.totals = counting(batch.totals, others)
-        trained = copy.deepcopy(model)
-        for part in batch.micro_batches(60):
-            policy_loss(trained, part, correction=config.correction)[0].backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trained.parameters()]))
-        num_rollouts.append(batch.num_sequences)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
-    assert num_rollouts == [4, 10]
-
-
 def test_groups_of_equal_rewards_stay_where_the_objective_is_about_them_too():
-    groups = scored([[1.0, 0.0], [1.0, 1.0]])
     for objective in (KL, Objective(entropy_weight=0.01)):
-        assert split_uniform(groups, GRPOConfig(correction=objective)) == (groups, [])
-    assert split_uniform(groups, GRPOConfig()) == (groups[:1], groups[1:])
-
-
-def test_the_standard_deviation_is_that_of_the_samples_or_its_estimate():
-    rewards = [[1.0, 0.0, 0.0, 4.0], [2.0, 5.0], [7.0]]
-    for ddof in (0, 1):
-        expected = [(r - np.mean(g)) / (np.std(g, ddof=ddof) + 1e-4) for g in rewards[:2] for r in g]
-        assert group_advantages(rewards, ddof=ddof) == pytest.approx([*expected, 0.0])
-    assert group_advantages(rewards, scale=False) == pytest.approx([-0.25, -1.25, -1.25, 2.75, -1.5, 1.5, 0.0])
+        assert not GRPOConfig(correction=objective).skips_uniform_groups
+    assert GRPOConfig().skips_uniform_groups
+    assert not GRPOConfig(skip_uniform_groups=False).skips_uniform_groups
 
 
 def test_advantages_follow_the_settings_of_a_run(engine, monkeypatch):
@@ -321,14 +217,6 @@ def test_advantages_follow_the_settings_of_a_run(engine, monkeypatch):
     model = make_model("qwen3")
     run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, scale_advantages=False, advantage_ddof=1)
     assert seen == [{"scale": False, "ddof": 1}]
-
-
-@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
-def test_a_reward_that_is_none_or_not_finite_is_named(bad):
-    with pytest.raises(ValueError, match=f"sample 1 of group 2 has reward {bad}"):
-        group_advantages([[1.0], [0.0, 1.0], [1.0, bad]])
-    with pytest.raises(ValueError, match="sample 0 of group 0 has reward"):
-        pack_groups(scored([[bad, 1.0]]), trainer_version=0)
 
 
 # Reports
@@ -347,8 +235,10 @@ def test_a_report_is_numbers_under_flat_names(engine):
         assert numbers["mean_length"] == 5
         assert numbers["truncated"] == 1
         assert numbers["grad_norm"] == report.grad_norm > 0
-        assert numbers["num_skipped"] == numbers["num_failed"] == numbers["num_unscored"] == 0
-        assert numbers["dropped/share"] == 0
+        assert numbers["num_skipped"] == numbers["dropped/num_failed_groups"] == 0
+        assert numbers["dropped/num_unscored_groups"] == numbers["dropped/num_unscored_rollouts"] == 0
+        assert numbers["dropped/num_tokens"] + 20 * numbers["dropped/num_uniform_groups"] == 40 * report.step
+        assert numbers["dropped/stale_share"] == numbers["dropped/num_stale_tokens"] == 0
         assert numbers["loss"] == report.stats.loss
         assert numbers["ratio/mean"] == report.stats.ratio_mean
         assert numbers["mismatch/kl"] == report.stats.mismatch.kl

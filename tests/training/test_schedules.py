@@ -1,21 +1,20 @@
-"""Three schedules of generating and training: which weights draw what, in which order; and the benchmark of them."""
+"""Three schedules of generating and training: which weights draw what, in which order."""
 
-import json
 from copy import deepcopy
 from itertools import count, islice
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import VOCABULARY, make_model
-from typer.testing import CliRunner
 
 import inflight
-from inflight.cli import app
+from inflight.bench.lagged_publisher import LaggedPublisher
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
+from inflight.training.data.dropped import Dropped
 from inflight.training.grpo import GRPOConfig, grpo
-from inflight.training.lag import LaggedPublisher
-from inflight.training.schedules import SCHEDULES, Admission, Example, batches
+from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example
 
 STEPS = 6
 
@@ -31,7 +30,7 @@ class Journal:
         self.stream = self
         self.version = 0
         self.live = 0
-        self.num_failed = 0
+        self.dropped = Dropped()
         self._pins = {}
         self._examples = [Example([1], {})] * num_examples if num_examples else (Example([1], {}) for _ in count())
         self.outstanding = []
@@ -54,7 +53,7 @@ class Journal:
         while self.outstanding:
             group_id = self.outstanding.pop(0)
             reason = "error" if group_id in self._bad_groups else "stop"
-            yield [type("Sample", (), {"group_id": group_id, "finish_reason": reason})()]
+            yield [SimpleNamespace(group_id=group_id, finish_reason=reason, reward=1.0)]
 
     def wait_for_version(self, version):
         self.events.append(("wait", version))
@@ -75,12 +74,13 @@ class Journal:
     def run(self, schedule, steps, *, limit=2, groups_per_step=2):
         """Group ids that each step trained on."""
         taken = []
-        with Admission(self, self._examples, inflight.SamplingParams(n=2), limit=limit) as admission:
-            source = batches(schedule, self, self, admission, groups_per_step=groups_per_step)
-            for groups in islice(source, steps):
-                taken.append([group[0].group_id for group in groups])
+        params = inflight.SamplingParams(n=2)
+        options = {"score": lambda rollout: 1.0, "groups_per_step": groups_per_step, "limit": limit}
+        with Admission(self, self, self._examples, params, **options) as admission:
+            for scored in islice(ROLLOUT_SCHEDULES[schedule](admission), steps):
+                taken.append([group[0].group_id for group in scored.groups])
+                self.dropped += scored.dropped
                 self.train_and_publish()
-        self.num_failed = admission.num_failed
         return taken
 
 
@@ -129,7 +129,7 @@ def test_one_step_off_pins_nothing_before_what_was_published_is_live():
 def test_groups_that_failed_are_counted_and_replaced():
     journal = Journal(bad_groups=[1])
     assert journal.run("inflight", 2, limit=4) == [[0, 2], [3, 4]]
-    assert journal.num_failed == 1
+    assert journal.dropped.num_failed_groups == 1
     assert journal.most_outstanding == 4
     assert Journal(bad_groups=[1]).run("sync", 2) == [[0, 2], [3, 4]]
 
@@ -138,19 +138,19 @@ def test_a_group_that_failed_is_replaced_under_the_version_of_its_batch_while_a_
     for bad_group, version, second_batch in ((2, 0, [3, 4]), (3, LIVE_VERSION, [2, 4])):
         journal = Journal(bad_groups=[bad_group])
         assert journal.run("one_step_off", 2) == [[0, 1], second_batch]
-        assert journal.num_failed == 1
+        assert journal.dropped.num_failed_groups == 1
         train = journal.events.index(("train", 2))  # version 1 is live from here on; groups 2 and 3 are of version 0
         assert journal.events[train + 1] == ("submit", 1, version)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
 def test_prompts_that_always_fail_come_to_an_end(schedule):
     assert Journal(bad_groups=[0, 1]).run(schedule, 1) == [[2, 3]]
     with pytest.raises(InflightError, match="3 groups failed while one batch of 2 was taken"):
         Journal(bad_groups=range(100)).run(schedule, 1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
 def test_when_the_prompts_end_the_last_batch_is_smaller(schedule):
     journal = Journal(num_examples=5)
     assert journal.run(schedule, 9) == [[0, 1], [2, 3], [4]]
@@ -249,12 +249,12 @@ def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engi
             reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
         assert [report.dropped.num_tokens for report in reports] == [40, 80, 120, 160]
         expected = [0, 0, 0, 0] if allowed == 2 else [0, 0, 40, 80]
-        assert [report.dropped.num_rejected_tokens for report in reports] == expected
+        assert [report.dropped.num_stale_tokens for report in reports] == expected
         assert [report.stats is None for report in reports] == [False, False, allowed == 1, allowed == 1]
         assert [report.stats.num_tokens for report in reports if report.stats] == [40] * (4 if allowed == 2 else 2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
 def test_grpo_ends_with_its_prompts_and_begins_with_weights_that_were_just_published(engine, schedule):
     model = make_model("qwen3")
     config = GRPOConfig(
@@ -270,64 +270,3 @@ def test_grpo_ends_with_its_prompts_and_begins_with_weights_that_were_just_publi
         reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
     assert [report.num_tokens for report in reports] == [20, 20, 10]
     assert not engine.stream.outstanding
-
-
-def test_a_lag_is_not_negative(engine):
-    with pytest.raises(ValueError, match="lag must be at least 0 versions, got -1"):
-        LaggedPublisher(engine, make_model("qwen3"), lag=-1)
-
-
-def bench_learning(tmp_path, *arguments):
-    """(printed, written) of a run of toy size."""
-    file, png = tmp_path / "learning.json", tmp_path / "learning.png"
-    toy = ("--device", "cpu", "--seeds", "0", "--steps", "3", "--sequences", "16", "--warmup-steps", "2")
-    files = ("--json", str(file), "--plot", str(png))
-    done = CliRunner().invoke(app, ["bench", "learning", *toy, *arguments, *files], env={"COLUMNS": "160"})
-    assert done.exit_code == 0, done.output
-    assert png.read_bytes().startswith(b"\x89PNG")
-    return json.loads(done.stdout.splitlines()[-1]), json.loads(file.read_text())
-
-
-@pytest.mark.slow
-def test_bench_learning_compares_the_schedules(tmp_path):
-    printed, written = bench_learning(tmp_path, "--target", "0")
-    for mode in SCHEDULES:
-        assert written[mode]["seconds_to_target"] > 0
-        assert written[mode]["final_reward"] >= 0
-        assert written[mode]["tokens"] == written[mode]["seeds"][0]["tokens"] > 0
-        assert {"token_age_ms", "weight_lag_ms", "version_lag"} <= set(written[mode]["seeds"][0])
-    seconds = [written[mode]["seconds_to_target"] for mode in ("sync", "inflight")]
-    assert written["ratio"] == pytest.approx(seconds[0] / seconds[1])
-    curves = {curve["mode"]: curve["points"] for curve in written.pop("curves")}
-    for points in curves.values():
-        assert [point["step"] for point in points] == [1, 2, 3]
-        assert set(points[0]) == {"step", "seconds", "tokens", "reward", "ess", "version_lag"}
-    assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
-    assert printed == written
-
-
-def test_bench_learning_with_lags_compares_corrections(tmp_path):
-    printed, written = bench_learning(tmp_path, "--lags", "1", "--corrections", "none")
-    [run] = written["ablation"]
-    assert (run["lag"], run["correction"], run["seed"]) == (1, "none", 0)
-    assert len(run["curve"]) == 3
-    assert written["final_reward"] == {"none": {"1": run["final_reward"]}}
-    assert printed["ablation"] == [{key: value for key, value in run.items() if key != "curve"}]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
-        (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
-        (["--correction", "hope"], "unknown correction 'hope'"),
-        (["--lags", "1", "--corrections", "none,hope"], "unknown correction 'hope'"),
-        (["--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
-        (["--correction", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
-        (["--lags", "x"], "--lags must be one or more numbers such as 1,8,32, got 'x'"),
-    ],
-)
-def test_mistakes_are_told_in_a_sentence(arguments, message):
-    done = CliRunner().invoke(app, ["bench", "learning", *arguments], env={"COLUMNS": "160"})
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 Advantages = Callable[[Sequence[Sequence[float | None]]], Sequence[float]]
-"""Rewards by group → an advantage for every sample, groups concatenated."""
+"""A function of the rewards of each group that returns an advantage for every sample, groups concatenated."""
 
 
 def group_advantages(

@@ -9,10 +9,11 @@ token and layer, attention's 2 h n forward, so that they meet at n = 12 h: some 
 
 
 def partition(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Bins of sequences, none with more than `max_tokens` tokens, few and alike in cost.
+    """Put sequences into bins of at most `max_tokens` tokens each, as few and as alike in cost as a greedy choice makes
+    them.
 
-    Groups that fit into a bin stay whole. The dearest first, each into the cheapest bin that has room (longest
-    processing time first, Graham 1969). Raises ValueError if a sequence fits into no bin.
+    Groups that fit into a bin stay whole. The dearest group is placed first, each in the cheapest bin that has room
+    (longest processing time first, Graham 1969). Raises ValueError if a sequence fits into no bin.
     """
     longest = max(lengths)
     if longest > max_tokens:

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 Reward = float | None
 Score = Callable[[Rollout], Reward] | Callable[[Rollout], Awaitable[Reward]]
-"""The reward of a rollout. None, or NaN, says that it has none."""
+"""A function that returns the reward of a rollout; None or NaN if it has none."""
 Rewards = Sequence[Reward]
 BatchScore = Callable[[Sequence[Rollout]], Rewards] | Callable[[Sequence[Rollout]], Awaitable[Rewards]]
-"""The rewards of the rollouts of a group, in their order."""
+"""A function that returns the rewards of a group's rollouts, in their order."""
 
 _QUICK_S = 1e-3
 _REMEMBERED = 9
@@ -66,12 +66,12 @@ class Scorer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: asyncio.Semaphore | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        """Of the last calls."""
+        """The times that the last calls took."""
         self.num_timeouts = 0
-        """Calls that took longer than `timeout_s`."""
+        """Number of calls that took longer than `timeout_s`."""
 
     def calls(self, score: Callable[..., Any]) -> bool:
-        """Whether this is its score function."""
+        """Whether this is the function that it calls."""
         return self._score is score
 
     def start(
@@ -112,12 +112,12 @@ class Scorer:
         return [_reward(value) for value in (*first, *rest)]
 
     def _is_quick(self) -> bool:
-        """Whether handing a call to a thread would cost more than the call, as it seems from the last ones."""
+        """Whether handing a call to a thread would cost more than the call itself, judged by the last calls."""
         return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
 
     async def _score_in_turn(self, group: list[Rollout]) -> list[Any]:
-        """The rewards of a group by one call after another in one thread: all of them, or those up to the one that took
-        too long."""
+        """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or up to
+        the call that took too long, whose reward is None."""
         rewards: list[Any] = []
 
         def score(rollouts: list[Rollout]) -> bool:
@@ -136,7 +136,7 @@ class Scorer:
         return reward
 
     async def _call(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
-        """None where it takes too long."""
+        """Call the function, in a worker thread unless it is async. Returns None if that takes too long."""
         assert self._places is not None
         async with self._places:
             if self._is_async:
@@ -153,7 +153,7 @@ class Scorer:
 
 
 class _Workers:
-    """Daemon threads that call functions: one that never returns does not keep the process from ending."""
+    """Daemon threads that call functions: a call that never returns does not keep the process from ending."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -11,6 +11,7 @@ from made_frames import ends, make_frame, starts
 
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.training.data.dropped import Dropped
 from inflight.training.data.scoring import _REMEMBERED, Scorer
 
 
@@ -57,7 +58,7 @@ class Callable:
 def test_every_rollout_gets_its_own_reward(wire, score):
     send_groups(wire, 5)
     assert rewards(batches(wire, score)) == [0, 1, 2, 3, 4]
-    assert wire.stream.num_unscored == 0
+    assert wire.stream.dropped.num_unscored_rollouts == 0
 
 
 def test_scores_are_computed_at_the_same_time_and_while_the_trainer_is_busy(wire):
@@ -89,7 +90,8 @@ def test_scores_are_computed_at_the_same_time_and_while_the_trainer_is_busy(wire
 def test_a_rollout_without_a_reward_is_left_out_and_counted(wire, missing):
     send_groups(wire, 5)
     assert rewards(batches(wire, lambda r: missing if r.group_id == 2 else by_group(r))) == [0, 1, 3, 4]
-    assert (wire.stream.num_unscored, wire.stream.num_dropped) == (1, 1)
+    dropped = wire.stream.dropped
+    assert (dropped.num_unscored_rollouts, dropped.num_unscored_groups, dropped.num_failed_groups) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["thread", "task"])
@@ -107,7 +109,7 @@ def test_a_score_that_takes_too_long_costs_its_rollout_alone(wire, caplog, is_as
     with caplog.at_level(logging.WARNING):
         assert rewards(batches(wire, Scorer(ahang if is_async else hang, timeout_s=0.3))) == [0, 2, 3]
     assert "a score took longer than 0.3 s" in caplog.text
-    assert wire.stream.num_unscored == 1
+    assert wire.stream.dropped.num_unscored_rollouts == 1
     never.set()
 
 
@@ -133,20 +135,21 @@ def test_a_score_function_that_raises_loses_nothing(wire):
 
 
 def test_an_interrupt_while_a_batch_is_put_together_loses_nothing(wire, monkeypatch):
-    from inflight.training.data import rollouts
-
-    send_groups(wire, 4)
-    pack_groups = rollouts.pack_groups
+    def score(rollout):
+        return None if rollout.group_id == 0 else by_group(rollout)
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rollouts, "pack_groups", interrupt)
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            next(batches(wire, by_group, rollouts=3))
-    monkeypatch.setattr(rollouts, "pack_groups", pack_groups)
-    assert rewards(batches(wire, by_group, rollouts=3)) == [0, 1, 2, 3]
+    send_groups(wire, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr("inflight.training.data.scored_groups.pack", interrupt)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                next(batches(wire, score, rollouts=3))
+    assert wire.stream.dropped == Dropped()
+    assert rewards(batches(wire, score, rollouts=3)) == [1, 2, 3]
+    assert wire.stream.dropped.num_unscored_groups == 1  # counted once, when it was left out
 
 
 def test_rewards_of_another_function_are_not_taken_for_those_that_were_asked_for(wire):

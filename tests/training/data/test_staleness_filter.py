@@ -13,8 +13,8 @@ from tiny_models import make_model
 from inflight.core.clock import NS_PER_MS
 from inflight.core.rollout import Rollout
 from inflight.training.data.batch import pack
-from inflight.training.data.rollouts import pack_groups
-from inflight.training.data.staleness_filter import StalenessFilter, StalenessRule
+from inflight.training.data.dropped import Dropped
+from inflight.training.data.staleness_filter import StalenessRule, take_out_stale
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
@@ -44,8 +44,8 @@ RULES = [
 @given(rules=st.lists(st.sampled_from(RULES), max_size=3), seed=st.integers(0, 30))
 def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
     rollouts = make_rollouts(seed)
-    filter_ = StalenessFilter(rules)
-    stay, included = filter_.apply(rollouts, trainer_version=TRAINER_VERSION, now_ns=NOW_NS)
+    counts = Dropped()
+    stay, included = take_out_stale(rollouts, rules, trainer_version=TRAINER_VERSION, now_ns=NOW_NS, dropped=counts)
 
     expected: dict[int, list[bool]] = {}
     for index, rollout in enumerate(rollouts):
@@ -64,12 +64,12 @@ def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
             expected[index] = keep
     assert {i: list(mask) for i, mask in zip(stay, included, strict=True)} == expected
 
-    counts = filter_.counts
     lengths = [len(r.token_ids) for r in rollouts]
     trained = sum(map(sum, expected.values()))
-    assert counts.num_tokens == sum(lengths) == trained + counts.num_masked_tokens + counts.num_rejected_tokens
-    assert counts.num_rejected_rollouts == len(rollouts) - len(expected)
-    assert counts.dropped == pytest.approx(1 - trained / sum(lengths))
+    assert counts.num_tokens == sum(lengths) == trained + counts.num_stale_tokens
+    assert counts.num_masked_tokens == sum(lengths[index] for index in expected) - trained
+    assert (counts.num_rollouts, counts.num_stale_rollouts) == (len(rollouts), len(rollouts) - len(expected))
+    assert counts.stale_share == pytest.approx(1 - trained / sum(lengths))
     kept = [lengths[i] for i, mask in expected.items() for is_kept in mask if is_kept]
     if kept:
         assert counts.length_bias == pytest.approx(np.mean(kept) / np.mean(np.repeat(lengths, lengths)))
@@ -79,12 +79,11 @@ def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
 
 @pytest.mark.parametrize(("unit", "action"), [("rollout", "reject"), ("token", "mask")])
 def test_leaving_out_what_is_old_favours_short_rollouts_and_says_so(unit, action):
-    filter_ = StalenessFilter([StalenessRule(max_version_lag=2, unit=unit, action=action)])
+    rules, counts = [StalenessRule(max_version_lag=2, unit=unit, action=action)], Dropped()
     for seed in range(10):
-        filter_.apply(make_rollouts(seed), trainer_version=TRAINER_VERSION, now_ns=NOW_NS)
-    assert filter_.counts.dropped > 0
-    assert filter_.counts.length_bias < 0.95
-    assert "too old" in str(filter_.counts)
+        take_out_stale(make_rollouts(seed), rules, trainer_version=TRAINER_VERSION, now_ns=NOW_NS, dropped=counts)
+    assert counts.stale_share > 0
+    assert counts.length_bias < 0.95
 
 
 def test_masked_tokens_have_no_gradient_and_leave_the_weight_of_others_alone():
@@ -110,15 +109,6 @@ def test_masked_tokens_have_no_gradient_and_leave_the_weight_of_others_alone():
     expected = -(logprobs * (logprobs.detach() - batch.behavior_logprobs[batch.loss_mask]).exp().clamp(max=2))[taken]
     loss, _ = policy_loss(model, pack(rollouts, [1.0] * len(rollouts), included=included))
     assert loss.item() == pytest.approx(expected.sum().item() / len(taken), rel=1e-5)
-
-
-def test_a_batch_of_which_nothing_is_left_is_none():
-    rollouts = make_rollouts()
-    for rollout in rollouts:
-        rollout.weight_versions = rollout.weight_versions - 100
-    filter_ = StalenessFilter([StalenessRule(max_version_lag=50, action="reject")])
-    assert pack_groups([rollouts], trainer_version=TRAINER_VERSION, staleness=filter_) is None
-    assert filter_.counts.dropped == 1
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,27 @@
-"""Data of a known age: for ablations of corrections, weights reach the engine a given number of versions late."""
+"""A publisher that is late by a given number of versions, for ablations of corrections: tokens of a known age."""
 
 from collections import deque
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from inflight.session import LaunchedEngine
 from inflight.weights.tensors import fill, published_tensors
-
-if TYPE_CHECKING:
-    from inflight.session import LaunchedEngine
 
 
 class LaggedPublisher:
-    """In place of a Publisher: `publish()` sends the weights that the model had `lag` calls ago.
+    """Stands in for a Publisher: `publish()` sends the weights that the model had `lag` calls ago.
 
     The n-th call sends what the model was at call n − lag, under that version number: a version means the same weights
     of the trainer as without a lag. Until there is something that old, the engine keeps what it was launched with.
     With schedule "sync" the tokens of step t are all of version max(0, t − 1 − lag). Holds lag + 2 copies of the model.
     """
 
-    def __init__(self, engine: "LaunchedEngine", model: nn.Module, *, lag: int):
+    def __init__(self, engine: LaunchedEngine, model: nn.Module, *, lag: int):
         if lag < 0:
             raise ValueError(f"lag must be at least 0 versions, got {lag}")
-        self._lag = lag
+        self._lag, self._meter = lag, engine.staleness
         self._current = published_tensors(model)
         self._snapshots: deque[dict[str, torch.Tensor]] = deque()
         lagged = deepcopy(model)
@@ -43,6 +40,7 @@ class LaggedPublisher:
             self._publisher.wait_copied()
             fill(self._lagged, self._snapshots.popleft())
             self._publisher.publish()
+        self._meter.trainer_version = self.version + len(self._snapshots)
         return self.version
 
     def close(self) -> None:

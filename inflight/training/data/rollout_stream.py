@@ -1,0 +1,243 @@
+"""The stream as the trainer sees it: finished groups, scored while others are drawn, and batches of them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from inflight.core.clock import now_ns
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.inbox import SILENCE_S, Group, Inbox
+from inflight.training.data.batch import PackedBatch
+from inflight.training.data.dropped import Dropped
+from inflight.training.data.group_scoring import GroupScoring
+from inflight.training.data.scored_groups import ScoredGroups, measure_consumed
+from inflight.training.data.scoring import Score, Scorer
+from inflight.training.data.staleness_filter import StalenessRule, check_rules
+
+
+class RolloutStream:
+    """Groups in the order in which they finish, or in which they are scored. Safe to use from several threads at once.
+
+    A thread receives them all the time, also while the trainer computes. `check_engine` raises if the engine is known
+    to be dead, `ask_engine` if it does not answer; they are called while nothing arrives. tokenizer_lock: held while
+    the tokenizer is used, which is not safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None,
+        meter: StalenessMeter,
+        check_engine: Callable[[], None],
+        ask_engine: Callable[[float], None] = lambda silent_s: None,
+        silence_s: float = SILENCE_S,
+        tokenizer_lock: AbstractContextManager[Any] | None = None,
+    ):
+        self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
+        self._meter = meter
+        self._scoring = GroupScoring(prepare=self._with_text, ready=lambda group: self._inbox.ready(group))
+        self._inbox = Inbox(
+            endpoint,
+            on_frame=meter.frame,
+            on_group=self._scoring.start_if_wanted,
+            on_removed=self._scoring.forget,
+            check_engine=check_engine,
+            ask_engine=ask_engine,
+            silence_s=silence_s,
+        )
+        self.dropped = Dropped()
+        """What `batches` has left out so far, and why."""
+        self.last_reward = float("nan")
+        """Mean reward of the batch that `batches` yielded last."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens received so far, of finished and unfinished samples."""
+        return self._inbox.num_tokens
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Ids of the groups that were submitted and not handed out yet."""
+        return self._inbox.outstanding
+
+    def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
+        """These groups were submitted. Those that are reserved go only to `collect` or `groups` with their ids."""
+        self._inbox.expect(group_ids, reserved=reserved)
+
+    def drop(self, group_ids: Collection[int]) -> None:
+        """Nobody wants these groups any more; what arrives of them is thrown away."""
+        self._inbox.drop(group_ids)
+
+    def groups(
+        self, group_ids: Collection[int] | None = None, *, score: Score | Scorer | None = None
+    ) -> Iterator[Group]:
+        """Every finished group, its samples in order, until nothing that was submitted is outstanding.
+
+        group_ids: only these, each as soon as it has finished. None: all that were submitted for training
+        (`engine.submit(…)` without `train=False`), and that nobody has named.
+        score: the rewards of samples that ended by themselves are there (None for a sample that has none): the function
+        is called beside this thread as soon as a group has finished, and groups come in the order in which they are
+        scored. What it raises is raised here; then the group is scored again when it is asked for again.
+        Raises EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every group
+        that was in flight counts as lost: its samples come with finish_reason "error" when `groups` is called again.
+        """
+        wanted, scorer = self._claim(group_ids, score)
+        while (answer := self._hand_out(wanted, scorer)) is not None:
+            if isinstance(answer, Future):
+                self._wait(answer)
+            else:
+                yield answer
+
+    async def agroups(
+        self, group_ids: Collection[int] | None = None, *, score: Score | Scorer | None = None
+    ) -> AsyncIterator[Group]:
+        """The same groups as `groups` yields, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        wanted, scorer = self._claim(group_ids, score)
+        while (answer := self._hand_out(wanted, scorer)) is not None:
+            if isinstance(answer, Future):
+                await asyncio.wrap_future(answer)
+            else:
+                yield answer
+
+    def collect(self, group_ids: Collection[int], *, timeout_s: float | None = None) -> list[Group]:
+        """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`.
+
+        timeout_s: None waits as long as the engine lives and answers. Raises TimeoutError, ValueError if a group is not
+        outstanding, and what `groups` raises; then nothing has been taken.
+        """
+        deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
+        while isinstance(found := self._inbox.take(group_ids), Future):
+            self._wait(found, deadline_ns, f"groups {_named(group_ids)} did not finish within {timeout_s} s")
+        return [self._with_text(found[group_id]) for group_id in group_ids]
+
+    async def acollect(self, group_ids: Collection[int]) -> list[Group]:
+        """The same as `collect`, for asyncio."""
+        while isinstance(found := self._inbox.take(group_ids), Future):
+            await asyncio.wrap_future(found)
+        return [self._with_text(found[group_id]) for group_id in group_ids]
+
+    def partial(self, group_id: int) -> Group:
+        """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
+        return self._inbox.partial(group_id)
+
+    def batches(
+        self, *, rollouts: int, score: Score | Scorer, staleness: Sequence[StalenessRule] = ()
+    ) -> Iterator[PackedBatch]:
+        """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
+
+        They are made of what was submitted for training, and of nothing that was submitted with `train=False`, drawn by
+        `generate`, or drawn greedily (`collect` has those). score: a function of a rollout, plain or `async`, or a
+        `Scorer`, which has a time limit; it is called beside training and generation. staleness: the rules that say
+        which tokens are too old. What is left out is counted in `dropped`; a batch of which nothing is left is not
+        yielded.
+        Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
+        measured when the next batch is asked for, that is, after the optimizer step.
+        Raises what `score` and `groups` raise; no rollout is lost by that, or by Ctrl-C: those that were not in a batch
+        yet come when `batches` is called again.
+        """
+        if rollouts < 1:
+            raise ValueError(f"rollouts must be at least 1, got {rollouts}")
+        check_rules(staleness)
+        scorer = self._scoring.score_with(score)
+        more = True
+        while more:
+            taken: list[int] = []
+            scored = ScoredGroups()
+            try:
+                while len(scored.rollouts) < rollouts and (more := (group := self._wait_for_next(scorer)) is not None):
+                    if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
+                        self._inbox.reserve([group[0].group_id])
+                        continue
+                    taken.append(group[0].group_id)
+                    scored.add(group)
+                batch = scored.pack(trainer_version=self._meter.trainer_version, staleness=staleness)
+            except BaseException:
+                self._inbox.put_back(taken)
+                raise
+            self._inbox.remove(taken)
+            self.dropped += scored.dropped
+            if scored.groups:
+                self.last_reward = scored.mean_reward
+            if batch is not None:
+                yield batch
+                measure_consumed(self._meter, batch)
+
+    def close(self) -> None:
+        """Read no more, and let the threads go."""
+        self._inbox.close()
+        self._scoring.close()
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _claim(
+        self, group_ids: Collection[int] | None, score: Score | Scorer | None
+    ) -> tuple[set[int] | None, Scorer | None]:
+        """(the groups that are wanted by name, None for those for training; who scores them)"""
+        if group_ids is None:
+            return None, None if score is None else self._scoring.score_with(score)
+        if score is not None:
+            raise ValueError("groups that are asked for by their ids come without rewards: leave score out")
+        self._inbox.reserve(group_ids)
+        return set(group_ids), None
+
+    def _hand_out(self, wanted: set[int] | None, scorer: Scorer | None) -> "Group | Future[None] | None":
+        """The next group, a future that says when to ask again, or None if there are no more."""
+        if wanted is None:
+            answer = self._borrow(scorer)
+            if isinstance(answer, list):
+                self._inbox.remove([answer[0].group_id])
+            return answer
+        answer = self._inbox.take_any(wanted) if wanted else None
+        if isinstance(answer, list):
+            wanted.discard(answer[0].group_id)
+            return self._with_text(answer)
+        return answer
+
+    def _borrow(self, scorer: Scorer | None) -> "Group | Future[None] | None":
+        """The next group for training, with the rewards of this scorer if there is one. It stays outstanding until it
+        is removed from the inbox, and must be put back if it is not used."""
+        while isinstance(group := self._inbox.next(), list):
+            group_id = group[0].group_id
+            try:
+                if scorer is None or self._scoring.has_rewards(group, scorer):
+                    return self._with_text(group)
+            except BaseException:
+                self._inbox.put_back([group_id])
+                raise
+            self._inbox.hold(group_id)
+            self._scoring.start(group, scorer)
+        return group
+
+    def _wait_for_next(self, scorer: Scorer) -> Group | None:
+        while isinstance(answer := self._borrow(scorer), Future):
+            self._wait(answer)
+        return answer
+
+    def _wait(self, future: "Future[None]", deadline_ns: int | None = None, what: str = "") -> None:
+        """Wait for what the inbox promised, and raise what went wrong instead. Generation may take as long as it takes:
+        the inbox asks whether the engine is there. Raises TimeoutError, which says `what`, after the deadline."""
+        left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
+        if not wait([future], timeout=left_s).done:
+            raise TimeoutError(what)
+        future.result()
+
+    def _with_text(self, group: Group) -> Group:
+        if self._tokenizer is None or group[0].prompt or group[0].text:
+            return group
+        with self._tokenizer_lock:
+            prompt = str(self._tokenizer.decode(group[0].prompt_token_ids.tolist(), skip_special_tokens=True))
+            texts = [str(self._tokenizer.decode(r.token_ids.tolist(), skip_special_tokens=True)) for r in group]
+        for rollout, text in zip(group, texts, strict=True):
+            rollout.prompt, rollout.text = prompt, text
+        return group
+
+
+def _named(group_ids: Collection[int]) -> str:
+    ids = sorted(group_ids)
+    return ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

@@ -1,0 +1,121 @@
+"""From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`.
+
+    add      failed groups and rollouts without a reward are left out
+    pack     groups of equal rewards may be left out; advantages; tokens that are too old are left out; one PackedBatch
+    measure_consumed   how old the batch's tokens were, once an optimizer step has consumed it
+
+Whatever is left out is counted in `ScoredGroups.dropped`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from inflight.core.clock import now_ns
+from inflight.core.rollout import Rollout
+from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
+from inflight.training.data.advantages import Advantages, group_advantages
+from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.data.dropped import Dropped
+from inflight.training.data.staleness_filter import StalenessRule, take_out_stale
+from inflight.training.objective.aggregation import StepTotals
+
+
+@dataclass(slots=True)
+class ScoredGroups:
+    """The groups of one batch: their samples that have a reward, and the count of what was left out."""
+
+    groups: list[list[Rollout]] = field(default_factory=list)
+    dropped: Dropped = field(default_factory=Dropped)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The samples of all groups."""
+        return [rollout for group in self.groups for rollout in group]
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward of all samples. There must be one."""
+        rewards = [rollout.reward or 0.0 for rollout in self.rollouts]
+        return sum(rewards) / len(rewards)
+
+    def add(self, group: list[Rollout]) -> bool:
+        """Take the samples of a finished group that have a reward. Returns False if nothing of it can be trained on:
+        a sample was cancelled or ended with an error, or none has a reward."""
+        if not ended_by_itself(group):
+            self.dropped.num_failed_groups += 1
+            return False
+        scored = [rollout for rollout in group if rollout.reward is not None]
+        self.dropped.num_unscored_rollouts += len(group) - len(scored)
+        if not scored:
+            self.dropped.num_unscored_groups += 1
+            return False
+        self.groups.append(scored)
+        return True
+
+    def pack(
+        self,
+        *,
+        trainer_version: int,
+        staleness: Sequence[StalenessRule] = (),
+        advantages_of: Advantages = group_advantages,
+        skip_uniform: bool = False,
+    ) -> PackedBatch | None:
+        """Pack the groups, with advantages relative to their groups, for a trainer that has this version's weights.
+
+        staleness: the rules that say which tokens are too old. skip_uniform: leave out groups of equal rewards; the
+        batch's totals count them. Returns None if nothing is left. Raises ValueError for a reward that is None or not
+        finite.
+        """
+        uniform = [group for group in self.groups if skip_uniform and is_uniform(group)]
+        groups = [group for group in self.groups if not (skip_uniform and is_uniform(group))]
+        self.dropped.num_uniform_groups += len(uniform)
+        advantages = advantages_of([[rollout.reward for rollout in group] for group in groups])
+        rollouts = [rollout for group in groups for rollout in group]
+        stay, included = take_out_stale(
+            rollouts, staleness, trainer_version=trainer_version, now_ns=now_ns(), dropped=self.dropped
+        )
+        if not stay:
+            return None
+        batch = pack(
+            [rollouts[index] for index in stay],
+            [advantages[index] for index in stay],
+            included=included if staleness else None,
+            trainer_version=trainer_version,
+        )
+        batch.totals = _with_groups(batch.totals, uniform)
+        return batch
+
+
+def ended_by_itself(group: list[Rollout]) -> bool:
+    """Whether every sample of the group stopped or reached its maximum length."""
+    return all(rollout.finish_reason in ("stop", "length") for rollout in group)
+
+
+def is_uniform(group: list[Rollout]) -> bool:
+    """Whether all samples of the group got the same reward, so that all their advantages are 0."""
+    return len({rollout.reward for rollout in group}) == 1
+
+
+def _with_groups(totals: StepTotals, groups: list[list[Rollout]]) -> StepTotals:
+    """Totals that count these groups too, which are not in the batch."""
+    if not groups:
+        return totals
+    return replace(
+        totals,
+        num_tokens=totals.num_tokens + sum(len(rollout.token_ids) for group in groups for rollout in group),
+        num_sequences=totals.num_sequences + sum(map(len, groups)),
+        num_groups=(totals.num_groups or len(totals.group_tokens)) + len(groups),
+    )
+
+
+def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:
+    """Tell the meter that an optimizer step has just consumed this batch, whose `trainer_version` must be known.
+    Returns how old its drawn tokens were."""
+    assert batch.trainer_version is not None
+    drawn = batch.loss_mask
+    return meter.consume(
+        batch.weight_versions[drawn].cpu().numpy(),
+        batch.sampled_at_ns[drawn].cpu().numpy(),
+        consumed_ns=now_ns(),
+        trainer_version=batch.trainer_version,
+    )

@@ -1,0 +1,90 @@
+"""From finished groups to a batch: what is left out on the way, and what of it still counts."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from made_batches import make_rollouts
+from tiny_models import make_model
+
+from inflight.core.rollout import Rollout
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.training.data.dropped import Dropped
+from inflight.training.data.scored_groups import ScoredGroups, measure_consumed
+from inflight.training.data.staleness_filter import StalenessRule
+from inflight.training.objective.loss import policy_loss
+from inflight.training.objective.objective import Objective
+
+
+def groups_with(rewards: list[list[float | None]]) -> list[list[Rollout]]:
+    rollouts = iter(make_rollouts(sum(map(len, rewards))))
+    groups = [[next(rollouts) for _ in of_group] for of_group in rewards]
+    for index, (group, of_group) in enumerate(zip(groups, rewards, strict=True)):
+        for rollout, reward in zip(group, of_group, strict=True):
+            rollout.group_id, rollout.reward = index, reward
+    return groups
+
+
+def test_failed_groups_and_rollouts_without_a_reward_are_left_out_and_counted_apart():
+    groups = groups_with([[1.0, 0.0], [None, 2.0], [None, None], [1.0, 0.0], [0.0, 1.0]])
+    groups[3][0].finish_reason = "error"
+    groups[4][1].finish_reason = "cancelled"
+    scored = ScoredGroups()
+    assert [scored.add(group) for group in groups] == [True, True, False, False, False]
+    assert scored.groups == [groups[0], groups[1][1:]]
+    assert scored.dropped == Dropped(num_failed_groups=2, num_unscored_groups=1, num_unscored_rollouts=3)
+    assert scored.dropped.num_unusable_groups == 3
+    assert scored.mean_reward == 1.0
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
+def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_count(aggregation):
+    groups = groups_with([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 2.0], [3.0, 3.0]])
+    gradients, num_rollouts = [], []
+    for skip_uniform in (True, False):
+        scored = ScoredGroups(groups)
+        batch = scored.pack(trainer_version=3, skip_uniform=skip_uniform)
+        assert scored.dropped.num_uniform_groups == (3 if skip_uniform else 0)
+        trained = make_model("qwen3")
+        for part in batch.micro_batches(60):
+            policy_loss(trained, part, correction=Objective(aggregation=aggregation, max_tokens=16))[0].backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trained.parameters()]))
+        num_rollouts.append(batch.num_sequences)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+    assert num_rollouts == [4, 10]
+
+
+def test_a_batch_of_which_nothing_is_left_is_none():
+    uniform = ScoredGroups(groups_with([[1.0, 1.0]]))
+    assert uniform.pack(trainer_version=9, skip_uniform=True) is None
+    stale = ScoredGroups(groups_with([[1.0, 0.0], [0.0, 1.0]]))
+    assert stale.pack(trainer_version=100, staleness=[StalenessRule(max_version_lag=50, action="reject")]) is None
+    assert (stale.dropped.num_stale_rollouts, stale.dropped.stale_share) == (4, 1.0)
+    assert ScoredGroups().pack(trainer_version=0) is None
+
+
+@pytest.mark.parametrize("bad", [None, math.nan])
+def test_a_reward_that_is_none_or_not_finite_is_named(bad):
+    with pytest.raises(ValueError, match="sample 0 of group 0 has reward"):
+        ScoredGroups(groups_with([[bad, 1.0]])).pack(trainer_version=0)
+
+
+def test_what_is_consumed_is_measured_against_the_version_that_the_batch_was_made_for():
+    batch = ScoredGroups(groups_with([[1.0, 0.0]])).pack(trainer_version=9)
+    staleness = measure_consumed(StalenessMeter(), batch)
+    assert staleness.version_lag.tolist() == [9 - v for r in batch.rollouts for v in r.weight_versions]
+
+
+def test_records_of_what_was_dropped_add_up_and_become_numbers_and_a_sentence():
+    one = Dropped(num_failed_groups=1, num_stale_tokens=5, num_tokens=20, sum_lengths=200, sum_kept_lengths=120)
+    total = one + Dropped(num_failed_groups=2, num_uniform_groups=4, num_tokens=5, sum_lengths=25, sum_kept_lengths=25)
+    assert (total.num_failed_groups, total.num_uniform_groups, total.stale_share) == (3, 4, 0.2)
+    assert total.length_bias == pytest.approx((145 / 20) / (225 / 25))
+    assert total + Dropped() == total
+    numbers = total.as_dict()
+    assert numbers["num_failed_groups"] == 3
+    assert numbers["stale_share"] == 0.2
+    assert set(asdict(total)) - set(numbers) == {"sum_lengths", "sum_kept_lengths"}
+    assert "3 groups failed" in str(total)
+    assert "20.0% of 25 tokens were too old" in str(total)
