@@ -1,12 +1,11 @@
 """A transport of one's own: the one of docs/transports.md, between this process and a real engine."""
 
 import re
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import raw_files
 import torch
 from tiny_models import make_model
 
@@ -14,25 +13,11 @@ import inflight
 from inflight.core.errors import ChecksumError, ProtocolError, WeightFileError
 from inflight.weights.transports.accepted import AcceptedTransports
 
-_PAGE = Path(__file__).parents[2] / "docs" / "transports.md"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def raw_files(tmp_path_factory):
-    """The module that the page shows, in a directory that the engine's process imports from, too."""
-    [code] = re.findall(r"```python\n(# raw_files\.py\n.*?)```", _PAGE.read_text(), re.DOTALL)
-    directory = tmp_path_factory.mktemp("modules")
-    (directory / "raw_files.py").write_text(code)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(directory)
-        import raw_files  # pyright: ignore[reportMissingImports]
-
-        yield raw_files
-    del sys.modules["raw_files"]
-
-
-@pytest.fixture(scope="module")
-def engine(model_dir, raw_files):
+def engine(model_dir):
     options = {"max_sequences": 2, "max_context": 64, "threads": 1, "device": "cpu"}
     with inflight.launch(model_dir("qwen3"), transports=("raw_files:RawFiles",), **options) as engine:
         yield engine
@@ -50,7 +35,7 @@ def refusal_of(publisher: inflight.Publisher) -> Exception:
     raise AssertionError("nothing was refused")
 
 
-def test_versions_reach_an_engine_over_it(engine, raw_files: ModuleType, tmp_path):
+def test_versions_reach_an_engine_over_it(engine, tmp_path):
     """Tokens bear the version, and greedy ones are those of the model that was published."""
     model = make_model("qwen3", seed=5)
     with engine.publisher(model, transport=raw_files.RawFiles(directory=str(tmp_path))) as publisher:
@@ -80,7 +65,7 @@ def cut(path: Path) -> None:
         (Path.unlink, inflight.InflightError, "Fill failed: FileNotFoundError"),
     ],
 )
-def test_what_it_brings_is_checked(engine, raw_files: ModuleType, tmp_path, monkeypatch, damage, kind, message):
+def test_what_it_brings_is_checked(engine, tmp_path, monkeypatch, damage, kind, message):
     """And the engine keeps its weights until a version comes whole."""
     fill = raw_files.RawSender.fill
 
@@ -100,7 +85,7 @@ def test_what_it_brings_is_checked(engine, raw_files: ModuleType, tmp_path, monk
         engine.wait_for_version(publisher.publish())
 
 
-def test_an_engine_takes_no_transport_that_it_was_not_launched_with(engine, raw_files: ModuleType):
+def test_an_engine_takes_no_transport_that_it_was_not_launched_with(engine):
     """Nothing is imported because a message says so."""
     other = type("Other", (raw_files.RawFiles,), {})
     with pytest.raises(ProtocolError, match=r"does not accept the transport '.*:Other'; launch it with transports=\("):
@@ -117,7 +102,7 @@ def test_an_engine_takes_no_transport_that_it_was_not_launched_with(engine, raw_
         ("raw_files:Origin", "no subclass of inflight.weights.transports.Transport"),
     ],
 )
-def test_an_engine_does_not_start_with_a_transport_that_is_none(raw_files, name, message):
+def test_an_engine_does_not_start_with_a_transport_that_is_none(name, message):
     with pytest.raises(inflight.InflightError, match=message):
         AcceptedTransports([name])
 
@@ -126,3 +111,13 @@ def test_an_engine_does_not_start_with_a_transport_that_is_none(raw_files, name,
 def test_names_of_transports_have_a_module_and_a_class(transports):
     with pytest.raises(ValueError, match=r'names like "my_package.module:MyTransport"'):
         inflight.EngineOptions(model="tiny", transports=transports)
+
+
+def test_a_launch_with_a_transport_that_is_none_says_so(model_dir):
+    with pytest.raises(inflight.InflightError, match="transport 'no_such_module:Transport' cannot be imported"):
+        inflight.launch(model_dir("qwen3"), transports=("no_such_module:Transport",), device="cpu")
+
+
+def test_the_page_shows_what_these_tests_run():
+    page, code = ROOT / "docs" / "transports.md", ROOT / "tests" / "helpers" / "raw_files.py"
+    assert code.read_text().partition("\n\n")[2] in page.read_text()
