@@ -38,7 +38,7 @@ def main(name: str = "tiny") -> None:
         engine.submit(islice(prompts, 16), params)  # the more is under way, the older are the tokens that arrive
         for step, batch in enumerate(engine.stream.batches(rollouts=64, score=reward), 1):
             engine.submit(islice(prompts, 8), params)
-            loss, stats = inflight.policy_loss(model, batch, correction="tis")
+            loss, stats = inflight.policy_loss(model, batch, objective="tis")
             loss.backward()
             inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite
             publisher.publish()  # returns at once; the generator never stops

@@ -36,9 +36,9 @@ def check(settings: LearningSettings) -> None:
         raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
     if settings.lags and not settings.corrections:
         raise ValueError("--corrections must name at least one correction, such as none,tis")
-    for name in settings.corrections if settings.lags else (settings.correction,):
+    for name in settings.corrections if settings.lags else (settings.objective,):
         if resolve(name).proximal == "recomputed":
-            raise ValueError(f"correction {name!r} is for several optimizer steps per batch; these runs take one")
+            raise ValueError(f"objective {name!r} is for several optimizer steps per batch; these runs take one")
 
 
 def table(result: dict[str, Any]) -> Table:

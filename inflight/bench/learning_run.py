@@ -46,7 +46,7 @@ class LearningSettings(LearningOptions):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where all runs of a seed begin."""
+    """The start of all runs of a seed."""
 
     task: Task
     seed: int
@@ -142,7 +142,7 @@ def learn(
         steps=settings.steps,
         groups_per_step=settings.sequences // GROUP_SIZE,
         sampling=SamplingParams(n=GROUP_SIZE, max_tokens=start.task.max_tokens),
-        correction=settings.correction,
+        objective=settings.objective,
         schedule=schedule,
     )
     with (

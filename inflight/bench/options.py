@@ -72,7 +72,7 @@ class SwapOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessOptions:
-    """How old are the tokens that an optimizer step consumes? The result's names are those of the README's table."""
+    """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean."""
 
     model: Model = "tiny"
     device: Device = "auto"
@@ -144,7 +144,9 @@ class LearningOptions:
     tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of an answer at most; 0 is what the task's longest answer needs.")
     ] = 0
-    correction: Annotated[str, typer.Option(help="The correction for tokens of older versions, in all modes.")] = "tis"
+    objective: Annotated[
+        str, typer.Option(help="The objective, which corrects for tokens of older versions, in all modes.")
+    ] = "tis"
     learning_rate: Annotated[
         float | None,
         typer.Option(

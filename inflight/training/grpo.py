@@ -7,7 +7,7 @@ policy-gradient step is taken, and the new weights are published while the gener
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -55,7 +55,10 @@ class GRPOConfig:
     """Groups submitted and not taken by the trainer yet, at most: what bounds how old tokens get. 0: twice
     groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
-    correction: str | Objective = "tis"
+    objective: str | Objective | None = None
+    """What is minimised: an `Objective`, or the name of one of `objective.PRESETS`; None is "tis"."""
+    correction: InitVar[str | Objective | None] = None
+    """Another name of the argument `objective`; giving both raises ValueError. It is read as `objective`."""
     staleness: tuple[StalenessRule, ...] = ()
     """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
     updates_per_batch: int = 1
@@ -81,12 +84,14 @@ class GRPOConfig:
     """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
     is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
 
-    def __post_init__(self) -> None:
-        if resolve(self.correction).proximal == "recomputed" and self.updates_per_batch < 2:
+    def __post_init__(self, correction: str | Objective | None) -> None:
+        objective = resolve(self.objective, correction=correction)
+        if objective.proximal == "recomputed" and self.updates_per_batch < 2:
             raise ValueError(
-                f"{self.correction!r} recomputes its proximal policy for several steps on a batch; with one step that "
-                "is the policy being trained: set updates_per_batch, or take another correction"
+                f"{self.objective or correction!r} recomputes its proximal policy for several steps on a batch; with "
+                "one step that is the policy being trained: set updates_per_batch, or take another objective"
             )
+        object.__setattr__(self, "objective", objective)
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -124,7 +129,7 @@ class GRPOConfig:
     @property
     def skips_uniform_groups(self) -> bool:
         """Whether groups of equal rewards are left out: if that is wanted, and the objective is about rewards alone."""
-        objective = resolve(self.correction)
+        objective = resolve(self.objective)
         return self.skip_uniform_groups and not objective.kl_weight and not objective.entropy_weight
 
 
@@ -161,7 +166,7 @@ def grpo(
     An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
     are never published: NonFiniteWeightsError ends the run, and the engine keeps those that it has.
     """
-    score_reference = reference_scorer(resolve(config.correction), model, reference)
+    score_reference = reference_scorer(resolve(config.objective), model, reference)
     check_finite(model)
     advantages_of = partial(group_advantages, scale=config.scale_advantages, ddof=config.advantage_ddof)
 
@@ -246,7 +251,7 @@ def train_step(
     the log-probabilities that the KL penalty refers to, where the objective has one and the batch does not bring
     them."""
     parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
-    if resolve(config.correction).proximal == "recomputed":
+    if resolve(config.objective).proximal == "recomputed":
         with torch.no_grad():
             parts = [part.with_column("proximal_logprobs", token_logprobs(model, part)) for part in parts]
     if score_reference is not None and batch.reference_logprobs is None:
@@ -274,7 +279,7 @@ def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) ->
     total: LossStats | None = None
     for part in parts:
         with span("forward", tokens=part.num_drawn):
-            loss, stats = policy_loss(model, part, correction=config.correction)
+            loss, stats = policy_loss(model, part, objective=config.objective)
         with span("backward"):
             loss.backward()
         total = stats if total is None else total + stats

@@ -10,13 +10,11 @@ from inflight_kernels.linear import linear
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
 from inflight_kernels.normalization import add_rms_norm, rms_norm
-from inflight_kernels.policy_loss import PolicyLossTerms, policy_loss_terms, policy_loss_terms_reference
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 
 __all__ = [
-    "PolicyLossTerms",
     "ScaledCopies",
     "add_lora",
     "add_rms_norm",
@@ -27,8 +25,6 @@ __all__ = [
     "linear_logprobs",
     "linear_logprobs_reference",
     "paged_attention",
-    "policy_loss_terms",
-    "policy_loss_terms_reference",
     "rms_norm",
     "rope_and_cache",
     "selective_logprobs",

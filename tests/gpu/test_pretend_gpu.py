@@ -180,10 +180,10 @@ def loss_has_the_same_gradient() -> None:
         model = make_model(name)
         on_cuda = copy.deepcopy(model).to("cuda")
         on_cuda.tie_weights()
-        for correction in ("tis", "gspo", "decoupled_ppo"):
+        for objective in ("tis", "gspo", "decoupled_ppo"):
             for where in ("cpu", "cuda"):
                 expected, loss = (
-                    policy_loss(m, b, correction=correction)[0] for m, b in ((model, batch), (on_cuda, batch.to(where)))
+                    policy_loss(m, b, objective=objective)[0] for m, b in ((model, batch), (on_cuda, batch.to(where)))
                 )
                 for module, value in ((model, expected), (on_cuda, loss)):
                     module.zero_grad()

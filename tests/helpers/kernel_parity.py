@@ -6,7 +6,6 @@ intermediate result is rounded where the reference rounds it.
 """
 
 import sys
-from functools import partial
 
 import torch
 from inflight_kernels import (
@@ -15,7 +14,6 @@ from inflight_kernels import (
     _linear_logprob_triton,
     _lora_triton,
     _normalization_triton,
-    _policy_loss_triton,
     _rotary_triton,
     _sampling_triton,
     _selective_logprob_triton,
@@ -24,7 +22,6 @@ from inflight_kernels import (
     linear_logprob,
     linear_logprobs,
     linear_logprobs_reference,
-    policy_loss_terms_reference,
     selective_logprobs_reference,
 )
 from inflight_kernels.activation import gated_activation_reference
@@ -372,57 +369,6 @@ def check_add_lora_in_a_graph() -> None:
         assert_close(result, expected)
 
 
-def check_policy_loss_terms(device: str, num_tokens: int) -> None:
-    """Every correction with every surrogate, on strided columns, with log w and log u of ±100 among them."""
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def random() -> torch.Tensor:
-        return torch.randn(num_tokens, generator=generator)
-
-    logprobs, log_w, log_u = random(), random() / 2, random() / 2
-    classes = torch.randint(3, (num_tokens,), generator=generator)
-    log_u[::3] = 0.0
-    extremes = torch.cartesian_prod(torch.tensor([-100.0, 0.0, 100.0]), torch.tensor([-100.0, 0.0, 100.0]))
-    count = len(extremes[:num_tokens])
-    log_w[:count], log_u[:count], classes[:count] = *extremes[:num_tokens].T, 2
-    advantages = random()
-    advantages[::5] = 0.0
-    weights = random() / log_w.clamp(-20, 20).exp() / log_u.clamp(0, 20).exp()  # no term hides the others
-    weights[::7] = 0.0
-    proximal = logprobs - log_u
-    columns = torch.stack([logprobs, proximal - log_w, proximal, advantages, weights], 1).to(device).unbind(1)
-    classes = torch.stack([classes, classes], 1).to(device)[:, 0]
-    wide = {"clip_low": float("inf"), "clip_high": float("inf"), "dual": float("inf")}
-    for correction in ("none", "truncate", "mask"):
-        for surrogate, bounds in (
-            ("reinforce", {}),
-            ("ppo_clip", {}),
-            ("ppo_clip", {"clip_low": 0.0, "clip_high": 0.25}),
-            ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.0, "dual": 2.0}),
-            ("cispo", {"clip_low": 0.5, "clip_high": 1.5}),
-        ):
-            options = {"correction": correction, "low": 0.5, "high": 2.0, "surrogate": surrogate, **wide, **bounds}
-            result = _policy_loss_triton.policy_loss_terms(*columns, classes, **options)
-            expected = policy_loss_terms_reference(*columns, classes, **options)
-            torch.testing.assert_close(result.loss, expected.loss, atol=1e-3, rtol=1e-5)
-            torch.testing.assert_close(result.gradient, expected.gradient, atol=1e-9, rtol=1e-5)
-            torch.testing.assert_close(result.sums, expected.sums, atol=1e-12, rtol=1e-10)
-            again = _policy_loss_triton.policy_loss_terms(*columns, classes, **options)
-            assert all(torch.equal(first, second) for first, second in zip(result, again, strict=True))
-
-
-def check_policy_loss_ties(device: str) -> None:
-    """Half the gradient where the dual clip is met to the bit, and all of it at u = 1."""
-    ones = torch.ones(2, device=device)
-    logprobs, zeros = torch.tensor([0.75, 0.0], device=device), torch.zeros(2, device=device)
-    options = {"correction": "none", "low": 0.0, "high": 1.0, "clip_low": 0.0, "clip_high": float("inf")}
-    function = partial(_policy_loss_triton.policy_loss_terms, logprobs, zeros, zeros, classes=zeros.long(), **options)
-    u = -function(advantages=ones, weights=ones, surrogate="cispo", dual=float("inf")).gradient
-    assert u[1] == 1
-    result = function(advantages=-ones, weights=ones, surrogate="ppo_clip", dual=u[0].item())
-    assert torch.equal(result.gradient, u * torch.tensor([0.5, 1.0], device=device))
-
-
 def main(device: str) -> None:
     linear_logprob._backend = lambda _: _linear_logprob_triton
     check_kept_sets_without_the_token_are_nan(device)
@@ -447,9 +393,6 @@ def main(device: str) -> None:
         check_add_lora(device, dtype, 13, 1100, (70, 45), 33, 2)
         check_add_lora(device, dtype, 270, 40, (7, 3, 16), 5, 2)
     check_copy_all(device)
-    for num_tokens in (1, 1024, 2500):
-        check_policy_loss_terms(device, num_tokens)
-    check_policy_loss_ties(device)
     if device == "cuda":
         check_add_lora_in_a_graph()
     check_rope_and_cache(device, torch.float32, 6, 3, 80, 32, cache_dtype=torch.float16)

@@ -37,7 +37,6 @@ _KERNELS = {  # by module, those with a reference of the same name
     "activation": ["gated_activation"],
     "lora": ["add_lora"],
     "normalization": ["rms_norm", "add_rms_norm"],
-    "policy_loss": ["policy_loss_terms"],
     "rotary": ["rope_and_cache"],
     "sampling": ["draw"],
 }

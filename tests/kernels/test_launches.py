@@ -4,7 +4,6 @@ it works on in registers, moves 16 bytes at a time and multiplies where products
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from inflight_kernels import (
     _linear_logprob_triton,
     _lora_triton,
     _normalization_triton,
-    _policy_loss_triton,
     _rotary_triton,
     _sampling_triton,
     _selective_logprob_triton,
@@ -79,21 +77,6 @@ def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     _lora_triton.add_lora(y, x, a, b, widths, meta(tokens, dtype=torch.int32))
 
 
-def policy_loss(correction: Any, surrogate: Any, dtype: torch.dtype) -> None:
-    del dtype
-    _policy_loss_triton.policy_loss_terms(
-        *meta(5, 65_536, dtype=FP32).unbind(),
-        meta(65_536, dtype=I64),
-        correction=correction,
-        low=0.5,
-        high=2.0,
-        surrogate=surrogate,
-        clip_low=0.2,
-        clip_high=0.3,
-        dual=3.0,
-    )
-
-
 def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None, dtype: torch.dtype) -> None:
     rows, hidden, columns = 8192, 4096, _linear_logprob_triton.COLUMNS
     hidden_NH, weight_VH = meta(rows, hidden, dtype=dtype), meta(vocabulary, hidden, dtype=dtype)
@@ -128,7 +111,6 @@ CASES: dict[str, Callable[..., None]] = {
     "copies": copies,
     "lora, 256 tokens": partial(lora, 256, 16),
     "lora, 8192 tokens": partial(lora, 8192, 64),
-    "policy_loss": partial(policy_loss, "truncate", "ppo_clip"),
     "linear_logprobs": partial(logprobs_and_gradient, 131_072, False, None),
     "linear_logprobs, entropy": partial(logprobs_and_gradient, 151_936, True, None),
     "linear_logprobs, softcap": partial(logprobs_and_gradient, 262_144, True, 30.0),

@@ -25,12 +25,6 @@ from inflight.training.schedules import Example
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir):
-    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=64) as engine:
-        yield engine
-
-
 def run(engine, model, optimizer, *, steps=4, score=None, on_step=None, reference=None, **settings):
     """Reports of a run, and the versions that the engine drew with after each step."""
     config = GRPOConfig(steps=steps, groups_per_step=2, sampling=SAMPLING, schedule="sync", **settings)
@@ -143,7 +137,7 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         ({"advantage_ddof": 8}, r"advantage_ddof \(8\) must be less than sampling.n \(8\)"),
         ({"advantage_ddof": -1}, "advantage_ddof must be at least 0"),
         ({"staleness": ({"max_version_lag": 1},)}, "staleness is a tuple of StalenessRule"),
-        ({"correction": "hope"}, "unknown correction 'hope'"),
+        ({"objective": "hope"}, "unknown objective 'hope'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, message):
@@ -168,7 +162,7 @@ KL = Objective(kl_weight=0.5)
 def test_a_kl_penalty_without_a_reference_is_refused_before_the_run_with_what_to_give(engine):
     model = make_model("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"score": lambda r: 0.0, "config": GRPOConfig(correction=KL)}
+    settings = {"score": lambda r: 0.0, "config": GRPOConfig(objective=KL)}
     with pytest.raises(ValueError, match=r"kl_weight=0.5.*give reference=copy.deepcopy\(model\)"):
         grpo(engine, None, model, optimizer, [], **settings)
     with pytest.raises(ValueError, match="is the model that is trained"):
@@ -176,7 +170,7 @@ def test_a_kl_penalty_without_a_reference_is_refused_before_the_run_with_what_to
     with pytest.raises(ValueError, match=r"no KL penalty: set Objective\(kl_weight"):
         grpo(engine, None, model, optimizer, [], lambda r: 0.0, GRPOConfig(), reference=make_model("qwen3"))
     with pytest.raises(ValueError, match=r"with_column.'reference_logprobs', inflight.token_logprobs.reference, batch"):
-        policy_loss(model, pack(make_rollouts(), [1.0] * 6), correction=KL)
+        policy_loss(model, pack(make_rollouts(), [1.0] * 6), objective=KL)
 
 
 def test_grpo_trains_with_the_penalty_to_its_reference(engine):
@@ -184,12 +178,12 @@ def test_grpo_trains_with_the_penalty_to_its_reference(engine):
     model, reference = make_model("qwen3"), make_model("qwen3", seed=1).train()
     by_hand, kept = copy.deepcopy(model), copy.deepcopy(reference.state_dict())
     objective = Objective(kl="k2", kl_weight=0.5)
-    settings = {"correction": objective, "reference": reference, "micro_batch_tokens": 20, "max_grad_norm": 0.0}
+    settings = {"objective": objective, "reference": reference, "micro_batch_tokens": 20, "max_grad_norm": 0.0}
     [report] = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.01), steps=1, **settings)
     batch = ScoredGroups(report.groups).pack(trainer_version=report.version - 1)
     with torch.no_grad():
         batch = batch.with_column("reference_logprobs", token_logprobs(reference, batch))
-    loss, stats = policy_loss(by_hand, batch, correction=objective)
+    loss, stats = policy_loss(by_hand, batch, objective=objective)
     loss.backward()
     torch.optim.SGD(by_hand.parameters(), lr=0.01).step()
     torch.testing.assert_close(parameters_of(model), parameters_of(by_hand), rtol=1e-4, atol=1e-6)
@@ -201,7 +195,7 @@ def test_grpo_trains_with_the_penalty_to_its_reference(engine):
 
 def test_groups_of_equal_rewards_stay_where_the_objective_is_about_them_too():
     for objective in (KL, Objective(entropy_weight=0.01)):
-        assert not GRPOConfig(correction=objective).skips_uniform_groups
+        assert not GRPOConfig(objective=objective).skips_uniform_groups
     assert GRPOConfig().skips_uniform_groups
     assert not GRPOConfig(skip_uniform_groups=False).skips_uniform_groups
 
@@ -240,7 +234,7 @@ def test_a_report_is_numbers_under_flat_names(engine):
         assert numbers["dropped/num_tokens"] + 20 * numbers["dropped/num_uniform_groups"] == 40 * report.step
         assert numbers["dropped/stale_share"] == numbers["dropped/num_stale_tokens"] == 0
         assert numbers["loss"] == report.stats.loss
-        assert numbers["ratio/mean"] == report.stats.ratio_mean
+        assert numbers["ratio/mean"] == report.stats.ratios.mean
         assert numbers["mismatch/kl"] == report.stats.mismatch.kl
         assert numbers["staleness/token_age_ms"] > 0
         assert ("probe/mismatch/kl" in numbers) is (report.step % 2 == 0)

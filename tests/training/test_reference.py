@@ -30,6 +30,6 @@ def test_the_base_of_a_peft_model_is_its_reference():
         assert not torch.allclose(ours, token_logprobs(model, batch), atol=1e-2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trained
-    config = GRPOConfig(correction=KL, sampling=inflight.SamplingParams(n=2))
+    config = GRPOConfig(objective=KL, sampling=inflight.SamplingParams(n=2))
     update = train_step(model, torch.optim.SGD(trained, lr=0.1), batch, config, score_reference=score)
     assert update.stats.reference_kl > 0

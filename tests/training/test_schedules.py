@@ -164,12 +164,6 @@ def test_an_unknown_schedule_is_named():
         GRPOConfig(schedule="async")  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir):
-    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=64) as engine:
-        yield engine
-
-
 def versions_by_step(engine, schedule, lag=0):
     """Versions of each step's tokens, counted from the trainer's first; the rollouts; and the model of each version."""
     model = make_model("qwen3")
@@ -227,15 +221,15 @@ def test_every_token_of_a_step_has_the_version_of_the_schedule_and_its_weights(e
 
 def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engine):
     """Every batch is two versions old: rules that allow one leave nothing to learn, and say how much that was."""
-    for allowed, correction in ((2, "decoupled_ppo"), (1, "tis")):
+    for allowed, objective in ((2, "decoupled_ppo"), (1, "tis")):
         model = make_model("qwen3")
         config = GRPOConfig(
             steps=4,
             groups_per_step=2,
             sampling=inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True),
             schedule="sync",
-            correction=correction,
-            updates_per_batch=2 if correction == "decoupled_ppo" else 1,
+            objective=objective,
+            updates_per_batch=2 if objective == "decoupled_ppo" else 1,
             probe_every=2,
             staleness=(inflight.StalenessRule(max_version_lag=allowed, action="reject"),),
             micro_batch_tokens=20,

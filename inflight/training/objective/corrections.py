@@ -1,20 +1,25 @@
-"""Importance weights: what a token that another policy drew counts for.
+"""Corrections: the importance weight of a token that another policy drew.
 
 w = π_p / π_b per token, both probabilities of the token that was drawn, π_b as recorded by the engine. Each function
 takes `DrawnTokens` and returns weights f[n] without gradient, which multiply the tokens' losses. With the default
 π_p = π_θ, w is the whole ratio ρ = π_θ / π_b. Bounds between which no ratio lies raise ValueError.
 """
 
+from math import inf
+
 import torch
 
-from inflight.training.objective.tokens import DrawnTokens, check_interval, exp_ratio
+from inflight.training.objective.bounds import bounded, check_interval, unbounded
+from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
+@unbounded
 def uncorrected(tokens: DrawnTokens) -> torch.Tensor:
-    """w = 1: takes the data to be on-policy."""
+    """w = 1, which takes the data to be on-policy."""
     return torch.ones_like(tokens.log_weights)
 
 
+@bounded(cap=inf, floor=0.0)
 def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
     """max(min(w, cap), floor): truncated importance sampling (TIS). The cap bounds the variance at the price of a bias
     on tokens that became likelier.
@@ -25,6 +30,7 @@ def token_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0)
     return exp_ratio(tokens.log_weights).clamp(floor, cap)
 
 
+@bounded(low=0.0, high=inf)
 def token_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 5.0) -> torch.Tensor:
     """w · 1[low ≤ w ≤ high]: tokens far from the trainer's policy, on either side, are left out.
 
@@ -33,6 +39,7 @@ def token_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 5.0) -> t
     return _inside(exp_ratio(tokens.log_weights), low, high)
 
 
+@bounded(cap=inf, floor=0.0)
 def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0.0) -> torch.Tensor:
     """max(min(Π_t w_t, cap), floor), the product over the token's sequence. Without a cap it is the unbiased weight of
     a sequence; it grows exponentially with length, and so does its variance.
@@ -43,6 +50,7 @@ def sequence_truncate(tokens: DrawnTokens, *, cap: float = 2.0, floor: float = 0
     return _product(tokens).clamp(floor, cap)
 
 
+@bounded(low=0.0, high=inf)
 def sequence_mask(tokens: DrawnTokens, *, low: float = 0.5, high: float = 2.0) -> torch.Tensor:
     """Π_t w_t · 1[low ≤ Π_t w_t ≤ high]: whole sequences are left out.
 

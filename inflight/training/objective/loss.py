@@ -11,30 +11,44 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.objective.aggregation import token_weights
 from inflight.training.objective.kl import kl_estimate
-from inflight.training.objective.objective import Objective, knows_what_is_clipped, loglinear_proximal, resolve
-from inflight.training.objective.statistics import LossStats, RatioStats
-from inflight.training.objective.terms import differentiated_terms
+from inflight.training.objective.objective import (
+    Objective,
+    loglinear_proximal,
+    policy_terms,
+    resolve,
+    terms_without_bounds,
+)
+from inflight.training.objective.statistics import LossStats, RatioStats, ratio_sums
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
+
+CLIPPED_TOLERANCE = 1e-4
+"""A token counts as clipped if its gradient differs from that without bounds by more than this share."""
 
 
 def policy_loss(
-    model: nn.Module, batch: PackedBatch, *, correction: str | Objective = "tis"
+    model: nn.Module,
+    batch: PackedBatch,
+    *,
+    objective: str | Objective | None = None,
+    correction: str | Objective | None = None,
 ) -> tuple[torch.Tensor, LossStats]:
     """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
-    correction: an `Objective`, or the name of one of `objective.PRESETS`. The batch may lie on the CPU: laid out there,
-    nothing waits for the device. Losses of the micro-batches of a step add up to the loss of the step, and so do their
-    statistics (but for `m2po_mask` and `second_moment_mask`, which rank the tokens that they are given). Raises
-    ValueError for an unknown name and for a column that the objective needs and the batch lacks, and NonFiniteLossError
-    for a loss that is not finite.
+    objective: an `Objective`, or the name of one of `objective.PRESETS`; None is "tis". correction: another name of the
+    same argument; giving both raises ValueError. The batch may lie on the CPU: laid out there, nothing waits for the
+    device. Losses of the micro-batches of a step add up to the loss of the step, and so do their statistics (but for
+    `m2po_mask` and `second_moment_mask`, which rank the tokens that they are given). Raises ValueError for an unknown
+    name and for a column that the objective needs and the batch lacks, and NonFiniteLossError for a loss that is not
+    finite.
     """
-    objective = resolve(correction)
+    objective = resolve(objective, correction=correction)
     scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
     return loss_of_scores(objective, batch.to(scores.logprobs.device), scores)
 
 
 def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
-    """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own. All on one device."""
+    """Does what `policy_loss` does from what `score_tokens` gave, for trainers with a forward pass of their own. All
+    tensors lie on one device."""
     rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
     lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
     of_sequences = token_weights(
@@ -48,7 +62,8 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
         leaf = logprobs.detach().requires_grad_()
         tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
         weights = of_sequences[sequences]
-        value, gradient, sums = differentiated_terms(objective, tokens, weights, _classes(batch, rows))
+        value, gradient = _differentiated(policy_terms(objective, tokens), weights, leaf)
+        num_clipped = _count_clipped(objective, tokens, weights, gradient)
         kl_sum = None
         if objective.kl_weight:
             kls = _reference_kl(objective, batch, rows, tokens)
@@ -59,11 +74,33 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     if objective.entropy_weight:
         assert entropies is not None
         loss = loss - objective.entropy_weight * (weights * entropies).sum()
-    return loss, _statistics(objective, loss, batch, rows, tokens, sums, entropies, kl_sum)
+    sums = ratio_sums(tokens.log_behavior_ratios, _classes(batch, rows))
+    return loss, _statistics(loss, batch, rows, tokens, sums, num_clipped, entropies, kl_sum)
+
+
+def _differentiated(
+    terms: torch.Tensor, weights: torch.Tensor, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns Σ_t weights_t · terms_t and its gradient f[n] to `logprobs`."""
+    total = (weights * terms).sum(dtype=torch.float64).to(terms.dtype)
+    return total.detach(), torch.autograd.grad(total, logprobs)[0]
+
+
+def _count_clipped(
+    objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor | None:
+    """Counts, as i64[], the tokens whose gradient is not that of the same objective without bounds and trust regions.
+    None if the objective does not declare its bounds."""
+    terms = terms_without_bounds(objective, tokens)
+    if terms is None:
+        return None
+    _, expected = _differentiated(terms, weights, tokens.logprobs)
+    return ((gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()).sum()
 
 
 def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
-    """i64[n]: 0 where the batch does not tell the trainer's version, else 1 for tokens that it drew and 2 for older."""
+    """Classes i64[n] of tokens: 0 if the batch does not tell the trainer's version, else 1 for tokens that this version
+    drew and 2 for older ones."""
     if batch.trainer_version is None:
         return torch.zeros_like(rows)
     return torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
@@ -91,6 +128,7 @@ def _drawn_tokens(
         advantages=batch.advantages[rows].to(logprobs.dtype),
         sequences=sequences,
         num_sequences=batch.num_sequences,
+        proximal_is_current=objective.proximal == "current",
     )
 
 
@@ -125,32 +163,32 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def _statistics(
-    objective: Objective,
     loss: torch.Tensor,
     batch: PackedBatch,
     rows: torch.Tensor,
     tokens: DrawnTokens,
     sums: torch.Tensor,
+    num_clipped: torch.Tensor | None,
     entropies: torch.Tensor | None,
     kl_sum: torch.Tensor | None,
 ) -> LossStats:
-    """One transfer from the device."""
-    others = [loss.detach()]
-    others += [] if kl_sum is None else [kl_sum]
-    others += [] if entropies is None else [entropies.detach().sum()]
-    values = torch.cat([sums.flatten(), torch.stack([value.double() for value in others])]).tolist()
-    classes, (total, *rest) = (values[0:8], values[8:16], values[16:24]), values[24:]
+    """The statistics, which are fetched from the device in one transfer. `sums` are those of `ratio_sums`."""
+    sum_entropy = None if entropies is None else entropies.detach().sum()
+    optional = (num_clipped, kl_sum, sum_entropy)
+    numbers = [loss.detach(), *(value for value in optional if value is not None)]
+    total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
     if not math.isfinite(total):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
-    unknown, mismatch, stale = (RatioStats.from_sums(row) for row in classes)
+    clipped, kl, entropy = (None if value is None else rest.pop(0) for value in optional)
+    unknown, mismatch, stale = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(3))
     return LossStats(
         loss=total,
         ratios=unknown + mismatch + stale,
         mismatch=mismatch,
         stale=stale,
-        num_clipped=int(sum(row[7] for row in classes)) if knows_what_is_clipped(objective) else None,
-        sum_entropy=rest[-1] if entropies is not None else None,
-        sum_reference_kl=rest[0] if kl_sum is not None else None,
+        num_clipped=None if clipped is None else int(clipped),
+        sum_entropy=entropy,
+        sum_reference_kl=kl,
     )
 
 

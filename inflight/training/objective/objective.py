@@ -4,15 +4,15 @@ loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t − η · H_t ), with a_t th
 m_t 1 where every trust region lets the token take part, else 0, and L_t the surrogate's loss.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from inflight.training.objective.aggregation import Aggregation
+from inflight.training.objective.bounds import TokenFunction, open_form
 from inflight.training.objective.corrections import (
     sequence_mask,
     sequence_truncate,
@@ -22,7 +22,7 @@ from inflight.training.objective.corrections import (
 )
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce
-from inflight.training.objective.tokens import NO_TOKENS, DrawnTokens
+from inflight.training.objective.tokens import DrawnTokens, no_tokens
 from inflight.training.objective.trust_regions import (
     binary_tv_mask,
     geometric_mask,
@@ -31,85 +31,59 @@ from inflight.training.objective.trust_regions import (
     second_moment_mask,
 )
 
-TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
-
-
-def bare(function: TokenFunction) -> TokenFunction:
-    """A function without the bounds that `functools.partial` gave it."""
-    return function.func if isinstance(function, partial) else function
-
-
-_OPEN: dict[TokenFunction, dict[str, Any]] = {
-    token_truncate: {"cap": inf, "floor": 0.0},
-    token_mask: {"low": 0.0, "high": inf},
-    sequence_truncate: {"cap": inf, "floor": 0.0},
-    sequence_mask: {"low": 0.0, "high": inf},
-    ppo_clip: {"low": inf, "high": inf, "dual": None},
-    cispo: {"cap": inf, "floor": 0.0},
-    gspo: {"low": inf, "high": inf},
-}
-_CLIPPED: tuple[TokenFunction, ...] = (ppo_clip, cispo, gspo)
-_OURS: set[TokenFunction] = {
-    *_OPEN,
-    uncorrected,
-    reinforce,
-    geometric_mask,
-    binary_tv_mask,
-    opsm_mask,
-    m2po_mask,
-    second_moment_mask,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A policy objective. The functions are those of `corrections`, `surrogates` and `trust_regions`, with
-    `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n].
+    """A policy objective. Its functions are those of `corrections`, `surrogates` and `trust_regions`, with
+    `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n], or to bool[n] for a
+    trust region.
 
     Raises ValueError for what cannot be meant: bounds between which nothing lies, clipping that never clips, names that
-    do not exist. `LossStats.clipped` is None with a correction or surrogate of one's own, as nothing is known of its
-    bounds."""
+    do not exist. `LossStats.clipped` is None if the correction or the surrogate does not declare its bounds
+    (`bounds.bounded`), as it is not known then which tokens they changed. What a trust region leaves out is known."""
 
     correction: TokenFunction = token_truncate
     surrogate: TokenFunction = reinforce
     trust_regions: tuple[TokenFunction, ...] = ()
     aggregation: Aggregation = "token"
     max_tokens: int | None = None
-    """What the aggregation "constant" divides by: the length that the generator allows."""
+    """The length that the generator allows, by which the aggregation "constant" divides."""
     proximal: Proximal = "current"
-    """π_p. current: π_θ itself, for one optimizer step per batch. behavior: π_b, so that the surrogate's ratio is the
-    whole of ρ and there is nothing left to correct. recomputed: the batch's `proximal_logprobs`, computed before the
-    first of several steps. loglinear: between π_b and π_θ by versions, which saves that forward pass (AReaL,
-    arXiv 2505.24298): log π_p = log π_b + α (log π_θ − log π_b), α = (v − 1 − v_b) / (v − v_b) in [0, 1]."""
+    """Which policy π_p is. current: π_θ itself, for one optimizer step per batch. behavior: π_b, so that the
+    surrogate's ratio is the whole of ρ and there is nothing left to correct. recomputed: the batch's
+    `proximal_logprobs`, computed before the first of several steps. loglinear: between π_b and π_θ by versions, which
+    saves that forward pass (AReaL, arXiv 2505.24298): log π_p = log π_b + α (log π_θ − log π_b),
+    α = (v − 1 − v_b) / (v − v_b) in [0, 1]."""
     kl: KLEstimator = "k3"
     kl_weight: float = 0.0
-    """β, of the KL to the batch's `reference_logprobs`."""
+    """β, the weight of the KL to the batch's `reference_logprobs`."""
     kl_correction: bool = False
-    """Whether the KL of a token is multiplied by ρ = π_θ / π_b, with its gradient: else it is that of tokens of π_b
-    (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)."""
+    """True multiplies the KL of a token by ρ = π_θ / π_b, with its gradient (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
+    Otherwise the KL is estimated as if π_θ had drawn the tokens."""
     entropy_weight: float = 0.0
-    """η, of the entropy of the distributions that tokens are drawn from."""
+    """η, the weight of the entropy of the distributions that tokens are drawn from."""
 
     def __post_init__(self) -> None:
+        nothing = no_tokens(proximal_is_current=self.proximal == "current")
         for function in (self.correction, self.surrogate, *self.trust_regions):
-            if bare(function) in _OURS:
-                function(NO_TOKENS)  # which refuses bounds that make no sense
-        if self.proximal == "current" and bare(self.surrogate) in _CLIPPED:
-            name = getattr(bare(self.surrogate), "__name__", "the surrogate")
-            raise ValueError(
-                f"{name} bounds π_θ / π_p, which is always 1 with proximal='current', so that it "
-                "would never clip. Set proximal='behavior' and correction=uncorrected to clip π_θ / π_b, or "
-                "proximal='recomputed' for several optimizer steps on a batch, or proximal='loglinear'; "
-                "surrogate=reinforce is the same without clipping"
-            )
+            form = open_form(function)
+            if form is not None:  # it declares its bounds; it refuses those that make no sense
+                function(nothing)
+                form(nothing)
+        for what, name, names in (
+            ("aggregation", self.aggregation, get_args(Aggregation)),
+            ("KL estimator", self.kl, get_args(KLEstimator)),
+            ("proximal policy", self.proximal, get_args(Proximal)),
+        ):
+            if name not in names:
+                raise ValueError(f"unknown {what} {name!r}; choose {', '.join(names)}")
         if self.proximal == "behavior" and self.correction is not uncorrected:
             raise ValueError(
                 "with proximal='behavior' the surrogate's ratio is the whole of ρ and nothing is left to correct; "
                 "give correction=uncorrected"
             )
-        if self.aggregation not in get_args(Aggregation):
-            raise ValueError(f"unknown aggregation {self.aggregation!r}; choose {', '.join(get_args(Aggregation))}")
         if self.aggregation == "constant" and not (self.max_tokens and self.max_tokens > 0):
             raise ValueError(
                 f"aggregation 'constant' needs max_tokens, the length that it divides by; got {self.max_tokens}"
@@ -118,12 +92,6 @@ class Objective:
             raise ValueError(f"kl_weight must be finite and at least 0, got {self.kl_weight}")
         if not isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
-        if self.kl not in get_args(KLEstimator):
-            raise ValueError(f"unknown KL estimator {self.kl!r}; choose {', '.join(get_args(KLEstimator))}")
-        if self.proximal not in ("current", "behavior", "recomputed", "loglinear"):
-            raise ValueError(
-                f"unknown proximal policy {self.proximal!r}; choose current, behavior, recomputed or loglinear"
-            )
 
 
 PRESETS: dict[str, Objective] = {
@@ -143,24 +111,28 @@ PRESETS: dict[str, Objective] = {
     "m2po": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(m2po_mask,)),
     "second_moment": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(second_moment_mask,)),
 }
-"""By name, with the bounds of the functions' defaults."""
+"""Objectives by name. The bounds are the defaults of their functions."""
 
 
-def resolve(correction: str | Objective) -> Objective:
-    """An objective, or the one of this name. Raises ValueError."""
-    if isinstance(correction, Objective):
-        return correction
-    if correction not in PRESETS:
-        raise ValueError(f"unknown correction {correction!r}; choose {', '.join(PRESETS)}, or give an Objective")
-    return PRESETS[correction]
+def resolve(objective: str | Objective | None = None, *, correction: str | Objective | None = None) -> Objective:
+    """The objective that is given as such or by the name of a preset; "tis" if there is none. `correction` is another
+    name of the argument. Raises ValueError if both are given, and for a name that is not that of a preset."""
+    if objective is not None and correction is not None:
+        raise ValueError("objective= and correction= are two names of one argument; give only objective=")
+    chosen = objective if objective is not None else correction if correction is not None else "tis"
+    if isinstance(chosen, Objective):
+        return chosen
+    if chosen not in PRESETS:
+        raise ValueError(f"unknown objective {chosen!r}; choose {', '.join(PRESETS)}, or give an Objective")
+    return PRESETS[chosen]
 
 
 def loglinear_proximal(
     logprobs: torch.Tensor, behavior: torch.Tensor, versions: torch.Tensor, trainer_version: int
 ) -> torch.Tensor:
-    """log π_p f[n] by interpolation: π_p is taken to be one version older than π_θ = `trainer_version`.
+    """Returns log π_p f[n] by interpolation, where π_p is taken to be one version older than π_θ, `trainer_version`.
 
-    A token of version v − 1 or newer was drawn by π_p itself. Source: AReaL's `prox_logp_method=loglinear`.
+    A token of that older version or a newer one was drawn by π_p itself. Source: AReaL's `prox_logp_method=loglinear`.
     """
     lag = (trainer_version - versions).clamp(min=0)
     alpha = ((lag - 1) / lag.clamp(min=1)).clamp(min=0).to(behavior.dtype)
@@ -168,28 +140,15 @@ def loglinear_proximal(
 
 
 def policy_terms(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
-    """w_t · m_t · L_t f[n], with gradient to `tokens.logprobs`."""
+    """The policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
     terms = objective.correction(tokens) * objective.surrogate(tokens)
     for trust_region in objective.trust_regions:
         terms = torch.where(trust_region(tokens), terms, 0.0)
     return terms
 
 
-def without_bounds(objective: Objective) -> Objective:
-    """The same formula with every bound wide open and no trust region. Functions of one's own stay as they are."""
-    return replace(
-        objective,
-        correction=_opened(objective.correction),
-        surrogate=_opened(objective.surrogate),
-        trust_regions=(),
-    )
-
-
-def knows_what_is_clipped(objective: Objective) -> bool:
-    """Whether it can be told which tokens bounds have touched: of a function of one's own it is not known what it would
-    be without them. A trust region has none but itself."""
-    return bare(objective.correction) in _OURS and bare(objective.surrogate) in _OURS
-
-
-def _opened(function: TokenFunction) -> TokenFunction:
-    return partial(bare(function), **_OPEN[bare(function)]) if bare(function) in _OPEN else function
+def terms_without_bounds(objective: Objective, tokens: DrawnTokens) -> torch.Tensor | None:
+    """The same without any bound or trust region, or None if the correction or the surrogate does not declare its
+    bounds."""
+    correction, surrogate = open_form(objective.correction), open_form(objective.surrogate)
+    return None if correction is None or surrogate is None else correction(tokens) * surrogate(tokens)

@@ -1,8 +1,8 @@
 """What the importance ratios of a batch look like, and which of two causes they have.
 
-ρ = π_θ / π_b per drawn token. Tokens that the trainer's own version drew differ from 1 by *mismatch* alone: engine and
-trainer compute the same probability with other numerics (Yao et al. 2025). Older tokens differ by *staleness* as well.
-Everything is kept as sums, so that micro-batches add up.
+The ratio of a drawn token is ρ = π_θ / π_b. Tokens that the trainer's own version drew differ from 1 by *mismatch*
+alone: engine and trainer compute the same probability with other numerics (Yao et al. 2025). Older tokens differ by
+*staleness* as well. Everything is kept as sums, so that micro-batches add up.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,13 @@ from math import inf, isnan, nan
 from typing import TypeVar
 
 import torch
-from inflight_kernels.policy_loss import ratio_sums
 
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
 class RatioStats:
-    """Of some tokens' ratios ρ; natural logarithms. NaN where there are no tokens."""
+    """The ratios ρ of some tokens. Logarithms are natural. Means are NaN if there are no tokens."""
 
     num_tokens: int = 0
     sum: float = 0.0
@@ -30,7 +29,7 @@ class RatioStats:
 
     @property
     def mean(self) -> float:
-        """Its expectation is 1; another value tells of a trainer that means something else by log π."""
+        """Mean ρ. Its expectation is 1; another value tells of a trainer that means something else by log π."""
         return self.sum / self.num_tokens if self.num_tokens else nan
 
     @property
@@ -49,7 +48,7 @@ class RatioStats:
         return self.sum_abs_log / self.num_tokens if self.num_tokens else nan
 
     def as_dict(self, name: str) -> dict[str, float]:
-        """As numbers under flat names, "{name}/mean" and so on; without tokens there are none."""
+        """Returns numbers under flat names, "{name}/mean" and so on, or nothing if there are no tokens."""
         if not self.num_tokens:
             return {}
         names = ("num_tokens", "mean", "ess", "min", "max", "kl", "logprob_diff")
@@ -68,36 +67,35 @@ class RatioStats:
 
     @classmethod
     def of(cls, log_ratios: torch.Tensor) -> "RatioStats":
-        """Of log ρ f[n]."""
-        nothing = torch.zeros_like(log_ratios, dtype=torch.int64)
-        return cls.from_sums(ratio_sums(log_ratios, nothing, nothing)[0].tolist())
+        """The statistics of log ρ f[n]."""
+        return cls.from_sums(ratio_sums(log_ratios, torch.zeros_like(log_ratios, dtype=torch.int64))[0].tolist())
 
     @classmethod
     def from_sums(cls, row: list[float]) -> "RatioStats":
-        """From a row of `PolicyLossTerms.sums`."""
-        return cls(int(row[0]), *row[1:7]) if row[0] else cls()
+        """The statistics of a class, from its row of `ratio_sums`."""
+        return cls(int(row[0]), *row[1:]) if row[0] else cls()
 
 
 @dataclass(frozen=True, slots=True)
 class LossStats:
-    """One optimizer step, or the sum of its micro-batches."""
+    """Statistics of the loss of one optimizer step, or of the sum of its micro-batches."""
 
     loss: float
     ratios: RatioStats
-    """Of the drawn tokens that take part in the loss."""
+    """Ratios of the drawn tokens that take part in the loss."""
     mismatch: RatioStats
-    """Of those that the trainer's own version drew; none where the batch does not tell that version. Where several
-    optimizer steps are taken on a batch, the later ones have drift of their own in it."""
+    """Ratios of the tokens that the trainer's own version drew; none if the batch does not tell that version. If
+    several optimizer steps are taken on a batch, the later ones have drift of their own in it."""
     stale: RatioStats
-    """Of those that older versions drew."""
+    """Ratios of the tokens that older versions drew."""
     num_clipped: int | None
-    """Tokens with an advantage that were truncated, clipped or left out. None with a correction or surrogate of one's
-    own, of which it is not known."""
+    """Tokens with an advantage that were truncated, clipped or left out. None means that it is not known: the
+    correction or the surrogate does not declare its bounds (`inflight.training.objective.bounds`)."""
     sum_entropy: float | None = None
-    """Where the objective has an entropy bonus: only then entropies are computed. `score_tokens(entropy=True)` gives
-    them without one."""
+    """None without an entropy bonus, as entropies are only computed for one. `score_tokens(entropy=True)` gives them
+    without it."""
     sum_reference_kl: float | None = None
-    """Where the objective has a KL penalty."""
+    """None without a KL penalty."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,28 +106,12 @@ class LossStats:
         return self.ratios.ess
 
     @property
-    def ratio_mean(self) -> float:
-        return self.ratios.mean
-
-    @property
-    def ratio_min(self) -> float:
-        return self.ratios.min
-
-    @property
-    def ratio_max(self) -> float:
-        return self.ratios.max
-
-    @property
     def kl(self) -> float:
         return self.ratios.kl
 
     @property
-    def logprob_diff(self) -> float:
-        return self.ratios.logprob_diff
-
-    @property
     def clipped(self) -> float | None:
-        """Share of tokens that have an advantage and were truncated, clipped or left out; None if not known."""
+        """Share of tokens that have an advantage and were truncated, clipped or left out; None if it is not known."""
         return None if self.num_clipped is None else self.num_clipped / max(self.num_tokens, 1)
 
     @property
@@ -154,9 +136,9 @@ class LossStats:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """All of it as numbers under flat names, for any logger: "loss", "num_tokens", "clipped", "entropy",
-        "reference_kl", and of "ratio" (all tokens), "mismatch" and "stale" each "…/num_tokens", "/mean", "/ess",
-        "/min", "/max", "/kl" and "/logprob_diff". What is None or of no tokens is left out."""
+        """Returns all of it as numbers under flat names, for any logger: "loss", "num_tokens", "clipped", "entropy",
+        "reference_kl", and for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean", "/ess",
+        "/min", "/max", "/kl" and "/logprob_diff". What is None or NaN is left out, as it is not known."""
         numbers: dict[str, float | None] = {
             "loss": self.loss,
             "num_tokens": self.num_tokens,
@@ -170,9 +152,25 @@ class LossStats:
 
 
 def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """Without what is None or NaN."""
+    """The numbers that are neither None nor NaN."""
     return {name: number for name, number in numbers.items() if number is not None and not isnan(number)}
 
 
 def _plus(a: Number | None, b: Number | None) -> Number | None:
     return None if a is None or b is None else a + b
+
+
+def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+    """Sums f64[3, 7] over the tokens of each class, from log ρ f[n] and classes i64[n] from 0 to 2.
+
+    The columns are the number of tokens, Σρ, Σρ², min ρ, max ρ, Σ(ρ − 1 − log ρ) and Σ|log ρ|. A class without tokens
+    has min inf and max −inf. They are in float64, as in float32 ρ² overflows from log ρ = 44 on, and ρ − 1 − log ρ
+    cancels for ratios next to 1.
+    """
+    logs = log_ratios.double()
+    ratios = logs.exp()
+    columns = [torch.ones_like(logs), ratios, ratios.square(), ratios - 1 - logs, logs.abs()]
+    sums = logs.new_zeros(3, len(columns)).index_add(0, classes, torch.stack(columns, 1))
+    least = logs.new_full((3,), inf).scatter_reduce(0, classes, ratios, "amin")
+    most = logs.new_full((3,), -inf).scatter_reduce(0, classes, ratios, "amax")
+    return torch.cat([sums[:, :3], least[:, None], most[:, None], sums[:, 3:]], 1)

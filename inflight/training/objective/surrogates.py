@@ -1,22 +1,25 @@
-"""What is minimised: the loss of a token, whose gradient is a policy gradient.
+"""Surrogates: the loss of a token, whose gradient is a policy gradient.
 
 Each function takes `DrawnTokens` and returns losses f[n] with gradient to `logprobs`. u = π_θ / π_p, whose value is 1
-where the proximal policy is the current one: there clipping has nothing to clip, and `Objective` refuses it. Bounds
-between which no ratio lies raise ValueError.
+where the proximal policy is the current one. There clipping has nothing to clip, and functions that clip u raise
+ValueError, as they do for bounds between which no ratio lies.
 """
 
 from math import inf
 
 import torch
 
-from inflight.training.objective.tokens import DrawnTokens, check_interval, exp_ratio
+from inflight.training.objective.bounds import bounded, check_interval, unbounded
+from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
+@unbounded
 def reinforce(tokens: DrawnTokens) -> torch.Tensor:
     """−A log π_θ (Williams 1992)."""
     return -tokens.advantages * tokens.logprobs
 
 
+@bounded(low=inf, high=inf, dual=None)
 def ppo_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> torch.Tensor:
     """−min(u A, clip(u, 1 − low, 1 + high) A), and for A < 0 no more than −dual · A.
 
@@ -25,7 +28,8 @@ def ppo_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, dual: 
     """
     if dual is not None and not dual > 1:
         raise ValueError(f"dual must be greater than 1, got {dual}")
-    _check_clip(low, high)
+    _check_distances(low, high)
+    _check_that_u_varies(tokens, "ppo_clip")
     ratios, advantages = exp_ratio(tokens.log_ratios), tokens.advantages
     gains = torch.minimum(ratios * advantages, ratios.clamp(1 - low, 1 + high) * advantages)
     if dual is not None:
@@ -33,32 +37,45 @@ def ppo_clip(tokens: DrawnTokens, *, low: float = 0.2, high: float = 0.2, dual: 
     return -gains
 
 
+@bounded(cap=inf, floor=0.0)
 def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch.Tensor:
     """−sg(max(min(u, cap), floor)) A log π_θ: the weight is bounded and every token keeps its gradient.
 
     Source: MiniMax-M1, arXiv 2506.13585, eq. 4, where cap is 1 + ε_high; the default is what TRL recommends.
     """
     check_interval(floor=floor, cap=cap)
+    _check_that_u_varies(tokens, "cispo")
     return -exp_ratio(tokens.log_ratios.detach()).clamp(floor, cap) * tokens.advantages * tokens.logprobs
 
 
+@bounded(low=inf, high=inf)
 def gspo(tokens: DrawnTokens, *, low: float = 3e-4, high: float = 4e-4) -> torch.Tensor:
     """−min(s_t A_t, clip(s_t, 1 − low, 1 + high) A_t) with s_t = sg(s) · π_θ / sg(π_θ), s = exp(mean over the sequence
     of log u): the value of every s_t is that of the sequence, its gradient that of its own token.
 
     So each token may have an advantage of its own. Where all tokens of a sequence have the same, the sum over them has
-    value and gradient of min(s A, clip(s) A). To be averaged over sequences. Source: GSPO, arXiv 2507.18071, eq. 13 and
-    14 (GSPO-token; eq. 5 and 7 for one advantage), and its §5.1 for the bounds.
+    value and gradient of min(s A, clip(s) A). The losses are meant to be averaged over sequences. Source: GSPO, arXiv
+    2507.18071, eq. 13 and 14 (GSPO-token; eq. 5 and 7 for one advantage), and its §5.1 for the bounds.
     """
-    _check_clip(low, high)
+    _check_distances(low, high)
+    _check_that_u_varies(tokens, "gspo")
     means = tokens.sequence_means(tokens.log_ratios.detach())[tokens.sequences]
     ratios = exp_ratio(means + (tokens.logprobs - tokens.logprobs.detach()))
     return -torch.minimum(ratios * tokens.advantages, ratios.clamp(1 - low, 1 + high) * tokens.advantages)
 
 
-def _check_clip(low: float, high: float) -> None:
+def _check_distances(low: float, high: float) -> None:
     if not -low <= high or low == -inf or not high > -1:
         raise ValueError(
             f"low {low} and high {high} would clip ratios to [{1 - low}, {1 + high}], in which none lies; they are "
             "distances from 1, such as low=0.2 and high=0.28"
+        )
+
+
+def _check_that_u_varies(tokens: DrawnTokens, name: str) -> None:
+    if tokens.proximal_is_current:
+        raise ValueError(
+            f"{name} bounds π_θ / π_p, which is always 1 with proximal='current', so that it would never clip. Set "
+            "proximal='behavior' and correction=uncorrected to clip π_θ / π_b, or proximal='recomputed' for several "
+            "optimizer steps on a batch, or proximal='loglinear'; surrogate=reinforce is the same without clipping"
         )

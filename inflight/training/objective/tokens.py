@@ -2,29 +2,21 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 
 import torch
-from inflight_kernels.policy_loss import exp_ratio
 
-__all__ = ["NO_TOKENS", "DrawnTokens", "check_interval", "exp_ratio"]
+LOG_RATIO_BOUND = 20.0
 
 
-def check_interval(**bounds: float) -> None:
-    """Raises ValueError, naming the two bounds, if no ratio of probabilities can lie between them: a batch would then
-    train on nothing."""
-    (low_name, low), (high_name, high) = bounds.items()
-    if not (low <= high and low < inf and high > 0):
-        raise ValueError(
-            f"{low_name} {low} and {high_name} {high} leave no ratio between them; expected {low_name} ≤ {high_name}, "
-            f"{low_name} finite and {high_name} above 0"
-        )
+def exp_ratio(log_ratios: torch.Tensor) -> torch.Tensor:
+    """The ratio f[n] of a log-ratio f[n], which is clamped to ±20 so that the ratio is finite (as verl does)."""
+    return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnTokens:
-    """n drawn tokens of S sequences in G groups. π_θ is the trainer's policy, π_b the one that drew the token, and π_p
-    the proximal one, which trust regions are about (Hilton et al. 2021, arXiv 2110.00641)."""
+    """n drawn tokens of S sequences. π_θ is the trainer's policy, π_b the one that drew the token, and π_p the proximal
+    one, which trust regions are about (Hilton et al. 2021, arXiv 2110.00641)."""
 
     logprobs: torch.Tensor
     """f[n], log π_θ, with gradient."""
@@ -37,6 +29,8 @@ class DrawnTokens:
     sequences: torch.Tensor
     """i64[n], the sequence that each token belongs to, rising."""
     num_sequences: int
+    proximal_is_current: bool = False
+    """True if π_p is π_θ itself, so that u = π_θ / π_p is always 1 and bounds on it bound nothing."""
 
     @cached_property
     def log_ratios(self) -> torch.Tensor:
@@ -60,16 +54,24 @@ class DrawnTokens:
         return ones.new_zeros(self.num_sequences).index_add(0, self.sequences, ones)
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """f[n] → f[S]"""
+        """Sums f[S] over each sequence of values f[n]."""
         return values.new_zeros(self.num_sequences).index_add(0, self.sequences, values)
 
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
-        """f[n] → f[S]; 0 for a sequence without drawn tokens."""
+        """Means f[S] over each sequence of values f[n]; 0 for a sequence without drawn tokens."""
         return self.sequence_sums(values) / self.lengths.clamp(min=1)
 
 
-_NONE, _NOWHERE = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-NO_TOKENS = DrawnTokens(
-    logprobs=_NONE, behavior=_NONE, proximal=_NONE, advantages=_NONE, sequences=_NOWHERE, num_sequences=0
-)
-"""To try a formula on: whether its bounds make sense is told before there is data."""
+def no_tokens(*, proximal_is_current: bool = False) -> DrawnTokens:
+    """A batch without a token, on which a formula can be tried before there is data: it refuses bounds that make no
+    sense."""
+    none, nowhere = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    return DrawnTokens(
+        logprobs=none,
+        behavior=none,
+        proximal=none,
+        advantages=none,
+        sequences=nowhere,
+        num_sequences=0,
+        proximal_is_current=proximal_is_current,
+    )

@@ -5,14 +5,18 @@ counts where losses are averaged, so that leaving tokens out never makes the oth
 could keep raise ValueError.
 """
 
+from math import inf
+
 import torch
 
-from inflight.training.objective.tokens import DrawnTokens, check_interval
+from inflight.training.objective.bounds import bounded, check_interval
+from inflight.training.objective.tokens import DrawnTokens
 
 
+@bounded(low=0.0, high=inf)
 def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01) -> torch.Tensor:
-    """Sequences whose geometric mean of w = π_p / π_b lies in [low, high]. Unlike a product it does not grow with
-    length (1.1 per token is 2.6 after 10 tokens and 13,781 after 100).
+    """Keeps the sequences whose geometric mean of w = π_p / π_b lies in [low, high]. Unlike a product the mean does not
+    grow with length (1.1 per token is 2.6 after 10 tokens and 13,781 after 100).
 
     Source: Liu and Li 2025; verl's geometric rejection; the bounds are SkyRL's. With NeMo-RL's [0.999, 1.002] and
     untruncated token weights it is its seq-mask-tis.
@@ -22,6 +26,7 @@ def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01
     return ((log_means.exp() >= low) & (log_means.exp() <= high))[tokens.sequences]
 
 
+@bounded(delta=inf)
 def binary_tv_mask(tokens: DrawnTokens, *, delta: float = 0.2) -> torch.Tensor:
     """Leaves out a token that moved further than `delta` in probability in the direction in which its advantage
     pushes: A > 0 and π_θ − π_b > delta, or A < 0 and π_θ − π_b < −delta.
@@ -33,6 +38,7 @@ def binary_tv_mask(tokens: DrawnTokens, *, delta: float = 0.2) -> torch.Tensor:
     return ~(((tokens.advantages > 0) & (moved > delta)) | ((tokens.advantages < 0) & (moved < -delta)))
 
 
+@bounded(delta=inf)
 def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
     """Leaves out a token with A < 0 if its sequence has mean(log π_b − log π_θ) > delta: bad answers that the policy
     no longer gives.
@@ -44,11 +50,12 @@ def opsm_mask(tokens: DrawnTokens, *, delta: float = 1e-4) -> torch.Tensor:
     return ~((tokens.advantages < 0) & drifted[tokens.sequences])
 
 
+@bounded(bound=inf)
 def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
-    """Of the tokens that moved further the way in which their advantage pushes, A > 0 and ρ > 1 or A < 0 and ρ < 1,
-    with ρ = π_θ / π_b, leaves out those with the largest (log ρ)², as few as bring the mean over the rest of them to
-    `bound` or below. All other tokens stay, whatever their ratio. They are ranked within the batch that is given:
-    micro-batches each keep their own.
+    """Looks at the tokens that moved further the way in which their advantage pushes, A > 0 and ρ > 1 or A < 0 and
+    ρ < 1, with ρ = π_θ / π_b, and leaves out those with the largest (log ρ)², as few as bring the mean over the rest of
+    them to `bound` or below. All other tokens stay, whatever their ratio. Tokens are ranked within the batch that is
+    given, so that micro-batches each keep their own.
 
     Source: M2PO, arXiv 2510.01161, Algorithm 1. The authors' code (Infini-AI-Lab/M2PO) takes the same tokens, and clips
     their ratios at the bound that it finds where the paper masks them. `second_moment_mask` ranks all tokens.
@@ -61,10 +68,11 @@ def m2po_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     return kept
 
 
+@bounded(bound=inf)
 def second_moment_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Tensor:
     """Leaves out the tokens with the largest (log ρ)², ρ = π_θ / π_b, whichever way they moved, as few as bring the
-    mean over those that remain to `bound` or below. They are ranked within the batch that is given: micro-batches each
-    keep their own.
+    mean over those that remain to `bound` or below. Tokens are ranked within the batch that is given, so that
+    micro-batches each keep their own.
 
     Source: AReaL's `m2_threshold`, which it calls M2PO; `m2po_mask` is the paper's.
     """
@@ -73,7 +81,7 @@ def second_moment_mask(tokens: DrawnTokens, *, bound: float = 0.04) -> torch.Ten
 
 
 def _within_second_moment(log_ratios: torch.Tensor, bound: float) -> torch.Tensor:
-    """bool[n]: the smallest ones whose mean square is at most `bound`."""
+    """bool[n], true for the smallest log-ratios, as many as have a mean square of at most `bound`."""
     squares = log_ratios.square()
     ranked, order = squares.sort(stable=True)
     means = ranked.double().cumsum(0) / torch.arange(1, len(ranked) + 1, device=ranked.device)

@@ -52,7 +52,7 @@ def with_tools(rollouts: list[Rollout], seed: int = 0) -> tuple[list[Rollout], l
 def gradient(model, batches: list[PackedBatch], objective: Objective) -> torch.Tensor:
     model = copy.deepcopy(model)
     for batch in batches:
-        policy_loss(model, batch, correction=objective)[0].backward()
+        policy_loss(model, batch, objective=objective)[0].backward()
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 

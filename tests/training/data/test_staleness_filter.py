@@ -97,7 +97,7 @@ def test_masked_tokens_have_no_gradient_and_leave_the_weight_of_others_alone():
         advantages = [np.where(mask, 1.0, advantages_of_masked).astype(np.float32) for mask in included]
         batch = pack(rollouts, advantages, included=included)
         batch = batch.with_column("reference_logprobs", batch.behavior_logprobs[batch.loss_mask])
-        loss, _ = policy_loss(model, batch, correction=objective)
+        loss, _ = policy_loss(model, batch, objective=objective)
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.equal(*gradients)

@@ -43,9 +43,9 @@ def test_a_packed_forward_and_its_gradient_are_those_of_the_sequences(name, chec
 def test_a_packed_forward_and_its_gradient_on_the_gpu_are_those_of_the_cpu(name):
     batch = make_batch()
     reference, model = make_model(name), make_model(name).cuda()
-    expected, _ = policy_loss(reference, batch, correction="ppo_clip")
+    expected, _ = policy_loss(reference, batch, objective="ppo_clip")
     expected.backward()
-    loss, _ = policy_loss(model, batch.to("cuda"), correction="ppo_clip")
+    loss, _ = policy_loss(model, batch.to("cuda"), objective="ppo_clip")
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
     for (key, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -121,14 +121,14 @@ def test_a_loss_under_autocast_multiplies_in_its_dtype():
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("correction", ["tis", "gspo", "sequence_mask", "m2po", "second_moment"])
-def test_tokens_that_take_no_part_have_no_gradient_and_no_statistics(correction):
+@pytest.mark.parametrize("objective", ["tis", "gspo", "sequence_mask", "m2po", "second_moment"])
+def test_tokens_that_take_no_part_have_no_gradient_and_no_statistics(objective):
     """The gradient to the log-probability of a token that is left out is 0, also where a ratio is a sequence's."""
     model, batch = make_model("qwen3"), make_batch()
     batch.included = batch.loss_mask & (torch.rand(len(batch.loss_mask), generator=torch.manual_seed(0)) < 0.6)
     scores = score_tokens(model, batch)
     logprobs = scores.logprobs.detach().requires_grad_()
-    objective = dataclasses.replace(resolve(correction), kl_weight=0.3, kl_correction=True)
+    objective = dataclasses.replace(resolve(objective), kl_weight=0.3, kl_correction=True)
     batch = batch.with_column("reference_logprobs", torch.full_like(logprobs, -3.0))
     loss, stats = loss_of_scores(objective, batch, TokenScores(logprobs, None))
     loss.backward()
@@ -141,10 +141,10 @@ def test_tokens_that_take_no_part_have_no_gradient_and_no_statistics(correction)
 
 def test_without_gradient_the_loss_is_the_same():
     model, batch = make_model("qwen3"), make_batch()
-    for correction in ("tis", "gspo"):
+    for objective in ("tis", "gspo"):
         with torch.no_grad():
-            alone, _ = policy_loss(model, batch, correction=correction)
-        assert alone.item() == pytest.approx(policy_loss(model, batch, correction=correction)[0].item(), rel=1e-6)
+            alone, _ = policy_loss(model, batch, objective=objective)
+        assert alone.item() == pytest.approx(policy_loss(model, batch, objective=objective)[0].item(), rel=1e-6)
 
 
 def test_a_prompt_that_samples_have_in_common_is_fed_once():
@@ -218,15 +218,15 @@ def test_micro_batches_are_alike_in_cost():
     assert max(sizes) < 1.05 * min(sizes)
 
 
-@pytest.mark.parametrize("correction", ["tis", "gspo", "sequence_mask"])
-def test_losses_and_gradients_of_micro_batches_add_up(correction):
+@pytest.mark.parametrize("objective", ["tis", "gspo", "sequence_mask"])
+def test_losses_and_gradients_of_micro_batches_add_up(objective):
     batch = make_batch()
     whole, parts = make_model("qwen3"), make_model("qwen3")
-    loss, stats = policy_loss(whole, batch, correction=correction)
+    loss, stats = policy_loss(whole, batch, objective=objective)
     loss.backward()
     summed = None
     for micro in batch.micro_batches(70):
-        part, part_stats = policy_loss(parts, micro, correction=correction)
+        part, part_stats = policy_loss(parts, micro, objective=objective)
         part.backward()
         summed = part_stats if summed is None else summed + part_stats
     assert summed.num_tokens == stats.num_tokens

@@ -387,7 +387,7 @@ def test_the_loss_replays_what_its_batch_recorded(make_engine, checkpointing):
         loss, stats = policy_loss(model, batch)
         loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        assert stats.logprob_diff > 0.1
+        assert stats.ratios.logprob_diff > 0.1
         plain = model(input_ids=torch.arange(6)[None], use_cache=False).logits
         assert torch.equal(plain, make_model("qwen3-moe")(input_ids=torch.arange(6)[None], use_cache=False).logits)
     torch.testing.assert_close(*gradients)

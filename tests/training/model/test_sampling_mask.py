@@ -41,11 +41,11 @@ def test_the_ratio_is_1_on_policy_with_the_kept_sets_and_biased_without(make_eng
     with pytest.warns(UserWarning, match="return_sampling_mask=True"):
         biased_batch = pack(without_kept(rollouts), [1.0] * len(rollouts))
     _, biased = policy_loss(model, biased_batch)
-    print(f"{name} {params}: mean ratio {replayed.ratio_mean:.6f} with kept sets, {biased.ratio_mean:.4f} without")
-    assert replayed.ratio_mean == pytest.approx(1, abs=1e-4)
-    assert (replayed.ratio_min, replayed.ratio_max) == pytest.approx((1, 1), abs=1e-3)
-    assert biased.ratio_mean < 0.96
-    assert biased.ratio_max <= 1 + 1e-3  # cutting tokens only makes those that remain likelier
+    print(f"{name} {params}: mean ratio {replayed.ratios.mean:.6f} with kept sets, {biased.ratios.mean:.4f} without")
+    assert replayed.ratios.mean == pytest.approx(1, abs=1e-4)
+    assert (replayed.ratios.min, replayed.ratios.max) == pytest.approx((1, 1), abs=1e-3)
+    assert biased.ratios.mean < 0.96
+    assert biased.ratios.max <= 1 + 1e-3  # cutting tokens only makes those that remain likelier
 
 
 def test_filtered_and_unfiltered_rollouts_share_a_batch(make_engine):
@@ -57,17 +57,17 @@ def test_filtered_and_unfiltered_rollouts_share_a_batch(make_engine):
         warnings.simplefilter("error")
         batch = pack(rollouts, [1.0] * len(rollouts))
     loss, stats = policy_loss(model, batch)
-    assert (stats.ratio_min, stats.ratio_max) == pytest.approx((1, 1), abs=1e-3)
+    assert (stats.ratios.min, stats.ratios.max) == pytest.approx((1, 1), abs=1e-3)
     parts = [policy_loss(model, micro) for micro in batch.micro_batches(200)]
     assert len(parts) > 3
     assert sum(part.item() for part, _ in parts) == pytest.approx(loss.item(), rel=1e-5)
-    assert all(stats.ratio_mean == pytest.approx(1, abs=1e-4) for _, stats in parts)
+    assert all(stats.ratios.mean == pytest.approx(1, abs=1e-4) for _, stats in parts)
 
 
 def test_the_gradient_is_that_of_the_renormalised_policy(make_engine):
     model = make_model("qwen3")
     rollouts = draw(make_engine, "qwen3", top_p=0.8)[:3]
-    policy_loss(model, pack(rollouts, [1.0, -0.5, 2.0]), correction="none")[0].backward()
+    policy_loss(model, pack(rollouts, [1.0, -0.5, 2.0]), objective="none")[0].backward()
 
     reference = make_model("qwen3").double()
     total = torch.zeros((), dtype=torch.float64)

@@ -391,6 +391,14 @@ def test_bounds_are_inside():
     assert gradient.tolist() == [-exact]
 
 
+@pytest.mark.parametrize("room", [0.0, 0.2, inf])
+def test_a_ratio_of_exactly_one_keeps_its_gradient(room):
+    case = make_case(0)
+    tokens = replace(case.tokens(), proximal=case.logprobs)
+    [gradient] = torch.autograd.grad(surrogates.ppo_clip(tokens, low=room, high=room).sum(), tokens.logprobs)
+    assert torch.equal(gradient, -tokens.advantages)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

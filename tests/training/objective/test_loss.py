@@ -16,7 +16,7 @@ from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import Objective
 
 
-def restated(model, rollouts, advantages, correction, cap=2.0, low=0.2, high=0.2) -> torch.Tensor:
+def restated(model, rollouts, advantages, objective, cap=2.0, low=0.2, high=0.2) -> torch.Tensor:
     """The loss in float64, one rollout and one token at a time, straight from the formulas."""
     losses = []
     for rollout, advantage in zip(rollouts, advantages, strict=True):
@@ -26,9 +26,9 @@ def restated(model, rollouts, advantages, correction, cap=2.0, low=0.2, high=0.2
             row = logits[len(rollout.prompt_token_ids) + index - 1]
             logprob = row[int(token)] - torch.log(torch.exp(row - row.max()).sum()) - row.max()
             ratio = torch.exp(logprob - float(behavior))
-            if correction == "none":
+            if objective == "none":
                 losses.append(-advantage * logprob)
-            elif correction == "tis":
+            elif objective == "tis":
                 losses.append(-min(ratio.item(), cap) * advantage * logprob)
             else:
                 clipped = torch.clamp(ratio, 1 - low, 1 + high)
@@ -36,9 +36,9 @@ def restated(model, rollouts, advantages, correction, cap=2.0, low=0.2, high=0.2
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("correction", ["none", "tis", "ppo_clip"])
+@pytest.mark.parametrize("objective", ["none", "tis", "ppo_clip"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral-sliding"])
-def test_loss_and_gradient_equal_a_float64_restatement(name, correction):
+def test_loss_and_gradient_equal_a_float64_restatement(name, objective):
     model = make_model(name)
     rollouts = make_rollouts()
     with torch.no_grad():  # behavior log-probabilities near the policy's, so that some are clipped and some are not
@@ -50,13 +50,13 @@ def test_loss_and_gradient_equal_a_float64_restatement(name, correction):
     model64 = copy.deepcopy(model).double()
     model64.set_attn_implementation("eager")
 
-    loss, stats = policy_loss(model, pack(rollouts, advantages), correction=correction)
+    loss, stats = policy_loss(model, pack(rollouts, advantages), objective=objective)
     loss.backward()
-    expected = restated(model64, rollouts, advantages, correction)
+    expected = restated(model64, rollouts, advantages, objective)
     expected.backward()
 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    if correction != "none":
+    if objective != "none":
         assert 0 < stats.clipped < 1
     for (key, ours), (_, theirs) in zip(model.named_parameters(), model64.named_parameters(), strict=True):
         assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-5, rtol=1e-3), key
@@ -74,7 +74,7 @@ def test_statistics_on_policy_and_off_policy():
     for rollout, logprobs in zip(rollouts, exact.split([len(r.token_ids) for r in rollouts]), strict=True):
         rollout.logprobs = logprobs.numpy()
     _, on = policy_loss(model, pack(rollouts, [0.0] * 6))
-    assert (on.ess, on.ratio_mean, on.kl, on.clipped) == pytest.approx((1, 1, 0, 0), abs=1e-5)
+    assert (on.ess, on.ratios.mean, on.kl, on.clipped) == pytest.approx((1, 1, 0, 0), abs=1e-5)
 
 
 def test_a_packed_batch_keeps_every_column_in_its_place():
@@ -136,7 +136,7 @@ def test_bad_batches_are_named():
     with pytest.raises(ValueError, match="greedily"):
         pack(rollouts, [0.0])
     with pytest.raises(ValueError, match=r"choose none, tis, icepop, .* or give an Objective"):
-        policy_loss(make_model("qwen3"), pack(make_rollouts(1), [0.0]), correction="grpo")  # type: ignore[arg-type]
+        policy_loss(make_model("qwen3"), pack(make_rollouts(1), [0.0]), objective="grpo")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])

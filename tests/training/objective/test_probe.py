@@ -72,7 +72,7 @@ def test_statistics_of_the_loss_tell_the_trainers_own_version_from_older_ones():
     own = (batch.weight_versions[drawn] == 4).sum().item()
     assert (stats.mismatch.num_tokens, stats.stale.num_tokens) == (own, len(exact) - own)
     assert stats.mismatch.logprob_diff < 0.02 < 0.3 < stats.stale.logprob_diff
-    assert stats.ratio_mean == pytest.approx(torch.exp(-noise).mean().item(), rel=1e-3)
+    assert stats.ratios.mean == pytest.approx(torch.exp(-noise).mean().item(), rel=1e-3)
     batch.trainer_version = None
     _, unknown = policy_loss(model, batch)
     assert (unknown.mismatch.num_tokens, unknown.stale.num_tokens) == (0, 0)
