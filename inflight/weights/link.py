@@ -51,7 +51,7 @@ Expected = TypeVar("Expected", Welcome, Attached)
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class EngineEndpoint:
     """An engine, as a publisher needs to know it."""
 
     endpoint: str
@@ -77,7 +77,7 @@ class EngineLink:
     for `check`, `give_up` and `unlock`.
     """
 
-    def __init__(self, address: Address, source: Source, *, transport: str, timeout_s: float):
+    def __init__(self, address: EngineEndpoint, source: Source, *, transport: str, timeout_s: float):
         """transport: its name, as the engine knows it. timeout_s: for how long the engine may be silent while something
         is waited for. A slot may take longer."""
         self.address = address

@@ -23,7 +23,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, LayoutMismatchError, NonFiniteWeightsError
 from inflight.core.spans import span
 from inflight.weights.cuda_ipc import use_own_stream
-from inflight.weights.link import Address, EngineLink, Published
+from inflight.weights.link import EngineEndpoint, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
 from inflight.weights.named import NamedSource, Weights, copy_named
 from inflight.weights.sharded import is_sharded
@@ -41,7 +41,7 @@ _GIVE_UP_S = 5.0
 """How long a thread that was told to give up may take."""
 
 Engine = Any
-"""A LaunchedEngine, an Address, or the endpoint of an engine's control socket."""
+"""A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
 
 
 class Publisher:
@@ -267,7 +267,7 @@ class Publisher:
             with span("wait for the publish copy"):
                 self.wait_copied()
 
-    def _attach(self, address: Address, transport: Transport) -> EngineLink:
+    def _attach(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
         if not isinstance(transport, Transport):
             raise TypeError(
                 "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
@@ -287,7 +287,7 @@ class Publisher:
             link.release()
             raise
 
-    def _add(self, address: Address, transport: Transport) -> None:
+    def _add(self, address: EngineEndpoint, transport: Transport) -> None:
         link = self._target.add(partial(self._attach, address, transport), transport)
         with self._condition:
             self.version = max(self.version, link.version)
@@ -379,10 +379,10 @@ def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Sou
     return PeftSource(model) if is_peft(model) else ModelSource(model)
 
 
-def _address(engine: Engine) -> Address:
-    if isinstance(engine, Address):
+def _address(engine: Engine) -> EngineEndpoint:
+    if isinstance(engine, EngineEndpoint):
         return engine
-    return Address(engine) if isinstance(engine, str) else engine.address
+    return EngineEndpoint(engine) if isinstance(engine, str) else engine.address
 
 
 def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:

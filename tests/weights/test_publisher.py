@@ -10,7 +10,7 @@ from tiny_models import make_model
 import inflight
 from inflight.core.errors import ChecksumError, EngineBusyError, InflightError, NonFiniteWeightsError
 from inflight.weights import publisher as publisher_module
-from inflight.weights.link import Address, Published
+from inflight.weights.link import EngineEndpoint, Published
 from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.transports import slots
 
@@ -86,7 +86,7 @@ def check_until_it_raises(publisher: inflight.Publisher) -> None:
 
 def test_a_version_is_copied_and_announced_with_its_number(engine, model):
     published: list[int] = []
-    address = Address("nowhere", on_publish=lambda version, called_ns: published.append(version))
+    address = EngineEndpoint("nowhere", on_publish=lambda version, called_ns: published.append(version))
     with inflight.Publisher(address, model) as publisher:
         assert publisher.publish() == 1
         engine.wait_for(1)
