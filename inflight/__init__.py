@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from inflight.training.step import clip_and_step
     from inflight.weights.publisher import Publisher
     from inflight.weights.sharded import ShardSender
-    from inflight.weights.transports import Broadcast, Files, Slots
+    from inflight.weights.transports.broadcast import Broadcast
+    from inflight.weights.transports.files import Files
+    from inflight.weights.transports.slots import Slots
 
 _HOME = {
     "InflightError": "inflight.core.errors",
@@ -60,9 +62,9 @@ _HOME = {
     "clip_and_step": "inflight.training.step",
     "Publisher": "inflight.weights.publisher",
     "ShardSender": "inflight.weights.sharded",
-    "Broadcast": "inflight.weights.transports",
-    "Files": "inflight.weights.transports",
-    "Slots": "inflight.weights.transports",
+    "Broadcast": "inflight.weights.transports.broadcast",
+    "Files": "inflight.weights.transports.files",
+    "Slots": "inflight.weights.transports.slots",
 }
 
 __all__ = [

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     from inflight.core.rollout import Rollout
     from inflight.training.data.rollout_stream import RolloutStream
-    from inflight.weights.link import Address
+    from inflight.weights.link import EngineEndpoint
     from inflight.weights.named import Weights
     from inflight.weights.publisher import Publisher
-    from inflight.weights.transports import Transport
+    from inflight.weights.transports.base import Transport
 
 logger = logging.getLogger("inflight")
 
@@ -257,11 +257,11 @@ class LaunchedEngine:
             sleep(0.001)
 
     @property
-    def address(self) -> "Address":
+    def address(self) -> "EngineEndpoint":
         """What a Publisher to several engines needs to know of this one."""
-        from inflight.weights.link import Address
+        from inflight.weights.link import EngineEndpoint
 
-        return Address(self._launcher.client.endpoint, self._launcher.check, self.staleness.published)
+        return EngineEndpoint(self._launcher.client.endpoint, self._launcher.check, self.staleness.published)
 
     def publisher(
         self,

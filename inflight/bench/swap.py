@@ -34,7 +34,7 @@ from inflight.engine.device import resolve_device
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.loading import load_model
 from inflight.stream.reader import StreamReader
-from inflight.weights.link import Address
+from inflight.weights.link import EngineEndpoint
 from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import default_directory
 
@@ -194,7 +194,7 @@ def _measure_ours(
         dtype, device = getattr(torch, masters), resolve_device(setup.device)
         trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
         publisher = stack.enter_context(
-            Publisher(Address(launcher.client.endpoint, launcher.check), trainer, timeout_s=600)
+            Publisher(EngineEndpoint(launcher.client.endpoint, launcher.check), trainer, timeout_s=600)
         )
         read_bytes, written_bytes = copied_bytes(trainer, getattr(torch, setup.dtype))
         source = torch.ones(min(written_bytes, _MOST_COPIED_BYTES), dtype=torch.uint8, device=setup.device)

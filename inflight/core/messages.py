@@ -1,12 +1,12 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
-Client → engine: Hello, Call; publisher → engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
-Engine → client: Welcome, Result, Failed; engine → publisher: Attached, SlotFree, Joined, Filled, Failed.
+Client → engine: Hello, Call; publisher → engine: Attach, SlotRequest, Prepare, Fill, SlotReady, Detach.
+Engine → client: Welcome, Result, Failed; engine → publisher: Attached, SlotFree, Done, Failed.
 
 What a client may ask of an engine is a verb, which a Call names (`inflight/engine/verbs.py`). A request carries a
 `ticket` that its answer repeats; 0 asks for no answer. A slot has one owner at a time, and ownership moves only by
 SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the publisher cannot write to the slot itself,
-it has the engine fill it (Fill, Filled) before it announces it as it would announce any other.
+it has the engine fill it (Fill, Done) before it announces it as it would announce any other.
 """
 
 from pathlib import Path
@@ -98,8 +98,8 @@ class Attach(_Message, frozen=True):
     """A publisher asks to publish tensors of this layout (its own dtypes; it casts)."""
 
     layout: WeightLayout
-    map_slots: bool = True
-    """The publisher writes to the slots itself."""
+    transport: str
+    """Name of the transport, one of those that the engine accepts."""
     adapters: bool = False
     """It publishes adapters, and not weights."""
     aliases: bool = False
@@ -112,31 +112,11 @@ class SlotRequest(_Message, frozen=True):
     """The publisher has a version to write and no slot to write it to; with one slot, the engine hands over its own."""
 
 
-class BroadcastOrigin(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0 of a group broadcasts `nbytes` bytes, in buckets."""
+class Prepare(_Message, frozen=True):
+    """Get the engine's side of the transport ready for versions."""
 
-    group: str
-    nbytes: int
-    bucket_bytes: int
-
-
-class FileOrigin(msgspec.Struct, frozen=True, tag=True):
-    """A safetensors file that both sides see."""
-
-    path: str
-
-
-class Join(_Message, frozen=True):
-    """Become a rank of a new process group, in place of any earlier one."""
-
-    group: str
-    backend: str
-    host: str
-    """Of the store where ranks find each other."""
-    port: int
-    rank: int
-    size: int
-    timeout_s: float
+    setup: msgspec.Raw
+    """A struct of the transport's."""
 
 
 class Fill(_Message, frozen=True):
@@ -145,7 +125,8 @@ class Fill(_Message, frozen=True):
     slot: int
     version: Count
     fingerprint: str
-    origin: BroadcastOrigin | FileOrigin
+    origin: msgspec.Raw
+    """A struct of the transport's, which says where the version comes from."""
     base: int | None
     """What comes is the difference to this version; None: it is whole."""
     checksum: int
@@ -260,16 +241,13 @@ class SlotFree(_Message, frozen=True):
     slot: int
 
 
-class Joined(_Message, frozen=True):
-    pass
+class Done(_Message, frozen=True):
+    """The engine did what Prepare or Fill asked. A slot that was filled holds the version, whole, and still belongs to
+    the publisher, who announces it."""
 
 
-class Filled(_Message, frozen=True):
-    """The slot holds the version, whole, and still belongs to the publisher, who announces it."""
-
-
-ToEngine = Hello | Call | Attach | SlotRequest | Join | Fill | SlotReady | Detach
-FromEngine = Welcome | Result | Failed | Attached | SlotFree | Joined | Filled
+ToEngine = Hello | Call | Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
+FromEngine = Welcome | Result | Failed | Attached | SlotFree | Done
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)

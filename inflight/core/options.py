@@ -66,6 +66,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """Rank of adapters on all projections of attention and MLP; 0: none. Adapters of a smaller rank fit too."""
     adapters: tuple[str, ...] = ("default",)
     """Their names, of which a request may ask for one; all are held at once."""
+    transports: tuple[str, ...] = ()
+    """Transports of your own that the engine accepts beside the built-in ones: "my_package.my_module:MyTransport". It
+    imports these, and nothing that a publisher names."""
     seed: int = 0
     """Initial weights of built-in shapes."""
     threads: int = 0
@@ -114,6 +117,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
         names = [own_column_name(path) for path in self.columns]
         if len(set(names)) < len(names):
             raise ValueError(f"columns must have different names, got {', '.join(names)}")
+        if isinstance(self.transports, str) or not all(name.count(":") == 1 for name in self.transports):
+            raise ValueError(f'transports must be names like "my_package.module:MyTransport", got {self.transports!r}')
         if self.kv_on_swap not in KV_POLICIES:
             raise ValueError(f"kv_on_swap must be {' or '.join(KV_POLICIES)}, got {self.kv_on_swap!r}")
         if self.attention not in ATTENTION_BACKENDS:

@@ -33,6 +33,7 @@ from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
+from inflight.weights.transports.accepted import AcceptedTransports
 
 logger = logging.getLogger("inflight.engine")
 
@@ -45,14 +46,21 @@ _SHARE_OF_STEP = 0.1
 class EngineProcess:
     """An engine, its control socket and its stream. The engine's verbs and those below are what clients may call."""
 
-    def __init__(self, engine: Engine, control: ControlSocket, stream: StreamWriter, directory: Path):
+    def __init__(
+        self,
+        engine: Engine,
+        control: ControlSocket,
+        stream: StreamWriter,
+        directory: Path,
+        transports: AcceptedTransports,
+    ):
         """directory: for the locks of engine and publisher, and for traces."""
         self._engine = engine
         self._control = control
         self._stream = stream
         self._alive_lock = alive_lock(directory)
         self._publisher_lock = directory / "publisher.lock"
-        self._publishing = PublisherService(engine, control, self._publisher_lock)
+        self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
         self._recorder = Recorder("inflight engine", directory)
         self._verbs = Verbs(engine, self)
         self._step_ns = 0
@@ -197,11 +205,12 @@ def serve(startup: Startup, watch: ParentWatch) -> int:
     directory = Path(startup.directory)
     control = ControlSocket(f"ipc://{directory}/control")
     try:
+        transports = AcceptedTransports(startup.options.transports)
         engine = Engine(startup.options)
     except InflightError as error:
         _refuse(control, error)
         return 1
-    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory)
+    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory, transports)
     watch.stop_with(process.stop)
     gc.collect()
     gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second

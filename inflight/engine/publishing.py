@@ -9,11 +9,10 @@ from inflight.core.messages import (
     Attach,
     Attached,
     Detach,
+    Done,
     Failed,
     Fill,
-    Filled,
-    Join,
-    Joined,
+    Prepare,
     SlotFree,
     SlotReady,
     SlotRequest,
@@ -21,26 +20,29 @@ from inflight.core.messages import (
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.engine import Engine
 from inflight.engine.seat import PublisherSeat
-from inflight.weights.loader import Loader, Result
+from inflight.weights.slot_filler import Job, Result, SlotFiller
 from inflight.weights.slot_table import SlotTable
+from inflight.weights.transports.accepted import AcceptedTransports
 
-FromPublisher = Attach | SlotRequest | Join | Fill | SlotReady | Detach
+FromPublisher = Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
 
 
 class PublisherService:
     """Answers the publisher of an engine. At most one is attached at a time."""
 
-    def __init__(self, engine: Engine, control: ControlSocket, lock: Path):
+    def __init__(self, engine: Engine, control: ControlSocket, lock: Path, transports: AcceptedTransports):
         """lock: the file that a publisher locks before it attaches."""
         self._engine = engine
         self._control = control
-        self._seat = PublisherSeat(lock, lambda holder: control.send(holder, Joined()))  # which a publisher ignores
+        self._seat = PublisherSeat(lock, lambda holder: control.send(holder, Done()))  # which a publisher ignores
         self._slot_table = engine.slot_table
         """The slots of what the publisher publishes: weights or adapters."""
         self._loading: set[tuple[SlotTable, int]] = set()
-        """Slots that loaders work on."""
+        """Slots that are being filled or compared."""
         self._results: SimpleQueue[Result] = SimpleQueue()
-        self._loader = Loader(engine.slot_table, self._loaded)
+        self._transports = transports
+        self._filler: SlotFiller | None = None
+        """Works for the publisher that is attached."""
 
     def handle(self, sender: bytes, message: FromPublisher) -> Attached | None:
         """Returns the answer, unless it comes later or not at all. Raises InflightError to refuse the message."""
@@ -52,8 +54,8 @@ class PublisherService:
         self._seat.check(sender)
         began_ns = now_ns()
         match message:
-            case Join():
-                self._loader.submit(sender, message)
+            case Prepare():
+                self._submit(sender, message)
             case Fill():
                 self._slot_table.check_lent(message.slot, message.fingerprint)
                 self._load(sender, message)
@@ -69,7 +71,7 @@ class PublisherService:
         return None
 
     def take_results(self) -> None:
-        """Tell the publisher what its loader has done since the last pass."""
+        """Tell the publisher what its slot filler has done since the last pass."""
         while not self._results.empty():
             self._take_result(self._results.get())
 
@@ -85,7 +87,7 @@ class PublisherService:
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
-        slot_table = self._slot_table_for(message)
+        transport, slot_table = self._transports.find(message.transport), self._slot_table_for(message)
         difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
@@ -94,13 +96,14 @@ class PublisherService:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._control.send(before, Failed(kind=type(error).__name__, message=str(error)))
         self._slot_table = slot_table
-        self._loader.retire()
-        self._loader = Loader(slot_table, self._loaded)
+        if self._filler is not None:
+            self._filler.retire()
+        self._filler = SlotFiller(slot_table, transport, self._loaded)
         free = slot_table.attach(in_use=self._engine.slot_in_use(slot_table))
         return Attached(
             ticket=message.ticket,
             layout=slot_table.layout,
-            slots=[slot.descriptor() for slot in slot_table.slots] if message.map_slots else [],
+            slots=[slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else [],
             free=[slot for slot in free if (slot_table, slot) not in self._loading],
             version=self._engine.newest_version,
             aliases=self._engine.aliases if message.aliases and not message.adapters else [],
@@ -118,36 +121,38 @@ class PublisherService:
             self._slot_table.withdraw(message.untouched)
         self._seat.leave(sender)
 
-    # ---- what the loader does -----------------------------------------------------------------------------------
+    # ---- what the slot filler does ------------------------------------------------------------------------------
 
     def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
         if (self._slot_table, job.slot) in self._loading:
             raise ProtocolError(f"slot {job.slot} is being filled")
         self._loading.add((self._slot_table, job.slot))
-        self._loader.submit(sender, job)
+        self._submit(sender, job)
+
+    def _submit(self, sender: bytes, job: Job) -> None:
+        assert self._filler is not None  # as the sender is attached
+        self._filler.submit(sender, job)
 
     def _loaded(self, result: Result) -> None:
-        """Called by a loader's thread."""
+        """Note what became of a job. Called from a slot filler's thread."""
         self._results.put(result)
         self._control.wake()
 
     def _take_result(self, result: Result) -> None:
         job, error = result.job, result.error
-        if not isinstance(job, Join):
+        if not isinstance(job, Prepare):
             self._loading.remove((result.slot_table, job.slot))
         is_from_holder = result.sender == self._seat.holder
         if isinstance(job, SlotReady) and is_from_holder and error is None:
             error = self._try_ready(job)
             if error is None:
                 return
-        answer = Joined(ticket=job.ticket) if isinstance(job, Join) else Filled(ticket=job.ticket)
-        if error is not None:
-            answer = self._control.refusal(job.ticket, error)
+        answer = Done(ticket=job.ticket) if error is None else self._control.refusal(job.ticket, error)
         if is_from_holder:
             self._control.send(result.sender, answer)
             if isinstance(job, SlotReady):
                 self._control.send(result.sender, SlotFree(slot=job.slot))
-        elif self._seat.holder is not None and result.slot_table is self._slot_table and not isinstance(job, Join):
+        elif self._seat.holder is not None and result.slot_table is self._slot_table and not isinstance(job, Prepare):
             self._control.send(self._seat.holder, SlotFree(slot=job.slot))  # the next publisher may have the slot
 
     def _try_ready(self, job: SlotReady) -> InflightError | None:

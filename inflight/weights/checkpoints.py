@@ -16,7 +16,7 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a checkpoint, one at a time; files are mapped, so that they may be larger than memory.
+    """Yield names and tensors of a checkpoint, one at a time; files are mapped, so that they may be larger than memory.
 
     Of a directory: `model.safetensors`; else the files of `model.safetensors.index.json`; else all safetensors files.
     Raises WeightFileError, naming the file, for one that is missing, cannot be read or lacks what the index says.
@@ -41,7 +41,7 @@ def _tensors_of(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _files_of(directory: Path) -> dict[Path, set[str]]:
-    """The files of a checkpoint, and what they must hold at least."""
+    """Return the files of a checkpoint, each with the names that it must hold at least."""
     if not directory.is_dir():
         raise WeightFileError(f"{directory} is neither a directory nor a file")
     if (directory / _FILE).exists():
@@ -58,7 +58,7 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
 
 
 def _index_of(directory: Path) -> dict[Path, set[str]]:
-    """File → names, as the index says; empty if there is none."""
+    """Return a map of files to names, as the index says; it is empty if there is no index."""
     path = directory / _INDEX
     if not path.is_file():
         return {}

@@ -5,13 +5,13 @@ import torch.nn.functional as F
 
 _WORDS = 1 << 18
 _BLOCKS = {"cpu": 1, "cuda": 64}
-"""Of _WORDS, at once: what stays in a CPU's cache, and what keeps launches on a GPU few."""
+"""Blocks of _WORDS words that are summed at once: one stays in a CPU's cache, many keep launches on a GPU few."""
 _ODD = 0x9E3779B97F4A7C15
 
 
 @torch.no_grad()
 def checksum(buffer: torch.Tensor) -> int:
-    """Of u8[n]: 64 bits, the sum of its words times odd weights that differ from place to place.
+    """Return 64 bits for u8[n]: the sum of its words times odd weights that differ from place to place.
 
     Any change of one word, and nearly any of several, changes it; it is no protection against forgery.
     """

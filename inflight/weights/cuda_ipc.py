@@ -15,7 +15,7 @@ from inflight.core.messages import CudaIpcDescriptor
 
 
 class CudaSlot:
-    """`nbytes` of device memory as `buffer`, u8[nbytes]."""
+    """A slot of `nbytes` bytes of device memory, which `buffer` is, u8[nbytes]."""
 
     def __init__(self, buffer: torch.Tensor):
         self.buffer = buffer
@@ -23,7 +23,7 @@ class CudaSlot:
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "CudaSlot":
-        """Raises DeviceMemoryError if it does not fit or could not be shared."""
+        """Make a slot. Raises DeviceMemoryError if it does not fit or could not be shared."""
         config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         if "expandable_segments:True" in config.replace(" ", ""):
             raise DeviceMemoryError(
@@ -81,15 +81,23 @@ class CudaSlot:
         )
 
     def split(self, count: int) -> list["CudaSlot"]:
-        """Slots of equal size in the memory of this one."""
+        """Return slots of equal size in the memory of this one."""
         return [CudaSlot(part) for part in self.buffer.split(self.nbytes // count)]
 
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""
 
 
+def use_own_stream(device: torch.device) -> None:
+    """On a GPU, give the calling thread a stream of its own: else all threads share the default one, and whoever waits
+    for a result waits for all that the trainer, or the engine, has put there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
 def uuid_of(device: torch.device) -> str:
-    """By which a GPU is known in every process, whatever its number there; "" for a CPU."""
+    """Return the name of a GPU, which is the same in every process whatever its number there; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 

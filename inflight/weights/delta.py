@@ -13,14 +13,14 @@ from inflight.core.errors import ProtocolError
 
 _WORDS_PER_PART = 1 << 24
 _FAR = 255
-"""A distance of so many words to one that did not change."""
+"""A distance of so many words leads to a word that did not change."""
 _ESCAPE = -128
-"""In place of a difference: the next of the large ones."""
+"""Stands for a difference that comes with the large ones, in their order."""
 
 
 @torch.no_grad()
 def encode(old: torch.Tensor, new: torch.Tensor, *, limit: float = 0.5) -> torch.Tensor | None:
-    """u8[m] that turns `old` into `new`, both u8[n] with n even; None if it took more than `limit` of n bytes."""
+    """Return u8[m] that turns `old` into `new`, both u8[n] with n even; None if it has more than limit · n bytes."""
     parts, size = [], 0
     for before, after in zip(
         old.view(torch.int16).split(_WORDS_PER_PART), new.view(torch.int16).split(_WORDS_PER_PART), strict=True
@@ -51,7 +51,7 @@ def apply(slot: torch.Tensor, delta: torch.Tensor) -> None:
 
 
 def _encode_part(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Two counts (i64), distances (u8), steps (i8), large differences (i16)."""
+    """Return two counts (i64), distances (u8), steps (i8), large differences (i16)."""
     where = (old != new).nonzero()[:, 0]
     difference = new[where] - old[where]  # wraps around, as adding it will
     distance = torch.diff(where, prepend=where.new_tensor([-1]))

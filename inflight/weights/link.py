@@ -51,7 +51,7 @@ Expected = TypeVar("Expected", Welcome, Attached)
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class EngineEndpoint:
     """An engine, as a publisher needs to know it."""
 
     endpoint: str
@@ -77,8 +77,9 @@ class EngineLink:
     for `check`, `give_up` and `unlock`.
     """
 
-    def __init__(self, address: Address, source: Source, *, map_slots: bool, timeout_s: float):
-        """timeout_s: how long the engine may be silent while something is waited for. A slot may take longer."""
+    def __init__(self, address: EngineEndpoint, source: Source, *, transport: str, timeout_s: float):
+        """transport: its name, as the engine knows it. timeout_s: for how long the engine may be silent while something
+        is waited for. A slot may take longer."""
         self.address = address
         self._timeout_s = timeout_s
         self._given_up = False
@@ -100,7 +101,7 @@ class EngineLink:
             attach = Attach(
                 ticket=self.ticket(),
                 layout=offer.layout,
-                map_slots=map_slots,
+                transport=transport,
                 adapters=offer.adapters,
                 aliases=offer.aliases,
                 lock_token=token,
@@ -117,8 +118,6 @@ class EngineLink:
         """Slots that may be written to."""
         self._untouched: set[int] = set()
         """Free slots that the engine lent since, and that were not written to."""
-        self.filled: int | None = None
-        """The version that the engine filled a slot with last: a base for the difference to the next one."""
 
     def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
         """Take a free slot, or wait for the next that the engine frees, which it does at a forward boundary.
@@ -169,7 +168,7 @@ class EngineLink:
             self._answers[message.ticket] = answer
 
     def wait_for(self, ticket: int, timeout_s: float) -> None:
-        """Return when the engine has joined or filled. Raises what kept it from that, EngineHungError or
+        """Return when the engine has prepared or filled. Raises what kept it from that, EngineHungError or
         EngineBusyError."""
         answer, setting = self._answers.pop(ticket), "timeout_s of the transport"
         self._wait_until(answer.done, _EngineWait("has not taken the version", self._timeout_s, timeout_s, setting))

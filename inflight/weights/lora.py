@@ -19,7 +19,7 @@ from inflight.weights.tensors import dtype_name, published_tensors, unwrap
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether a model carries adapters of PEFT."""
+    """Return whether a model carries adapters of PEFT."""
     model = unwrap(model)
     return hasattr(model, "peft_config") and hasattr(model, "base_model")
 
@@ -39,14 +39,14 @@ class _Part:
 
 
 class PeftSource(ModelSource):
-    """Adapters, to engines that hold adapters; to others the weights with the active adapters merged in."""
+    """Publishes adapters to engines that hold adapters; to others the weights with the active adapters merged in."""
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
         self._base: nn.Module = unwrap(model).base_model.model  # pyright: ignore
         self._parts: list[_Part] = []
         self._copies: dict[int, ScaledCopies] = {}
-        """By the slot that they go to."""
+        """Maps the slot that they go to, by the id of its first view, to the copies."""
         self._unused: list[str] = []
         """Tensors of the engine's adapters that this model has none for."""
         for name, module in self._base.named_modules():
@@ -54,14 +54,14 @@ class PeftSource(ModelSource):
                 _check(name, module)
 
     def offer(self, welcome: Welcome) -> Offer:
-        """Raises LayoutMismatchError, naming it, for an adapter that does not fit those of the engine."""
+        """Raise LayoutMismatchError, naming it, for an adapter that does not fit those of the engine."""
         if welcome.adapter_layout is None:
             tensors = self._merged_names()
             return Offer(WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()))
         return self.offer_to(welcome.adapter_layout)
 
     def offer_to(self, adapter_layout: WeightLayout) -> Offer:
-        """Adapters for slots of this layout. Raises as `offer` does."""
+        """Offer adapters for slots of this layout. Raises as `offer` does."""
         shapes = {spec.name: spec.shape for spec in adapter_layout.tensors}
         self._parts = [
             _Part(f"{adapter}.{name}", module, adapter)
@@ -93,7 +93,7 @@ class PeftSource(ModelSource):
             self._fill_merged(views)
 
     def _fill_adapters(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Without a walk over the model, which takes longer than the copy."""
+        """Copy adapters without a walk over the model, which takes longer than the copy."""
         key = id(next(iter(views.values())))
         if key not in self._copies:
             self._copies[key] = self._copies_to(views)
@@ -101,7 +101,7 @@ class PeftSource(ModelSource):
 
     @torch.no_grad()
     def _copies_to(self, views: Mapping[str, torch.Tensor]) -> ScaledCopies:
-        """What does not depend on values: which tensor goes where, and what stays zero."""
+        """Work out what does not depend on values: which tensor goes where, and what stays zero."""
         destinations, sources = [], []
         for part in self._parts:
             view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
@@ -126,7 +126,7 @@ class PeftSource(ModelSource):
         copy_all([views[name] for name in plain], list(plain.values()))
 
     def _merged_names(self) -> dict[str, torch.Tensor]:
-        """The model's own tensors under its own names."""
+        """Return the model's own tensors under its own names."""
         tensors = published_tensors(self._base)
         return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
 
@@ -136,13 +136,13 @@ def _adapters_of(module: nn.Module) -> list[str]:
 
 
 def _unmerged(module: Any) -> list[str]:
-    """Active adapters that are not in the weight yet."""
+    """Return the active adapters that are not merged into the weight yet."""
     names = _adapters_of(module)
     return [name for name in names if name in module.active_adapters and name not in module.merged_adapters]
 
 
 def _check(name: str, module: Any) -> None:
-    """Raises LayoutMismatchError for what is more than A and B beside a linear layer."""
+    """Check an adapted module. Raises LayoutMismatchError for what is more than A and B beside a linear layer."""
     more = [kind for kind in ("lora_embedding_A", "lora_magnitude_vector") if len(getattr(module, kind, ()))]
     more += ["bias of lora_B"] if any(module.lora_B[a].bias is not None for a in module.lora_B) else []
     if more:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError
-from inflight.core.layout import Alias, WeightLayout
+from inflight.core.errors import LayoutMismatchError, ProtocolError
+from inflight.core.layout import Alias
 from inflight.core.messages import Welcome
 from inflight.weights.checkpoints import read_checkpoint
-from inflight.weights.sources import Offer
+from inflight.weights.sources import Offer, Source
 
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Pairs of a name and a tensor, a mapping of names to tensors, or the path of a checkpoint: a directory of safetensors
@@ -25,14 +25,14 @@ files, or one file."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _SHOWN = 4
-"""Differences that an error names."""
+"""How many differences an error names."""
 
 
-class NamedSource:
+class NamedSource(Source):
     """Stands for weights that come with each `publish()`, in the engine's layout."""
 
     def __init__(self, weights: Weights | Callable[[], Weights] | None = None):
-        """weights: for a `publish()` without any; a function is called for each."""
+        """weights: published where `publish()` is given none; a function is called for each."""
         self._weights = weights
         gpu = torch.cuda.is_initialized()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
@@ -40,14 +40,11 @@ class NamedSource:
     def offer(self, welcome: Welcome) -> Offer:
         return Offer(welcome.layout, aliases=True)
 
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
-        """Nobody else is to know."""
-
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         raise AssertionError("there is no model to copy")
 
     def pairs(self, weights: Weights | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of what is to be published. Raises TypeError, and WeightFileError as it is read."""
+        """Return names and tensors of what is to be published. Raises TypeError, and WeightFileError as it is read."""
         if weights is None:
             weights = self._weights() if callable(self._weights) else self._weights
         if weights is None:
@@ -63,17 +60,10 @@ class NamedSource:
             return iter(weights.items())  # pyright: ignore
         return iter(weights)
 
-    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Nothing is read after `publish()` has returned."""
-        return False
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 @dataclass(slots=True)
 class _Place:
-    """Where the tensor of a name goes: to a tensor of the slot, or to a part of it."""
+    """The place where the tensor of a name goes: to a tensor of the slot, or to a part of it."""
 
     tensor: str
     view: torch.Tensor
@@ -93,7 +83,7 @@ def copy_named(
     """
     places = _places(views, aliases)
     missing = {name: view.numel() for name, view in views.items()}
-    """Elements that have not come."""
+    """Maps a tensor to the number of its elements that have not come."""
     wrong: list[str] = []
     num_pairs = 0
     for pair in pairs:
@@ -130,7 +120,7 @@ def _checked(pair: object) -> tuple[str, torch.Tensor]:
 
 
 def _problem(place: _Place | None, tensor: torch.Tensor, missing: Mapping[str, int]) -> str | None:
-    """Why this tensor cannot be copied, in words."""
+    """Say why this tensor cannot be copied; None if it can."""
     if place is None:
         return "only in what was handed over"
     if place.came:
@@ -151,7 +141,7 @@ def _problem(place: _Place | None, tensor: torch.Tensor, missing: Mapping[str, i
 
 
 def _same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Bit for bit, NaN included."""
+    """Compare bit for bit, NaN included."""
     ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in (view, tensor.to(view)))
     return torch.equal(ours, theirs)
 
@@ -169,7 +159,7 @@ def _places(views: Mapping[str, torch.Tensor], aliases: Sequence[Alias]) -> dict
 
 
 def _unwrapped(name: str) -> str:
-    """Without what DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT put around a model's names."""
+    """Remove what DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT put around a model's names."""
     plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return plain.removeprefix("base_model.model.").replace(".base_layer.", ".")
 

@@ -1,9 +1,9 @@
 """The trainer's side of the weights: `publish()` returns at once, a thread copies the parameters and announces them.
 
 The copy goes straight into an idle slot of the engine, or, where there are several engines or slots that this process
-cannot write to, to a stage from which each engine gets it over its own transport. Until a copy is done the parameters
-must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook), other code
-that writes to them calls `wait_copied()` first. When publishing outruns an engine, the latest version wins.
+cannot write to, into a staging buffer from which each engine gets it over its own transport. Until a copy is done the
+parameters must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook),
+other code that writes to them calls `wait_copied()` first. When publishing outruns an engine, the latest version wins.
 
 Weights that are handed to `publish()` are copied before it returns, in the thread that calls it.
 """
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,79 +20,28 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import ChecksumError, InflightError, LayoutMismatchError, NonFiniteWeightsError
+from inflight.core.errors import InflightError, LayoutMismatchError, NonFiniteWeightsError
 from inflight.core.spans import span
-from inflight.weights.checksum import checksum
-from inflight.weights.link import Address, EngineLink, Published
+from inflight.weights.cuda_ipc import use_own_stream
+from inflight.weights.link import EngineEndpoint, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
 from inflight.weights.named import NamedSource, Weights, copy_named
 from inflight.weights.sharded import is_sharded
 from inflight.weights.sources import ModelSource, ShardedSource, Source
-from inflight.weights.stage import Stage
-from inflight.weights.streams import use_own_stream
-from inflight.weights.tensors import slot_views
-from inflight.weights.transports import Slots, Transport, map_slot
+from inflight.weights.staging import StagingBuffer
+from inflight.weights.transports.base import Target, Transport
+from inflight.weights.transports.slots import Slots
 
 logger = logging.getLogger("inflight.weights")
 
 _LISTEN_EVERY_S = 0.5
-"""How often an idle publisher takes what its engine says."""
+"""How often an idle publisher hears what its engine says."""
 _TELL_EVERY_S = 10.0
 _GIVE_UP_S = 5.0
-"""For a thread that was told to give up."""
+"""How long a thread that was told to give up may take."""
 
 Engine = Any
-"""A LaunchedEngine, an Address, or the endpoint of an engine's control socket."""
-
-
-class _EngineSlots:
-    """The slots of one engine on this machine, as the publisher's target."""
-
-    def __init__(self, link: EngineLink, with_checksum: bool, timeout_s: float, refuse: Callable[[Exception], None]):
-        self._link, self._with_checksum, self._timeout_s, self._refuse = link, with_checksum, timeout_s, refuse
-        self.layout, self.version = link.layout, link.version
-        self.sent_bytes = link.layout.total_bytes
-        try:
-            self._slots = [map_slot(descriptor) for descriptor in link.attached.slots]
-        except BaseException:
-            link.release()
-            raise
-        self.views = [slot_views(slot.buffer, link.layout) for slot in self._slots]
-
-    def acquire(self) -> int:
-        while True:
-            try:
-                return self._link.acquire(self._timeout_s, "slot_timeout_s of the publisher")
-            except ChecksumError as error:
-                self._refuse(error)
-
-    def listen(self) -> None:
-        """What the engine says while there is nothing to publish: that a slot is free, or that it took no version."""
-        try:
-            self._link.listen()
-        except ChecksumError as error:
-            self._refuse(error)
-
-    def announce(self, slot: int, record: Published) -> None:
-        self._link.announce(slot, record, checksum(self._slots[slot].buffer) if self._with_checksum else None)
-
-    def release(self, slot: int) -> None:
-        self._link.free.append(slot)
-
-    def check(self) -> None:
-        """Raise EngineDiedError if the engine is known to be dead."""
-        self._link.check()
-
-    def give_up(self) -> None:
-        self._link.give_up()
-
-    def unlock(self) -> None:
-        self._link.unlock()
-
-    def close(self) -> None:
-        self._link.detach()
-        self.views.clear()
-        self._slots.clear()
+"""A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
 
 
 class Publisher:
@@ -117,13 +66,13 @@ class Publisher:
     ):
         """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
         each `publish()` that is handed none.
-        transport: `Slots()` by default. A single engine's slots are written to directly; all else goes through a
-        stage, which takes up to three times the memory of the weights on the trainer's device.
+        transport: `Slots()` by default, which writes to the slots of a single engine directly; all else goes through a
+        staging buffer, which takes up to three times the memory of the weights on the trainer's device.
         check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
         WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
         weights that they have. So that one with a single slot can do that, versions that are checked so, or handed
-        over, go through a stage to it, too.
+        over, go through a staging buffer to it, too.
         timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be
         longer than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its
         slots, while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several.
@@ -147,19 +96,13 @@ class Publisher:
         self._addresses = [_address(engine) for engine in engines] if several else [_address(engines)]
         if not self._addresses:
             raise ValueError("a publisher needs at least one engine to begin with")
-        target: _EngineSlots | Stage | None = None
+        target: Target | None = None
         try:
             first, *others = self._addresses
             link = self._attach(first, transport)
             self._aliases = link.attached.aliases
-            if isinstance(transport, Slots) and not others:
-                transport = replace(transport, timeout_s=slot_timeout_s)
-            if isinstance(transport, Slots) and not others and not self._may_spoil_the_only_slot(link):
-                target = _EngineSlots(link, transport.checksum, slot_timeout_s, self._refuse)
-            else:
-                target = Stage(link, transport, self._source.device, self._refuse)
-            self._target: _EngineSlots | Stage = target
-            self.version = target.version
+            self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
+            self.version = link.version
             """The version that the last `publish()` returned."""
             for address in others:
                 self._add(address, transport)
@@ -170,7 +113,7 @@ class Publisher:
             if target is not None:
                 target.close()
             raise
-        self._source.start((self._target.layout, self.version))
+        self._source.start((link.layout, self.version))
         self.last_copy_s = 0.0
         """Seconds that the last copy of the parameters took."""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -178,7 +121,7 @@ class Publisher:
         self._thread.start()
 
     def add(self, engine: Engine, *, transport: Transport) -> None:
-        """Another engine, perhaps in place of one that was lost, gets the version that was sent last and all later
+        """Send another engine, perhaps in place of one that was lost, the version that was sent last and all later
         ones. Raises as making a Publisher does, and InflightError if this one writes straight to an engine's slots."""
         address = _address(engine)
         self._add(address, transport)
@@ -186,17 +129,18 @@ class Publisher:
 
     @property
     def lost(self) -> dict[str, Exception]:
-        """By endpoint: what became of engines that ended or did not answer in time. The others go on without them."""
-        return dict(self._target.lost) if isinstance(self._target, Stage) else {}
+        """Maps endpoints of engines that ended, or did not answer in time, to what became of them. The others go on
+        without them."""
+        return dict(self._target.lost)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that engines were sent of the last version that all of them got: all of it, or a delta."""
+        """Bytes that engines were sent of the last version that all of them got: the whole, or a delta."""
         return self._target.sent_bytes
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """True once `close()` was called."""
         return self._closing
 
     def publish(self, weights: Weights | None = None) -> int:
@@ -266,10 +210,12 @@ class Publisher:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("closing a publisher that could not send version %d in %g s", self.version, timeout_s)
-            self._target.give_up()
+            for engine in self._target.engines:
+                engine.give_up()
             self._thread.join(_GIVE_UP_S)
         if self._thread.is_alive():  # inside a copy or a broadcast, whose end nobody waits for
-            self._target.unlock()
+            for engine in self._target.engines:
+                engine.unlock()
         self._hook.remove()
 
     def __enter__(self) -> "Publisher":
@@ -279,7 +225,7 @@ class Publisher:
         self.close() if kind is None else self.close(_GIVE_UP_S)
 
     def _publish_named(self, source: NamedSource, weights: Weights | None) -> int:
-        """All of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
+        """Do all of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
         target, called_ns = self._target, now_ns()
         with self._handing:
             self._check_open()
@@ -299,7 +245,7 @@ class Publisher:
             return record.version
 
     def _number(self, called_ns: int) -> Published:
-        """The next version, of which the engines' meters learn."""
+        """Return the next version, which the engines' meters are told."""
         self.version += 1
         for address in self._addresses:
             address.on_publish(self.version, called_ns)
@@ -311,8 +257,8 @@ class Publisher:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
     def _may_spoil_the_only_slot(self, link: EngineLink) -> bool:
-        """Whether weights that may turn out not to be finite, or not to fit, would be written over the only ones that
-        the engine has."""
+        """Return whether weights that may turn out not to be finite, or not to fit, would be written over the only ones
+        that the engine has."""
         return link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -321,27 +267,28 @@ class Publisher:
             with span("wait for the publish copy"):
                 self.wait_copied()
 
-    def _attach(self, address: Address, transport: Transport) -> EngineLink:
+    def _attach(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
         if not isinstance(transport, Transport):
             raise TypeError(
-                "transport must be inflight.Slots(), inflight.Broadcast() or inflight.Files(directory=…), "
-                f"got {transport!r}"
+                "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
+                f"own (a subclass of inflight.weights.transports.Transport), got {transport!r}"
             )
-        map_slots = isinstance(transport, Slots)
-        return EngineLink(address, self._source, map_slots=map_slots, timeout_s=self._timeout_s)
+        return EngineLink(address, self._source, transport=transport.name(), timeout_s=self._timeout_s)
 
-    def _add(self, address: Address, transport: Transport) -> None:
-        if not isinstance(self._target, Stage):
-            raise InflightError(
-                "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
-                "of at least two, or with another transport than Slots"
-            )
-        link = self._attach(address, transport)
+    def _make_target(self, link: EngineLink, transport: Transport, slot_timeout_s: float | None) -> Target:
+        """slot_timeout_s: None if more engines follow."""
         try:
-            self._target.add(link, transport)
+            if slot_timeout_s is not None:
+                transport = transport.for_one_engine(slot_timeout_s)
+                if not self._may_spoil_the_only_slot(link) and (target := transport.target(link, self._refuse)):
+                    return target
+            return StagingBuffer(link, transport, self._source.device, self._refuse)
         except BaseException:
             link.release()
             raise
+
+    def _add(self, address: EngineEndpoint, transport: Transport) -> None:
+        link = self._target.add(partial(self._attach, address, transport), transport)
         with self._condition:
             self.version = max(self.version, link.version)
 
@@ -379,7 +326,7 @@ class Publisher:
                 self._target.listen()
 
     def _claim(self) -> Published:
-        """The newest announced version; a later publish() starts another round."""
+        """Take the newest version to be copied; a later publish() starts another round."""
         with self._condition:
             assert self._pending is not None
             record, self._pending, self._copying = self._pending, None, True
@@ -419,7 +366,7 @@ class Publisher:
 
 
 def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Source:
-    """What fits the model. For a sharded one all ranks make theirs at once."""
+    """Return what fits the model. For a sharded one all ranks make theirs at once."""
     if not isinstance(model, nn.Module):
         return NamedSource(model)
     if is_sharded(model):
@@ -432,14 +379,14 @@ def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Sou
     return PeftSource(model) if is_peft(model) else ModelSource(model)
 
 
-def _address(engine: Engine) -> Address:
-    if isinstance(engine, Address):
+def _address(engine: Engine) -> EngineEndpoint:
+    if isinstance(engine, EngineEndpoint):
         return engine
-    return Address(engine) if isinstance(engine, str) else engine.address
+    return EngineEndpoint(engine) if isinstance(engine, str) else engine.address
 
 
 def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors in a slot that hold NaN or infinite values."""
+    """Return the names of the tensors in a slot that hold NaN or infinite values."""
     floats = {name: view for name, view in views.items() if view.is_floating_point()}
     finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
     return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]

@@ -30,7 +30,7 @@ _TELL_EVERY_S = 10.0
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameters are DTensors of more than one rank, or ZeRO-3's, which one rank leaves empty too."""
+    """Return whether parameters are DTensors of more than one rank, or ZeRO-3's, which one rank leaves empty too."""
     return any((isinstance(p, DTensor) and p.device_mesh.size() > 1) or _by_zero(p) for p in model.parameters())
 
 
@@ -44,7 +44,7 @@ class ShardGroup:
     def __init__(self, model: nn.Module):
         self._size = dist.get_world_size()
         self.tensors = published_tensors(model)
-        """As they are between two steps: while a forward pass runs, FSDP puts whole parameters into the model."""
+        """The tensors as they are between two steps; in a forward pass FSDP puts whole parameters into the model."""
         self._ids = {id(tensor) for tensor in self.tensors.values()}
         self._in_zero = any(_by_zero(tensor) for tensor in self.tensors.values())
         for name, tensor in self.tensors.items():
@@ -54,8 +54,8 @@ class ShardGroup:
         self._data: Any = dist.new_group(backend="nccl") if on_gpu else self._control
 
     def introduce(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
-        """What rank 0 learned of the engine, on every rank: the layout of its slots and its version. Raises what kept
-        rank 0 from learning it."""
+        """Return on every rank what rank 0 learned of the engine: the layout of its slots and its version. Raises what
+        kept rank 0 from learning it."""
         box = [engine]
         dist.broadcast_object_list(box, src=0, group=self._control)
         if isinstance(box[0], InflightError):
@@ -64,20 +64,20 @@ class ShardGroup:
         return box[0]
 
     def command(self, version: int = _STOP) -> int:
-        """The version that rank 0 copies next, on every rank; −1 ends it."""
+        """Return on every rank the version that rank 0 copies next; −1 ends it."""
         number = torch.tensor([version])
         dist.broadcast(number, src=0, group=self._control)
         return int(number)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of this optimizer changes what is published. ZeRO-3 gives its optimizer copies of its own,
-        from which it writes the parameters: with it any optimizer may be the one."""
+        """Return whether a step of this optimizer changes what is published. ZeRO-3 gives its optimizer copies of its
+        own, from which it writes the parameters: with it any optimizer may be the one."""
         groups = optimizer.param_groups
         return self._in_zero or any(id(parameter) in self._ids for group in groups for parameter in group["params"])
 
     @torch.no_grad()
     def receive(self, views: Mapping[str, torch.Tensor]) -> None:
-        """On rank 0: fill a slot with its own parts and those of the others."""
+        """Called on rank 0: fill a slot with its own parts and those of the others."""
         for name, tensor in self.tensors.items():
             view, local = views[name], _part(tensor)
             if _by_zero(tensor):
@@ -98,7 +98,7 @@ class ShardGroup:
 
     @torch.no_grad()
     def send(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """On the other ranks: the counterpart of `receive`."""
+        """Called on the other ranks: send rank 0 what its `receive` takes."""
         for name, tensor in self.tensors.items():
             if _by_rows(tensor) or _by_zero(tensor):
                 local = _part(tensor).detach().to(tensor.device, dtypes[name]).contiguous()
@@ -142,12 +142,12 @@ def _by_rows(tensor: torch.Tensor) -> bool:
 
 
 def _by_zero(tensor: torch.Tensor) -> bool:
-    """As deepspeed itself tells."""
+    """Return whether ZeRO-3 holds a tensor, which deepspeed tells by the same attribute."""
     return hasattr(tensor, "ds_id")
 
 
 def _part(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a tensor, without ZeRO-3's padding."""
+    """Return what this rank holds of a tensor, without ZeRO-3's padding."""
     if _by_zero(tensor):
         begin = dist.get_rank() * len(tensor.ds_tensor)
         return tensor.ds_tensor[: max(0, tensor.ds_numel - begin)]

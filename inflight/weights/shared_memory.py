@@ -24,16 +24,16 @@ logger = logging.getLogger("inflight.weights")
 _PREFIX = "inflight-slot-"
 _SHM = Path("/dev/shm")
 _own: set[Path] = set()
-"""Of slots that this process made and that still have a name."""
+"""Paths of slots that this process made and that still have a name."""
 
 
 def default_directory() -> Path:
-    """/dev/shm where it exists and can be written to, else the directory for temporary files, which may be a disk."""
+    """Return /dev/shm where it exists and can be written to, else the directory for temporary files, maybe a disk."""
     return _SHM if _SHM.is_dir() and os.access(_SHM, os.W_OK) else Path(tempfile.gettempdir())
 
 
 class SharedMemorySlot:
-    """`nbytes` of shared memory as `buffer`, u8[nbytes]."""
+    """A slot of `nbytes` bytes of shared memory, which `buffer` is, u8[nbytes]."""
 
     def __init__(self, path: Path, file: int, nbytes: int, *, owned: bool):
         self.path = path
@@ -51,7 +51,7 @@ class SharedMemorySlot:
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
-        """Raises SharedMemoryError, with the size needed and the size left, if it does not fit."""
+        """Make a slot. Raises SharedMemoryError, with the size needed and the size left, if it does not fit."""
         if directory is None:
             directory = default_directory()
             if directory != _SHM:
@@ -86,7 +86,7 @@ class SharedMemorySlot:
         return cls(Path(descriptor.path), file, size, owned=False)._part(descriptor.offset, descriptor.nbytes)
 
     def split(self, count: int) -> list["SharedMemorySlot"]:
-        """Slots of equal size in the memory of this one."""
+        """Return slots of equal size in the memory of this one."""
         size = self.nbytes // count
         return [self._part(index * size, size) for index in range(count)]
 
@@ -138,7 +138,7 @@ def remove_orphans(directory: Path) -> int:
 
 
 def _make_locked_file(directory: Path) -> tuple[int, str]:
-    """A new file that we hold the lock on; made again if an engine that starts now took it for an orphan."""
+    """Make a file that we hold the lock on; it is made again if an engine that starts now took it for an orphan."""
     while True:
         file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -148,7 +148,7 @@ def _make_locked_file(directory: Path) -> tuple[int, str]:
 
 
 def bytes_left(directory: Path) -> int:
-    """Bytes that a file system has left for this user."""
+    """Return how many bytes a file system has left for this user."""
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize
 

@@ -24,11 +24,11 @@ from inflight.weights.shared_memory import SharedMemorySlot
 Slot = SharedMemorySlot | CudaSlot
 
 MAX_VERSIONS_AT_ONCE = 1 << 32
-"""How far a version may be above the one before: so that after any version another can follow."""
+"""A version may be above the one before by so much: after any version another can follow."""
 
 
 def make_slot(nbytes: int, device: torch.device) -> Slot:
-    """Memory that holds a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
+    """Make memory for a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
     return CudaSlot.create(nbytes, device) if device.type == "cuda" else SharedMemorySlot.create(nbytes)
 
 
@@ -57,14 +57,14 @@ class SlotTable:
         self.slots = list(slots)
         self.states = [SlotState.LIVE] + [SlotState.IDLE] * (len(slots) - 1)
         self.live: int | None = 0
-        """None while the only slot is lent."""
+        """The slot that the engine computes with; None while the only slot is lent."""
         self.version = 0
         self._ready: Ready | None = None
         self._wanted = False
         self._version_of: dict[int, int] = {0: 0}
-        """Slot → version, of live and kept slots."""
+        """Maps live and kept slots to their versions."""
         self._pins: dict[int, int] = {}
-        """Version → requests pinned to it."""
+        """Maps a version to the number of requests that are pinned to it."""
 
     @property
     def versions(self) -> list[int]:
@@ -72,7 +72,7 @@ class SlotTable:
         return sorted(self._version_of.values())
 
     def slot_of(self, version: int) -> int:
-        """The slot of a version among `versions`."""
+        """Return the slot of a version among `versions`."""
         return next(slot for slot, held in self._version_of.items() if held == version)
 
     def pin(self, version: int, requests: int = 1) -> None:
@@ -94,7 +94,7 @@ class SlotTable:
         return self._ready.version if self._ready else self.version
 
     def attach(self, *, in_use: int | None = None) -> list[int]:
-        """A publisher arrives, and any earlier one is gone: the slots that are its own from now on."""
+        """Return the slots that belong to a publisher that arrives; any earlier one is gone."""
         self._wanted = False
         return [slot for slot, state in enumerate(self.states) if state is SlotState.LENT] + self.lend(in_use=in_use)
 
@@ -112,7 +112,7 @@ class SlotTable:
             self.live = 0
 
     def check_lent(self, slot: int, fingerprint: str) -> None:
-        """Raises ProtocolError if the slot is not the publisher's, or the layout is another."""
+        """Raise ProtocolError if the slot is not the publisher's, or the layout is another."""
         if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
             raise ProtocolError(f"slot {slot} is not lent to a publisher")
         if fingerprint != self.layout.fingerprint:
@@ -121,7 +121,7 @@ class SlotTable:
             )
 
     def check(self, message: SlotReady) -> None:
-        """Raises ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
+        """Raise ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
         newer or beyond all measure."""
         self.check_lent(message.slot, message.fingerprint)
         if message.version <= self.newest_version:
@@ -141,7 +141,7 @@ class SlotTable:
         self._ready = Ready(message.slot, message.version, message.published_ns)
 
     def take(self) -> Ready | None:
-        """At a forward boundary: make the newest whole version live. The slot it replaces becomes IDLE."""
+        """Make the newest whole version live, at a forward boundary. The slot that it replaces becomes IDLE."""
         ready, self._ready = self._ready, None
         if ready is not None:
             if self.live is not None:
@@ -157,14 +157,15 @@ class SlotTable:
         return ready
 
     def lend(self, *, in_use: int | None = None) -> list[int]:
-        """Idle slots, lent to the publisher from now on, but for the one that a forward pass may still read."""
+        """Return idle slots, but not the one that a forward pass may still read; from now on they are lent to the
+        publisher."""
         idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE and slot != in_use]
         for slot in idle:
             self.states[slot] = SlotState.LENT
         return idle
 
     def _retire(self, slot: int) -> None:
-        """A slot that was live or kept: kept while requests are pinned to its version, idle else."""
+        """A slot that was live or kept is kept while requests are pinned to its version, and idle else."""
         if self._version_of[slot] in self._pins:
             self.states[slot] = SlotState.KEPT
         else:

@@ -1,8 +1,8 @@
 """What a publisher reads: a model in this process, or the part of this rank of one that is spread over several."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,39 +16,40 @@ from inflight.weights.tensors import fill, layout_of, published_tensors
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a publisher offers an engine: tensors of this layout, in the publisher's own dtypes."""
+    """What a publisher offers to an engine: tensors of this layout, in the publisher's own dtypes."""
 
     layout: WeightLayout
     adapters: bool = False
-    """Whether they are adapters, and not weights."""
+    """True if they are adapters, and not weights."""
     aliases: bool = False
-    """Whether they may come under other names than the engine's."""
+    """True if they may come under other names than the engine's."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """Tensors that are published under names that the engine knows."""
 
     device: torch.device
 
+    @abstractmethod
     def offer(self, welcome: Welcome) -> Offer:
-        """What fits this engine. Raises LayoutMismatchError if nothing does."""
-        ...
+        """Return what fits this engine. Raises LayoutMismatchError if nothing does."""
 
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
-        """The layout of the slots and the version that the engine has, or what kept the publisher from them."""
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:  # noqa: B027
+        """Tell other ranks the layout of the slots and the engine's version, or what kept the publisher from them."""
 
+    @abstractmethod
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         """Copy the tensors as they are now, cast to the dtypes of these views."""
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a step of this optimizer changes some of the tensors."""
-        ...
+        """Return whether a step of this optimizer changes tensors that may still be read."""
+        return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Nothing will be copied any more."""
 
 
-class ModelSource:
+class ModelSource(Source):
     """A model of this process."""
 
     def __init__(self, model: nn.Module):
@@ -58,9 +59,6 @@ class ModelSource:
     def offer(self, welcome: Welcome) -> Offer:
         return Offer(layout_of(self._model))
 
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
-        """Nobody else is to know."""
-
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         fill(views, published_tensors(self._model))
 
@@ -68,11 +66,8 @@ class ModelSource:
         ours = {id(parameter) for parameter in self._model.parameters()}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
-    def close(self) -> None:
-        """Nothing is held."""
 
-
-class ShardedSource:
+class ShardedSource(Source):
     """Rank 0 of a model that is spread over ranks; a ShardSender is on each of the others."""
 
     def __init__(self, model: nn.Module):

@@ -11,7 +11,7 @@ from inflight.core.layout import DTYPE_BYTES, WeightLayout
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` → "bfloat16". Raises LayoutMismatchError for a dtype that no slot can hold."""
+    """Return "bfloat16" for `torch.bfloat16`. Raises LayoutMismatchError for a dtype that no slot can hold."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise LayoutMismatchError(f"dtype {dtype} cannot be published; supported: {', '.join(DTYPE_BYTES)}")
@@ -19,7 +19,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel, DeepSpeedEngine and torch.compile wrappers."""
+    """Return the model inside DistributedDataParallel, DataParallel, DeepSpeedEngine and torch.compile wrappers."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and _is_wrapper(model):
@@ -36,7 +36,7 @@ def _is_wrapper(model: nn.Module) -> bool:
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers under the model's own names, in the model's order, tied tensors once."""
+    """Return parameters and persistent buffers under the model's own names, in the model's order, tied tensors once."""
     model = unwrap(model)
     persistent = model.state_dict(keep_vars=True)
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
@@ -45,7 +45,7 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
-    """The layout of a slot that holds this model in its own dtypes. What ZeRO-3 spreads is empty: `ds_shape` tells."""
+    """Return the layout of a slot for this model in its own dtypes. What ZeRO-3 spreads is empty: `ds_shape` tells."""
     tensors = published_tensors(model)
     return WeightLayout.build(
         (name, tuple(getattr(t, "ds_shape", t.shape)), dtype_name(t.dtype)) for name, t in tensors.items()

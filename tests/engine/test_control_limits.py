@@ -41,6 +41,9 @@ from inflight.stream.writer import StreamWriter
 from inflight.weights.link import EngineLink
 from inflight.weights.slot_table import MAX_VERSIONS_AT_ONCE
 from inflight.weights.sources import ModelSource
+from inflight.weights.transports.accepted import AcceptedTransports
+
+SLOTS = inflight.Slots.name()
 
 
 def tiny() -> torch.nn.Module:
@@ -190,7 +193,8 @@ def test_too_many_samples_in_one_call_are_refused(engine):
 def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):
     """Of many messages that wait between two passes."""
     control = ControlSocket(f"ipc://{tmp_path}/control")
-    serving = EngineProcess(make_engine(), control, StreamWriter(f"ipc://{tmp_path}/stream"), tmp_path)
+    stream = StreamWriter(f"ipc://{tmp_path}/stream")
+    serving = EngineProcess(make_engine(), control, stream, tmp_path, AcceptedTransports())
     with zmq.Context.instance().socket(zmq.DEALER) as client:
         client.connect(f"ipc://{tmp_path}/control")
 
@@ -221,7 +225,7 @@ def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once
 
 @pytest.mark.parametrize("version", [2**63 - 1, 2**63, 2**64 - 1])
 def test_a_version_beyond_all_measure_is_refused_so_that_others_can_follow(engine, version):
-    link = EngineLink(engine.address, ModelSource(tiny()), map_slots=False, timeout_s=10)
+    link = EngineLink(engine.address, ModelSource(tiny()), transport=inflight.Files.name(), timeout_s=10)
     slot = link.acquire(10)
     ready = SlotReady(slot=slot, version=version, fingerprint=link.layout.fingerprint, published_ns=0)
     link.send(ready)
@@ -263,7 +267,7 @@ def test_frames_whose_prompts_hold_no_token_ids_are_refused(token):
 def test_who_attaches_without_the_lock_does_not_take_the_publishers_place(engine, socket):
     with engine.publisher(tiny()) as publisher:
         for token in ("", "0" * 32):
-            answer = ask(socket, Attach(ticket=5, layout=engine.info.layout, lock_token=token))
+            answer = ask(socket, Attach(ticket=5, layout=engine.info.layout, transport=SLOTS, lock_token=token))
             assert isinstance(answer, Failed)
             assert answer.kind == "PublisherConflictError"
         for _ in range(3):
@@ -272,7 +276,7 @@ def test_who_attaches_without_the_lock_does_not_take_the_publishers_place(engine
 
 def test_a_publisher_on_another_machine_keeps_its_place_while_it_is_there(engine, socket):
     """It has no lock to take."""
-    attach = Attach(ticket=5, layout=engine.info.layout, map_slots=False)
+    attach = Attach(ticket=5, layout=engine.info.layout, transport=inflight.Files.name())
     assert isinstance(ask(socket, attach), Attached)
     with pytest.raises(PublisherConflictError):
         engine.publisher(tiny())
@@ -299,7 +303,7 @@ def test_the_place_is_free_when_its_holder_is_gone(tmp_path):
 def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):
     first = engine.publisher(tiny())
     engine.wait_for_version(first.publish())
-    first._target._link.unlock()  # as if somebody had removed the lock
+    first._target._engine.unlock()  # as if somebody had removed the lock
     with engine.publisher(tiny()) as second:
         with pytest.raises(PublisherConflictError, match="took this one's place"):
             repeat(first.check)

@@ -19,6 +19,7 @@ from inflight.engine.engine import Engine
 from inflight.engine.process import EngineProcess
 from inflight.engine.verbs import Verbs, verb
 from inflight.stream.writer import StreamWriter
+from inflight.weights.transports.accepted import AcceptedTransports
 
 
 class Note(msgspec.Struct):
@@ -59,7 +60,7 @@ def client(engine, tmp_path) -> Iterator[EngineClient]:
     engine.notes = []
     endpoint = f"ipc://{tmp_path}/control"
     control, stream = ControlSocket(endpoint), StreamWriter(f"ipc://{tmp_path}/stream")
-    process = EngineProcess(engine, control, stream, tmp_path)
+    process = EngineProcess(engine, control, stream, tmp_path, AcceptedTransports())
     serving = threading.Thread(target=process.run)
     serving.start()
     client = EngineClient(endpoint, answer_timeout_s=20)

@@ -24,10 +24,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from inflight.weights.groups import Group
 from inflight.weights.publisher import Publisher
-from inflight.weights.stage import Stage
-from inflight.weights.transports import Broadcast, Files, Slots
+from inflight.weights.staging import StagingBuffer
+from inflight.weights.transports.broadcast import Broadcast, Group
+from inflight.weights.transports.files import Files
+from inflight.weights.transports.slots import Slots
 
 TORN = 0
 HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE = 64, 2, 8192, 1024
@@ -115,8 +116,8 @@ def _publish_randomly(endpoints: str, count: int, seed: int, device: str, transp
             teach(model, version, before=version - 1)
             assert publisher.publish() == version
             time.sleep(rng.random() ** 4 * 0.01)
-            if isinstance(publisher._target, Stage) and version % 2:  # the others may be overtaken
-                while publisher._target._sent is None or publisher._target._sent[1].record.version < version:
+            if isinstance(publisher._target, StagingBuffer) and version % 2:  # the others may be overtaken
+                while publisher._target._sent is None or publisher._target._sent[1].version < version:
                     publisher.check()
                     time.sleep(0.001)
 
@@ -127,7 +128,7 @@ def _die_during_a_publish(publisher: Publisher, rng: random.Random) -> None:
     time.sleep(rng.random() * 0.05)
     while not publisher._copying:
         time.sleep(0)
-    time.sleep(rng.random() * (0.02 if isinstance(publisher._target, Stage) else 0.001))
+    time.sleep(rng.random() * (0.02 if isinstance(publisher._target, StagingBuffer) else 0.001))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -166,8 +167,8 @@ def _publish_until_killed(endpoints: str, pipe: int, rng: random.Random, device:
     model = make_truth_teller().to(device)
     publisher = _publisher(endpoints, model, transport)
     target, torn = publisher._target, False
-    if not isinstance(target, Stage):
-        torn = any(not proclaimed_by(target.views[slot]) for slot in target._link.free)
+    if not isinstance(target, StagingBuffer):
+        torn = any(not proclaimed_by(target.views[slot]) for slot in target._engine.free)
     os.write(pipe, b"T" if torn else b"W")
     if transport.startswith("broadcast"):
         _die_during_a_broadcast(rng)

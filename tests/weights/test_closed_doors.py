@@ -5,19 +5,21 @@ import socket
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import BroadcastError, WeightFileError
-from inflight.core.messages import FileOrigin, Fill, Join
+from inflight.core.messages import Fill
 from inflight.weights.checksum import checksum
-from inflight.weights.files import read_version, write_version
-from inflight.weights.groups import Group, make_store
 from inflight.weights.link import EngineLink
 from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.weights.transports.broadcast import Group, Join, make_store
+from inflight.weights.transports.files import FileOrigin
+from inflight.weights.version_file import read_version, write_version
 
 
 def listening_addresses(pid: int | str) -> set[str]:
@@ -100,11 +102,12 @@ def test_an_engine_that_takes_a_broadcast_listens_on_no_other_address(engine):
 def test_an_engine_that_is_told_to_read_a_pipe_generates_on(engine, tmp_path):
     pipe, device = tmp_path / "pipe", Path("/dev/zero")
     os.mkfifo(pipe)
-    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), map_slots=False, timeout_s=10)
+    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), transport=inflight.Files.name(), timeout_s=10)
     slot = link.acquire(10)
     for path in (pipe, device):
+        origin = msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
         numbers = {"ticket": link.ticket(), "slot": slot, "version": link.version + 1, "checksum": 0}
-        link.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=FileOrigin(str(path)), base=None))
+        link.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=origin, base=None))
         with pytest.raises(WeightFileError, match="cannot be read: it is no regular file"):
             link.wait_for(numbers["ticket"], 10)
         engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=20, ignore_eos=True))
@@ -120,11 +123,11 @@ def layout_and_slot():
 
 
 def test_a_file_is_read_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr("inflight.weights.files._CHUNK_BYTES", 1000)  # tensors in many parts
+    monkeypatch.setattr("inflight.weights.version_file._CHUNK_BYTES", 1000)  # tensors in many parts
     layout, slot = layout_and_slot()
     path = write_version(tmp_path, layout, 7, slot)
     read = torch.zeros_like(slot)
-    assert read_version(str(path), layout, 7, read) is None
+    read_version(str(path), layout, 7, read)
     assert torch.equal(read, slot)
     assert checksum(read) == checksum(slot)
 

@@ -26,16 +26,18 @@ from inflight.core.errors import (
     PublisherConflictError,
     WeightFileError,
 )
-from inflight.core.messages import FileOrigin, Fill
+from inflight.core.messages import Fill
 from inflight.engine.shapes import shape_config
-from inflight.weights import delta, publisher, stage
+from inflight.weights import delta, staging
 from inflight.weights.checksum import checksum
-from inflight.weights.files import write_version
-from inflight.weights.groups import Group
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
-from inflight.weights.transports import map_slot
+from inflight.weights.transports import slots
+from inflight.weights.transports.broadcast import Group
+from inflight.weights.transports.files import FileOrigin
+from inflight.weights.transports.slots import map_slots
+from inflight.weights.version_file import write_version
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def test_an_engine_that_fails_in_the_middle_of_a_broadcast(model_dir, monkeypatc
                 assert publisher.publish() == version
                 publisher.wait_copied()
             if how == signal.SIGSTOP:  # it holds version 2 up for as long as the timeout
-                assert publisher._target._sent[1].record.version == 1, "the trainer waited for an engine"
+                assert publisher._target._sent[1].version == 1, "the trainer waited for an engine"
             for engine in (first, last):
                 engine.wait_for_version(5, timeout_s=30)
             publisher.publish()
@@ -204,7 +206,7 @@ def test_two_publishers_at_once(engine, transport):
 
 
 @pytest.mark.parametrize(
-    ("transport", "where"), [(inflight.Slots(checksum=True), publisher), (inflight.Broadcast(), stage)]
+    ("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), staging)]
 )
 def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeypatch, transport, where):
     """And the old version serves on, until the next one comes."""
@@ -229,7 +231,7 @@ def test_a_slot_that_one_of_several_engines_refuses_is_told_of(engine, model_dir
         transport = inflight.Slots(checksum=True)
         with inflight.Publisher([engine, other], make_model("qwen3"), transport=transport) as ours:
             with monkeypatch.context() as patch:
-                patch.setattr(stage, "checksum", lambda buffer: 7)
+                patch.setattr(staging, "checksum", lambda buffer: 7)
                 ours.publish()
                 while engine.status().bad_messages == refused:
                     time.sleep(0.01)
@@ -242,7 +244,7 @@ def test_a_slot_that_one_of_several_engines_refuses_is_told_of(engine, model_dir
 
 @pytest.fixture
 def link(engine) -> Iterator[EngineLink]:
-    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), map_slots=False, timeout_s=10)
+    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), transport=inflight.Files.name(), timeout_s=10)
     yield link
     link.detach()
 
@@ -333,7 +335,7 @@ def refuse_file(engine, link, directory, kind, message, *, change=None, damage=N
 
 
 def fill_slot(link, slot, version, path, *, base=None, checksum=0):
-    ticket, origin = link.ticket(), FileOrigin(str(path))
+    ticket, origin = link.ticket(), msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
     fingerprint = link.layout.fingerprint
     message = Fill(slot=slot, version=version, fingerprint=fingerprint, origin=origin, base=base, checksum=checksum)
     link.send(msgspec.structs.replace(message, ticket=ticket))
@@ -371,7 +373,7 @@ def test_a_full_disk(engine, tmp_path):
 
 def test_a_disk_that_is_too_small_is_told_with_sizes(tmp_path, monkeypatch):
     layout = layout_of(make_model("qwen3"))
-    monkeypatch.setattr("inflight.weights.files.bytes_left", lambda directory: 1 << 10)
+    monkeypatch.setattr("inflight.weights.version_file.bytes_left", lambda directory: 1 << 10)
     with pytest.raises(WeightFileError, match=r"it needs 0.\d MiB and 0.0 MiB are left"):
         write_version(tmp_path, layout, 1, torch.zeros(layout.total_bytes, dtype=torch.uint8))
 
@@ -436,14 +438,16 @@ def test_a_small_step_sends_a_twentieth(tmp_path):
 
 def test_a_checked_version_that_is_not_newer_is_refused(engine):
     """And the engine lives on."""
-    link = EngineLink(engine.address, ModelSource(make_model("qwen3", seed=4)), map_slots=True, timeout_s=10)
-    slots = [map_slot(descriptor) for descriptor in link.attached.slots]
+    link = EngineLink(
+        engine.address, ModelSource(make_model("qwen3", seed=4)), transport=inflight.Slots.name(), timeout_s=10
+    )
+    mapped = map_slots(link)
     free = link.acquire(10)
-    slots[free].buffer.copy_(slot_of(make_model("qwen3", seed=4), link.layout))
+    mapped[free].copy_(slot_of(make_model("qwen3", seed=4), link.layout))
     version = link.version
-    link.announce(free, Published(version, 0), checksum(slots[free].buffer))  # not newer than what serves
+    link.announce(free, Published(version, 0), checksum(mapped[free]))  # not newer than what serves
     with pytest.raises(ProtocolError, match="is not newer than version"):
-        link.wait_for(99, 10)
-    link.announce(free, Published(version + 1, 0), checksum(slots[free].buffer))
+        link.acquire(10)
+    link.announce(free, Published(version + 1, 0), checksum(mapped[free]))
     engine.wait_for_version(version + 1)
     link.detach()

@@ -1,4 +1,4 @@
-"""Versions as safetensors files in a directory that trainer and engines see.
+"""The form of a version in a safetensors file.
 
 A whole version holds the tensors under the model's own names, so that anything that reads safetensors can load it; a
 delta holds one tensor of bytes. A file appears under its name complete or not at all, and says in its metadata which
@@ -58,51 +58,54 @@ def write_version(
     return path
 
 
-def read_version(
-    path: str, layout: WeightLayout, version: int, slot: torch.Tensor, *, base: int | None = None
-) -> torch.Tensor | None:
-    """Fill a slot from a file, or return the delta that it holds, u8[m], if there is to be a base. Raises
-    WeightFileError, before anything is written, if it is not this version of this layout.
+def read_version(path: str, layout: WeightLayout, version: int, slot: torch.Tensor) -> None:
+    """Fill a slot from a file. Raises WeightFileError, before anything is written, if it is not this version of this
+    layout.
 
     A file system that does not answer keeps the calling thread, and no other: nothing here waits with Python's lock
     held, which safetensors does while it opens a file.
     """
+    with _opened(path, layout, version) as (file, tensors):
+        found = WeightLayout.build((spec.name, spec.shape, spec.dtype) for spec in tensors.values())
+        difference = layout.difference(found, ours="the engine", theirs="the file", dtypes=True)
+        if difference is not None:
+            raise WeightFileError(f"{path} does not hold the engine's tensors: {difference}")
+        for spec in layout.tensors:
+            _read(file, tensors[spec.name].offset, slot[spec.offset : spec.offset + spec.nbytes])
+
+
+def read_changes(path: str, layout: WeightLayout, version: int, base: int) -> torch.Tensor:
+    """Return the changes since version `base`, u8[m], that a file holds. Raises WeightFileError as above."""
+    with _opened(path, layout, version, base) as (file, tensors):
+        return _read_delta(path, file, tensors, layout.total_bytes)
+
+
+@contextmanager
+def _opened(
+    path: str, layout: WeightLayout, version: int, base: int | None = None
+) -> Iterator[tuple[int, dict[str, TensorSpec]]]:
+    """Open the file of a version, and never a pipe or a device, which may not have an end."""
     try:
-        with _regular_file(path) as file:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise WeightFileError(f"{path} cannot be read: it is no regular file")
             tensors, metadata = _read_header(path, file)
             wanted = {"version": str(version), "base": str(base), "fingerprint": layout.fingerprint}
             for key, value in wanted.items():
                 if metadata.get(key) != value:
                     raise WeightFileError(f"{path} has {key} {metadata.get(key, 'none')[:200]}, expected {value}")
-            if base is not None:
-                return _read_delta(path, file, tensors, layout.total_bytes)
-            found = WeightLayout.build((spec.name, spec.shape, spec.dtype) for spec in tensors.values())
-            difference = layout.difference(found, ours="the engine", theirs="the file", dtypes=True)
-            if difference is not None:
-                raise WeightFileError(f"{path} does not hold the engine's tensors: {difference}")
-            for spec in layout.tensors:
-                _read(file, tensors[spec.name].offset, slot[spec.offset : spec.offset + spec.nbytes])
-            return None
+            yield file, tensors
+        finally:
+            os.close(file)
     except OSError as error:
         if isinstance(error, WeightFileError):
             raise
         raise WeightFileError(f"{path} cannot be read: {error}") from error
 
 
-@contextmanager
-def _regular_file(path: str) -> Iterator[int]:
-    """An open file, and never a pipe or a device, which may not have an end."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise WeightFileError(f"{path} cannot be read: it is no regular file")
-        yield file
-    finally:
-        os.close(file)
-
-
 class _Entry(msgspec.Struct, frozen=True):
-    """A tensor, as the header of a safetensors file describes it."""
+    """The description of a tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -110,8 +113,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Tensors by name, their offsets counted from the file's begin, and metadata. Raises WeightFileError unless the
-    tensors fill the rest of the file, one after another, each with the size that its shape says."""
+    """Return tensors by name, their offsets counted from the file's begin, and metadata. Raises WeightFileError unless
+    the tensors fill the rest of the file, one after another, each with the size that its shape says."""
     size = os.fstat(file).st_size
     header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
     begin = 8 + header_bytes

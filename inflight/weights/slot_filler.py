@@ -1,24 +1,24 @@
-"""Fills slots inside the engine's process: a thread that takes versions from a broadcast or a file while decoding goes
-on, and compares checksums. The engine's loop gives it jobs and collects results; it never waits for it.
+"""Fills slots inside the engine's process: a thread in which a transport's receiver takes versions while decoding goes
+on, and checksums are compared. The engine's loop gives it jobs and collects results; it never waits for it.
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
-import torch
+import msgspec
 
-from inflight.core.errors import BroadcastError, ChecksumError, InflightError, ProtocolError
-from inflight.core.messages import BroadcastOrigin, Fill, Join, SlotReady
+from inflight.core.errors import ChecksumError, InflightError, ProtocolError
+from inflight.core.messages import Fill, Prepare, SlotReady, read
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
-from inflight.weights.files import read_version
-from inflight.weights.groups import Group
+from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.slot_table import SlotTable
-from inflight.weights.streams import use_own_stream
+from inflight.weights.transports.base import Receiver, Transport
 
-Job = Join | Fill | SlotReady
+Job = Prepare | Fill | SlotReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +31,24 @@ class Result:
     error: InflightError | None
 
 
-class Loader:
-    """The jobs of one publisher, one after another. `done` is called from the thread with what became of each."""
+class SlotFiller:
+    """Does the jobs of one publisher, one after another, in a thread that calls `done` with what became of each."""
 
-    def __init__(self, slot_table: SlotTable, done: Callable[[Result], None]):
-        """`slot_table` is only looked at for its slots."""
-        self._receiver, self._done = slot_table, done
-        self._layout, self._slots = slot_table.layout, slot_table.slots
+    def __init__(self, slot_table: SlotTable, transport: type[Transport], done: Callable[[Result], None]):
+        """slot_table: only its slots are used."""
+        self._slot_table, self._transport, self._done = slot_table, transport, done
+        self._slots = slot_table.slots
         self._retired = False
         self._jobs: SimpleQueue[tuple[bytes, Job] | None] = SimpleQueue()
         self._device = self._slots[0].buffer.device
-        self._group: Group | None = None
+        self._receiver: Receiver | None = None
         self._holds: dict[int, int] = {}
-        """Slot → the version that it was filled with here, as a base for deltas."""
+        """Maps a slot to the version that it was filled with here, which can be the base of a delta."""
         self._thread: threading.Thread | None = None
 
     def submit(self, sender: bytes, job: Job) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="inflight-loader", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="inflight-slot-filler", daemon=True)
             self._thread.start()
         self._jobs.put((sender, job))
 
@@ -70,37 +70,40 @@ class Loader:
                 error = caught
             except Exception as caught:  # reported to the publisher
                 error = InflightError(f"{type(job).__name__} failed: {caught!r}")
-            self._done(Result(self._receiver, sender, job, error))
-        if self._group is not None:
-            self._group.close()
+            self._done(Result(self._slot_table, sender, job, error))
+        if self._receiver is not None:
+            self._receiver.close()
 
     def _do(self, job: Job) -> None:
         if self._retired:
             raise ProtocolError("its publisher is gone")
         match job:
-            case Join():
-                self._join(job)
+            case Prepare():
+                receiver = self._get_receiver()
+                receiver.prepare(_decode(job.setup, receiver.setup))
             case Fill():
                 self._fill(job)
             case SlotReady():
                 self._compare(job.slot, job.version, job.checksum)
 
-    def _join(self, job: Join) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        self._group = Group(job, self._device)
+    def _get_receiver(self) -> Receiver:
+        if self._receiver is None:
+            self._receiver = self._transport.receiver(self._slot_table.layout, self._device)
+        if self._receiver is None:
+            raise ProtocolError(f"{self._transport.__name__} fills slots itself, and has the engine fill none")
+        return self._receiver
 
     def _fill(self, job: Fill) -> None:
-        slot = self._slots[job.slot].buffer
+        slot, receiver = self._slots[job.slot].buffer, self._get_receiver()
+        origin = _decode(job.origin, receiver.origin)
         if job.base is None:
             self._holds.pop(job.slot, None)
-            self._take(job, slot)
+            receiver.receive(origin, job.version, slot)
         else:
             base = next((held for held, version in self._holds.items() if version == job.base), None)
             if base is None:
                 raise ProtocolError(f"no slot holds version {job.base}, the base of the difference")
-            changes = self._take(job, slot)
+            changes = receiver.receive_changes(origin, job.version, job.base)
             self._holds.pop(job.slot, None)
             if base != job.slot:
                 slot.copy_(self._slots[base].buffer)
@@ -108,26 +111,16 @@ class Loader:
         self._compare(job.slot, job.version, job.checksum)
         self._holds[job.slot] = job.version
 
-    def _take(self, job: Fill, slot: torch.Tensor) -> torch.Tensor:
-        """What the origin brings: into the slot if it is whole, else as a delta of its own."""
-        if isinstance(job.origin, BroadcastOrigin):
-            group = self._group
-            if group is None or group.name != job.origin.group:
-                raise BroadcastError(f"the engine is not in group {job.origin.group}")
-            taken = slot if job.base is None else torch.empty(job.origin.nbytes, dtype=torch.uint8, device=slot.device)
-            try:
-                group.broadcast(taken, job.origin.bucket_bytes)
-            except BroadcastError:
-                self._group = None
-                group.close()
-                raise
-            return taken
-        changes = read_version(job.origin.path, self._layout, job.version, slot, base=job.base)
-        return slot if changes is None else changes.to(slot.device)
-
     def _compare(self, slot: int, version: int, expected: int | None) -> None:
         found = checksum(self._slots[slot].buffer)
         if found != expected:
             raise ChecksumError(
                 f"slot {slot} does not hold version {version}: its checksum is {found:016x}, expected {expected:016x}"
             )
+
+
+def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct] | None) -> Any:
+    """Read what the sender of a transport says. Raises ProtocolError."""
+    if expected is None:
+        raise ProtocolError("the transport does not prepare")
+    return read(msgspec.msgpack.Decoder(expected), raw)

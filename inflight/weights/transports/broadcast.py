@@ -1,0 +1,244 @@
+"""The transport of process groups: one collective broadcast to all engines, gloo or NCCL.
+
+Groups are made without the default group of torch.distributed, which the trainer may have for itself, and made anew
+whenever an engine comes or goes: a group is short-lived and its name is never used twice.
+"""
+
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from inflight.core.errors import BroadcastError, ProtocolError
+from inflight.core.layout import WeightLayout
+from inflight.core.waiting import telling
+from inflight.weights.cuda_ipc import uuid_of
+from inflight.weights.link import EngineLink
+from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast(Transport):
+    """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
+
+    host: str = "127.0.0.1"
+    """Address of the trainer, as engines see it. The trainer listens on it alone, and gloo's ranks on the addresses by
+    which they reach it; NCCL's on the interfaces that NCCL_SOCKET_IFNAME names."""
+    bucket_bytes: int = 64 << 20
+    delta: bool = False
+    """Send what changed since the last version to those that have it."""
+    timeout_s: float = 60.0
+    """Bound of each step of a broadcast; an engine that takes longer is let go."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+
+    def sender(self) -> "BroadcastSender":
+        return BroadcastSender(self)
+
+    @classmethod
+    def receiver(cls, layout: WeightLayout, device: torch.device) -> "BroadcastReceiver":
+        return BroadcastReceiver(layout, device)
+
+
+class Join(msgspec.Struct, frozen=True):
+    """Become a rank of a new process group, in place of any earlier one."""
+
+    group: str
+    backend: str
+    host: str
+    """Host of the store where ranks find each other."""
+    port: int
+    rank: int
+    size: int
+    timeout_s: float
+
+
+class BroadcastOrigin(msgspec.Struct, frozen=True):
+    """Rank 0 of a group broadcasts `nbytes` bytes, in buckets."""
+
+    group: str
+    nbytes: int
+    bucket_bytes: int
+
+
+class BroadcastSender(Sender):
+    """Rank 0 of a process group; the engines that lack a version are the others."""
+
+    def __init__(self, settings: Broadcast):
+        super().__init__(timeout_s=settings.timeout_s, delta=settings.delta)
+        self._settings = settings
+        self._store = make_store(settings.host, settings.timeout_s)
+        self._group: Group | None = None
+        self._members: list[EngineLink] = []
+
+    def close(self) -> None:
+        self._drop_group()
+        super().close()
+
+    def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
+        group = self._group_of(list(slots), staged.data.device)
+        if group is None:
+            return
+        changes = self.changes(list(slots), staged, base)
+        payload, since = (staged.data, None) if changes is None else (changes, base)
+        for engine in slots:
+            self.fill(engine, staged, BroadcastOrigin(group.name, len(payload), self._settings.bucket_bytes), since)
+        self.sent_bytes += len(payload)
+        try:
+            with telling(f"engines take a broadcast, each bucket within {self.timeout_s:g} s"):
+                group.broadcast(payload, self._settings.bucket_bytes)
+        except BroadcastError:  # whose fault it was, the engines' answers tell
+            self._drop_group()
+
+    def _group_of(self, engines: list[EngineLink], device: torch.device) -> "Group | None":
+        """Return the group of these engines, made anew if it is not the last one; None if it could not be made."""
+        if self._group is not None and engines == self._members:
+            return self._group
+        self._drop_group()
+        gpus = [uuid_of(device), *(engine.welcome.device_uuid for engine in engines)]
+        with_nccl = all(gpus) and len(set(gpus)) == len(gpus)  # NCCL wants a GPU for each rank
+        joins = [
+            Join(
+                group=uuid.uuid4().hex,
+                backend="nccl" if with_nccl else "gloo",
+                host=self._settings.host,
+                port=self._store.port,
+                rank=0,
+                size=len(gpus),
+                timeout_s=self.timeout_s,
+            )
+        ]
+        joins += [msgspec.structs.replace(joins[0], rank=rank) for rank in range(1, len(gpus))]
+
+        def join() -> None:
+            with telling(f"engines come together for a broadcast, within {self.timeout_s:g} s"):
+                self._group, self._members = Group(joins[0], device, self._store), engines
+
+        if not self.prepare(dict(zip(engines, joins[1:], strict=True)), join):
+            self._drop_group()
+        return self._group
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group, self._members = None, []
+
+
+class BroadcastReceiver(Receiver):
+    """A rank of the process group that it was told to join last."""
+
+    origin, setup = BroadcastOrigin, Join
+
+    def __init__(self, layout: WeightLayout, device: torch.device):
+        super().__init__(layout, device)
+        self._group: Group | None = None
+
+    def prepare(self, setup: Join) -> None:
+        self.close()
+        self._group = Group(setup, self.device)
+
+    def receive(self, origin: BroadcastOrigin, version: int, slot: torch.Tensor) -> None:
+        group = self._group
+        if group is None or group.name != origin.group:
+            raise BroadcastError(f"the engine is not in group {origin.group}")
+        try:
+            group.broadcast(slot, origin.bucket_bytes)
+        except BroadcastError:
+            self.close()
+            raise
+
+    def receive_changes(self, origin: BroadcastOrigin, version: int, base: int) -> torch.Tensor:
+        if not 0 <= origin.nbytes <= self.layout.total_bytes:
+            raise ProtocolError(f"changes have at most {self.layout.total_bytes} bytes, got {origin.nbytes}")
+        changes = torch.empty(origin.nbytes, dtype=torch.uint8, device=self.device)
+        self.receive(origin, version, changes)
+        return changes
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def make_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Make the trainer's store, which listens on this address alone, on a port that the system picks. Raises
+    BroadcastError if the address is not one of this machine."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind(address)
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            file = listener.detach()  # the store closes it
+    except OSError as error:
+        raise BroadcastError(
+            f"cannot listen on {host!r} ({error}); the host of inflight.Broadcast is an address of the trainer's "
+            "machine by which the engines reach it"
+        ) from error
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file)
+
+
+class Group:
+    """One rank of a process group; rank 0 broadcasts. Making one waits for the other ranks.
+
+    Raises BroadcastError if they do not all come in time, or if one of them is lost in the middle of a broadcast.
+    """
+
+    def __init__(self, join: Join, device: torch.device, store: dist.TCPStore | None = None):
+        self.name = join.group
+        timeout = timedelta(seconds=join.timeout_s)
+        try:
+            self._store = store or dist.TCPStore(join.host, join.port, is_master=False, timeout=timeout)
+            self._ranks = _make(join, dist.PrefixStore(join.group, self._store), timeout, device)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise BroadcastError(f"rank {join.rank} of {join.size} found no group: {_first_line(error)}") from error
+
+    def broadcast(self, buffer: torch.Tensor, bucket_bytes: int) -> None:
+        """Copy u8[n] of rank 0 to every rank."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            for bucket in buffer.split(bucket_bytes):
+                self._ranks.broadcast([bucket], options).wait()
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()
+        except RuntimeError as error:
+            raise BroadcastError(f"the broadcast broke off: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Whoever still waits for this rank learns that it is gone."""
+        self._ranks.abort()
+
+
+def _make(join: Join, store: dist.Store, timeout: timedelta, device: torch.device) -> Any:
+    if join.backend == "gloo":
+        gloo: Any = dist.ProcessGroupGloo
+        choices = gloo._Options()
+        choices._timeout = timeout
+        choices._devices = [gloo.create_device(hostname=_own_address(join.host, join.port))]
+        return gloo(store, join.rank, join.size, choices)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with torch.cuda.device(device):
+        return dist.ProcessGroupNCCL(store, join.rank, join.size, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address of this machine by which it reaches a host, on which alone a rank listens for the others."""
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # nothing is sent
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

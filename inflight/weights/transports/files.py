@@ -1,0 +1,91 @@
+"""The transport of directories: safetensors files that trainer and engines see, and a message that names one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from inflight.core.layout import WeightLayout
+from inflight.weights.link import EngineLink
+from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
+from inflight.weights.version_file import read_changes, read_version, write_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files(Transport):
+    """Safetensors files in a directory that trainer and engines see."""
+
+    directory: str | Path
+    delta: bool = False
+    """Write what changed since the last version, for those that have it."""
+    keep: int = 2
+    """Number of versions, the newest ones, whose files are left there."""
+    timeout_s: float = 600.0
+    """Bound of reading a file; an engine that takes longer is let go."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
+
+    def sender(self) -> "FileSender":
+        return FileSender(self)
+
+    @classmethod
+    def receiver(cls, layout: WeightLayout, device: torch.device) -> "FileReceiver":
+        return FileReceiver(layout, device)
+
+
+class FileOrigin(msgspec.Struct, frozen=True):
+    """A safetensors file that both sides see."""
+
+    path: str
+
+
+class FileSender(Sender):
+    """Writes a file per version, and tells the engines to read it."""
+
+    def __init__(self, settings: Files):
+        super().__init__(timeout_s=settings.timeout_s, delta=settings.delta)
+        self._directory, self._keep = Path(settings.directory), settings.keep
+        self._written: dict[tuple[int, int | None], Path] = {}
+        """Maps a version, and the base of its delta, to the file."""
+
+    def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
+        ahead = [engine for engine in slots if self.holds(engine, base)]
+        changes = self.changes(ahead, staged, base) if ahead else None
+        for engine in slots:
+            payload, since = (changes, base) if changes is not None and engine in ahead else (None, None)
+            self.fill(engine, staged, FileOrigin(str(self._write(engine, staged, payload, since))), since)
+        self._prune(staged.version)
+
+    def _write(
+        self, engine: EngineLink, staged: StagedVersion, changes: torch.Tensor | None, base: StagedVersion | None
+    ) -> Path:
+        """Write the file for an engine, once for all that need the same."""
+        since = base.version if base else None
+        key = staged.version, since
+        if key not in self._written:
+            self._written[key] = write_version(
+                self._directory, engine.layout, staged.version, staged.data, delta=changes, base=since
+            )
+            self.sent_bytes += self._written[key].stat().st_size
+        return self._written[key]
+
+    def _prune(self, newest: int) -> None:
+        versions = sorted({version for version, _ in self._written} | {newest})
+        for key in [key for key in self._written if key[0] not in versions[-self._keep :]]:
+            self._written.pop(key).unlink(missing_ok=True)
+
+
+class FileReceiver(Receiver):
+    """Reads the file that it is told of."""
+
+    origin = FileOrigin
+
+    def receive(self, origin: FileOrigin, version: int, slot: torch.Tensor) -> None:
+        read_version(origin.path, self.layout, version, slot)
+
+    def receive_changes(self, origin: FileOrigin, version: int, base: int) -> torch.Tensor:
+        return read_changes(origin.path, self.layout, version, base).to(self.device)

@@ -1,0 +1,208 @@
+"""What a publisher does with an engine's slots, without an engine: a stand-in for the connection notes what is said."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import make_model
+
+import inflight
+from inflight.core.errors import ChecksumError, EngineBusyError, InflightError, NonFiniteWeightsError
+from inflight.weights import publisher as publisher_module
+from inflight.weights.link import EngineEndpoint, Published
+from inflight.weights.tensors import layout_of, slot_views
+from inflight.weights.transports import slots
+
+
+class StandIn:
+    """An engine that lends `num_slots` slots and keeps those that it is given until `free` is called."""
+
+    def __init__(self, model: torch.nn.Module, num_slots: int = 2):
+        self.layout, self.version = layout_of(model), 0
+        self.buffers = [torch.zeros(self.layout.total_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        self.attached = SimpleNamespace(aliases=[])
+        self.welcome = SimpleNamespace(num_slots=num_slots, layout=self.layout)
+        self.announced: list[Published] = []
+        self.wants: list[str] = []
+        self.ended = False
+        self.refuses: list[Exception] = []
+        self._free = list(range(num_slots))
+        self._condition = threading.Condition()
+
+    def acquire(self, timeout_s: float, setting: str) -> int:
+        self.wants.append(f"{timeout_s:g} s, {setting}")
+        with self._condition:
+            if self.refuses:
+                raise self.refuses.pop()
+            if not self._condition.wait_for(lambda: self._free, min(timeout_s, 10)):
+                raise EngineBusyError("it lends none")
+            return self._free.pop()
+
+    def announce(self, slot: int, record: Published, checksum: int | None = None) -> None:
+        with self._condition:
+            self.announced.append(record)
+            self.version = record.version
+            self._condition.notify_all()
+
+    def give_back(self, slot: int) -> None:
+        with self._condition:
+            self._free.append(slot)
+            self._condition.notify_all()
+
+    def wait_for(self, version: int) -> None:
+        with self._condition:
+            assert self._condition.wait_for(lambda: self.version == version, 10)
+
+    def listen(self) -> None:
+        pass
+
+    check = give_up = unlock = release = listen
+
+    def detach(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def model():
+    return make_model("qwen3")
+
+
+@pytest.fixture
+def engine(model, monkeypatch):
+    return stand_in(monkeypatch, StandIn(model))
+
+
+def stand_in(monkeypatch, engine: StandIn) -> StandIn:
+    monkeypatch.setattr(publisher_module, "EngineLink", lambda *_, **__: engine)
+    monkeypatch.setattr(slots, "map_slots", lambda engine: list(engine.buffers))
+    return engine
+
+
+def check_until_it_raises(publisher: inflight.Publisher) -> None:
+    while True:
+        publisher.check()
+
+
+def test_a_version_is_copied_and_announced_with_its_number(engine, model):
+    published: list[int] = []
+    address = EngineEndpoint("nowhere", on_publish=lambda version, called_ns: published.append(version))
+    with inflight.Publisher(address, model) as publisher:
+        assert publisher.publish() == 1
+        engine.wait_for(1)
+        assert publisher.publish() == 2
+        engine.wait_for(2)
+    assert published == [1, 2]
+    assert engine.ended
+    views = slot_views(engine.buffers[0], engine.layout)
+    assert all(torch.equal(view, dict(model.named_parameters())[name]) for name, view in views.items())
+
+
+def test_when_publishing_outruns_an_engine_the_latest_version_wins(engine, model):
+    with inflight.Publisher("nowhere", model) as publisher:
+        for version in (1, 2):  # take both slots
+            publisher.publish()
+            engine.wait_for(version)
+        for _ in range(3):
+            publisher.publish()
+        engine.give_back(0)
+        engine.wait_for(5)
+    assert [record.version for record in engine.announced] == [1, 2, 5]
+
+
+def test_an_optimizer_steps_only_after_the_copy(engine, model):
+    """And one that holds other parameters does not wait."""
+    with inflight.Publisher("nowhere", model) as publisher:
+        before = model.lm_head.weight.detach().clone()
+        for version in (1, 2):
+            publisher.publish()
+            engine.wait_for(version)
+        publisher.publish()  # has no slot
+        other = torch.nn.Parameter(torch.zeros(1))
+        other.grad = torch.ones(1)
+        torch.optim.SGD([other], lr=1.0).step()
+        threading.Timer(0.05, engine.give_back, [0]).start()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        engine.wait_for(3)
+    assert torch.equal(slot_views(engine.buffers[0], engine.layout)["model.embed_tokens.weight"], before)
+
+
+def test_weights_that_are_not_finite_are_told_once_and_their_slot_serves_the_next(engine, model):
+    with inflight.Publisher("nowhere", model, check_finite=True) as publisher:
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = torch.nan
+        publisher.publish()
+        with pytest.raises(NonFiniteWeightsError, match=r"version 1 was not published: model.embed_tokens.weight of"):
+            check_until_it_raises(publisher)
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] = 0
+        publisher.publish()
+        engine.wait_for(2)
+        publisher.check()
+
+
+def test_a_version_that_the_engine_refused_later_is_told_and_the_next_one_goes_on(engine, model):
+    with inflight.Publisher("nowhere", model, transport=inflight.Slots(checksum=True)) as publisher:
+        engine.refuses.append(ChecksumError("version 0 is not what was published"))
+        publisher.publish()
+        engine.wait_for(1)
+        with pytest.raises(ChecksumError, match="version 0 is not"):
+            publisher.check()
+        publisher.check()
+
+
+@pytest.mark.parametrize("transport", [None, inflight.Slots(timeout_s=7)])
+def test_an_only_engine_has_the_bound_of_the_publisher(engine, model, transport):
+    with inflight.Publisher("nowhere", model, transport=transport, slot_timeout_s=11) as publisher:
+        publisher.publish()
+        engine.wait_for(1)
+    assert engine.wants == ["11 s, slot_timeout_s of the publisher"]
+
+
+def test_weights_that_may_spoil_an_only_slot_go_through_a_staging_buffer(monkeypatch, model):
+    engine = stand_in(monkeypatch, StandIn(model, num_slots=1))
+    with inflight.Publisher("nowhere", model, check_finite=True, slot_timeout_s=11) as publisher:
+        publisher.publish()
+        engine.wait_for(1)
+        assert publisher.sent_bytes in (0, engine.layout.total_bytes)  # it is counted when all engines have it
+    assert engine.wants == ["11 s, timeout_s of the transport"]
+
+
+def test_what_makes_a_publish_fail_is_raised_by_every_later_call(engine, model):
+    publisher = inflight.Publisher("nowhere", model, slot_timeout_s=0.01)
+    for version in (1, 2):
+        publisher.publish()
+        engine.wait_for(version)
+    publisher.publish()
+    for _ in range(2):
+        with pytest.raises(EngineBusyError, match="it lends none"):
+            publisher.wait_copied()
+    with pytest.raises(EngineBusyError, match="it lends none"):
+        publisher.publish()
+    publisher.close()
+    assert engine.ended
+
+
+def test_a_publisher_that_is_closed_publishes_nothing(engine, model):
+    publisher = inflight.Publisher("nowhere", model)
+    publisher.close()
+    publisher.close()
+    assert publisher.closed
+    with pytest.raises(InflightError, match="this publisher is closed"):
+        publisher.publish()
+
+
+def test_a_publisher_that_reads_its_model_takes_no_weights(engine, model):
+    with (
+        inflight.Publisher("nowhere", model) as publisher,
+        pytest.raises(TypeError, match="this publisher reads its model"),
+    ):
+        publisher.publish({})
+
+
+@pytest.mark.parametrize("transport", ["broadcast", inflight.Broadcast, object()])
+def test_a_transport_is_an_object_of_one(engine, model, transport):
+    with pytest.raises(TypeError, match=r"transport must be inflight.Slots\(\).*or one of your own \(a subclass of"):
+        inflight.Publisher("nowhere", model, transport=transport)
