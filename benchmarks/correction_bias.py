@@ -1,4 +1,5 @@
-"""How biased each correction's policy gradient is, exactly: by enumeration, on a policy of a few hundred sequences.
+"""Says how biased each correction's policy gradient is, exactly: by enumeration, on a policy of a few hundred
+sequences.
 
     python benchmarks/correction_bias.py [FILE]
 
@@ -7,14 +8,10 @@ version is from the one before it; each is repeated with SEEDS, and the table ha
 sequence: the root mean square error of a batch of N is √(error² + noise² / N), by the norm of the true gradient.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import torch
+from harness import finish
 from tabular_policy import LENGTH, SEQUENCES, VOCABULARY, bias_table, distance, make_world
-
-from inflight.observability.environment import environment, write_json
 
 STEPS = {"small": 0.03, "medium": 0.15, "large": 0.6}
 PATTERNS = ((0, 0, 1, 2), (0, 1, 2, 2), (2, 2, 2, 2))
@@ -37,7 +34,7 @@ def measure(step: float, pattern: tuple[int, ...]) -> dict:
 
 
 def markdown(results: list[dict], key: str) -> str:
-    """Objectives down, settings across."""
+    """Return a table with objectives down and settings across."""
     settings = [f"{r['distance_name']} {''.join(map(str, r['versions']))}" for r in results]
     lines = ["| | " + " | ".join(settings) + " |", "|---|" + "---|" * len(settings)]
     for name in results[0]["bias"]:
@@ -45,7 +42,7 @@ def markdown(results: list[dict], key: str) -> str:
     return "\n".join(lines)
 
 
-def main(path: Path) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     results = [
         {"distance_name": name, **measure(step, pattern)} for name, step in STEPS.items() for pattern in PATTERNS
@@ -53,8 +50,8 @@ def main(path: Path) -> None:
     for key in ("relative_error", "cosine", "relative_noise"):
         print(f"\n{key}\n{markdown(results, key)}")
     world = {"vocabulary": VOCABULARY, "max_length": LENGTH, "sequences": len(SEQUENCES), "seeds": len(SEEDS)}
-    write_json(path, {"world": world, "results": results, "environment": environment()})
+    finish("correction-bias", {"world": world, "results": results})
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/correction-bias.json"]))
+    main()

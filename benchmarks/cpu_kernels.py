@@ -1,4 +1,4 @@
-"""What the C kernels and the sampler's filters take beside what PyTorch has for the same, on one core.
+"""Measures what the C kernels and the sampler's filters take beside what PyTorch has for the same, on one core.
 
     python benchmarks/cpu_kernels.py [FILE]
 
@@ -10,7 +10,6 @@ are medians, of milliseconds of processor time (others on the machine count less
 import itertools
 import json
 import math
-import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -20,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import finish
 from inflight_kernels import _cpu
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.sampler import _MANY, _candidates, _ranks
 from inflight.engine.shapes import SHAPES
-from inflight.observability.environment import environment, write_json
 
 Functions = Mapping[str, Callable[[], object]]
 Figures = dict[str, dict[str, float]]
@@ -34,19 +33,19 @@ Figures = dict[str, dict[str, float]]
 SMALL, VOCABULARY = SHAPES["small"], SHAPES["qwen3-0.6b"].vocabulary
 ROWS = (1, 8, 16, 32, 48, 64, 128)
 CONTEXTS = ((32, 96), (64, 160))
-"""(sequences, tokens of each)"""
+"""The (sequences, tokens of each) that attention is measured with."""
 TOP_P = SamplingParams(top_p=0.95)
 FILTERS: dict[str, tuple[SamplingParams, float, Callable[[torch.Tensor], object]]] = {
     "top-k of 50": (SamplingParams(top_k=50), 8, lambda scores_FV: scores_FV.topk(50)),
     "top-p that keeps few tokens": (TOP_P, 8, lambda scores_FV: scores_FV.topk(_MANY)),
     "top-p that keeps many tokens": (TOP_P, 1, lambda scores_FV: scores_FV.sort(descending=True)),
 }
-"""(parameters, standard deviation of the logits, what the filter is made of)"""
+"""Maps a filter to (parameters, standard deviation of the logits, what it is made of)."""
 
 
 def compare(rounds: Iterable[Functions], repeats: int, calls: int = 1) -> Figures:
-    """Milliseconds of each function, once its cache is warm, and how many times as long the later ones take as the
-    earlier ones. Each round has the same functions over memory of its own."""
+    """Return the milliseconds of each function, once its cache is warm, and how many times as long the later ones take
+    as the earlier ones. Each round has the same functions over memory of its own."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for functions in rounds:
         for name, function in [*functions.items()] * repeats:
@@ -63,14 +62,15 @@ def compare(rounds: Iterable[Functions], repeats: int, calls: int = 1) -> Figure
 
 
 def raise_limit_of_rows(directory: str) -> None:
-    """Have the C product compiled for more rows than `linear` gives it, to see where it stops paying."""
+    """Let the C product be compiled for more rows than `linear` gives it, to see where it stops paying."""
     source = _cpu.SOURCE.read_text()
     _cpu.SOURCE = Path(directory, "_cpu.c")
     _cpu.SOURCE.write_text(source.replace("#define MAX_TOKENS 48 ", f"#define MAX_TOKENS {max(ROWS)} "))
 
 
 def weights_of_small(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every matrix that a forward pass of `small` multiplies by, one after another in one buffer as in a slot."""
+    """Return every matrix that a forward pass of `small` multiplies by, one after another in one buffer as in a
+    slot."""
     hidden, middle, heads, dim = SMALL.hidden, SMALL.intermediate, SMALL.heads, SMALL.head_dim
     qkv, out = ((heads + 2 * SMALL.kv_heads) * dim, hidden), (hidden, heads * dim)
     shapes = [qkv, out, (2 * middle, hidden), (hidden, middle)] * SMALL.layers + [(SMALL.vocabulary, hidden)]
@@ -100,7 +100,8 @@ def products(weights: list[torch.Tensor], rows: int) -> Functions:
 
 
 def attention(dtype: torch.dtype, sequences: int, tokens: int) -> Functions:
-    """The dense rows need no gathering, have no padding, and have the query heads of a KV head as its queries."""
+    """Compare with dense rows, which need no gathering, have no padding, and have the query heads of a KV head as its
+    queries."""
     blocks, kv_heads, dim, scale = tokens // _cpu.LANES, SMALL.kv_heads, SMALL.head_dim, SMALL.head_dim**-0.5
     caches = empty_cache_for_cpu(sequences * blocks, kv_heads, dim, dim, dtype)
     query = torch.randn(sequences, SMALL.heads, dim).to(dtype)
@@ -122,7 +123,7 @@ def attention(dtype: torch.dtype, sequences: int, tokens: int) -> Functions:
 
 
 def filtering(params: SamplingParams, spread: float, select: Callable[[torch.Tensor], object]) -> Functions:
-    """What a filter is made of, over floats and over ranks without ties, and the whole filter."""
+    """Return what a filter is made of, over floats and over ranks without ties, and the whole filter."""
     scores_FV = torch.randn(32, VOCABULARY) * spread
     scores_FV -= scores_FV.amax(-1, keepdim=True)
     return {
@@ -133,7 +134,7 @@ def filtering(params: SamplingParams, spread: float, select: Callable[[torch.Ten
 
 
 @torch.inference_mode()
-def main(path: Path) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     results: dict[str, list[dict]] = {"products": [], "attention": [], "filters": []}
@@ -153,8 +154,8 @@ def main(path: Path) -> None:
                 add("attention", figures, dtype=name, sequences=sequences, tokens=tokens)
     for name, what in FILTERS.items():
         add("filters", compare((filtering(*what) for _ in range(3)), 3), filter=name)
-    write_json(path, results | {"environment": environment()})
+    finish("cpu-kernels", results)
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/cpu-kernels.json"]))
+    main()

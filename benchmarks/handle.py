@@ -1,4 +1,4 @@
-"""What threads, tasks and slow rewards cost the user of one engine.
+"""Measures what threads, tasks and slow rewards cost the user of one engine.
 
     python benchmarks/handle.py [FILE]
 
@@ -9,22 +9,20 @@ ratio. Draws are compared, too: those of threads and tasks are those of one thre
 """
 
 import asyncio
-import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from harness import finish, median_ratio
 from transformers import AutoModelForCausalLM
 
 import inflight
+from inflight.bench.staleness import parity_of_tokens
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment, write_json
 
 CALLS, THREADS, TASKS, TOKENS, ROUNDS = 400, 8, 200, 64, 5
 STEPS, ROLLOUTS, ANSWER, PAIRS, REWARD_S = 8, 64, 96, 3, 0.2
@@ -40,7 +38,7 @@ def prompt(index: int) -> list[int]:
 
 
 def one_thread(engine: inflight.LaunchedEngine, calls: int, in_flight: int) -> Tokens:
-    """One thread that submits the next prompt when the oldest has ended."""
+    """Draw in one thread that submits the next prompt when the oldest has ended."""
     drawn, ids = [], deque()
     for index in range(calls):
         if len(ids) == in_flight:
@@ -87,14 +85,12 @@ def measure_threads() -> dict[str, Any]:
                 rates[name].append(len(drawn) * TOKENS / (time.perf_counter() - began))
                 assert drawn == expected[: len(drawn)], name
     pairs = {"threads": "one_thread_8", "tasks": "one_thread_200"}
-    ratios = {
-        name: median(a / b for a, b in zip(rates[name], rates[base], strict=True)) for name, base in pairs.items()
-    }
+    ratios = {name: median_ratio(rates[name], rates[base]) for name, base in pairs.items()}
     return {"tokens_per_s": {name: median(values) for name, values in rates.items()}, "ratio": ratios}
 
 
 def train(score: Callable[[inflight.Rollout], float]) -> float:
-    """Seconds of a loop in which generation is the slower half."""
+    """Return the seconds of a loop in which generation is the slower half."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape_config("tiny"), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -116,30 +112,22 @@ def train(score: Callable[[inflight.Rollout], float]) -> float:
         return time.perf_counter() - began
 
 
-def parity(rollout: inflight.Rollout) -> float:
-    return float(rollout.token_ids.sum() % 2)
-
-
 def slow_parity(rollout: inflight.Rollout) -> float:
     time.sleep(REWARD_S)
-    return parity(rollout)
+    return parity_of_tokens(rollout)
 
 
 def measure_rewards() -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"instant": [], "slow": []}
     for _ in range(PAIRS):
-        for name, score in (("instant", parity), ("slow", slow_parity)):
+        for name, score in (("instant", parity_of_tokens), ("slow", slow_parity)):
             seconds[name].append(train(score))
-    ratio = median(slow / instant for slow, instant in zip(seconds["slow"], seconds["instant"], strict=True))
-    return {"reward_s": REWARD_S, "seconds": seconds, "ratio": ratio}
+    return {"reward_s": REWARD_S, "seconds": seconds, "ratio": median_ratio(seconds["slow"], seconds["instant"])}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    result = {"threads": measure_threads(), "rewards": measure_rewards(), "environment": environment()}
-    if len(sys.argv) > 1:
-        write_json(Path(sys.argv[1]), result)
-    print(json.dumps(result))
+    finish("handle", {"threads": measure_threads(), "rewards": measure_rewards()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `kv_on_swap` costs and changes: keys and values kept across swaps against computed again.
+"""Measures what `kv_on_swap` costs and changes: keys and values kept across swaps against computed again.
 
     python benchmarks/kv_policy.py [FILE]
 
@@ -9,12 +9,11 @@ that drew the token. The policies alternate.
 
 import json
 import random
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
+from harness import finish, median_ratio
 from transformers import AutoModelForCausalLM
 
 from inflight.core.messages import Prompt, SlotReady
@@ -23,7 +22,6 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment
 from inflight.stream.assembler import Assembler
 from inflight.weights.tensors import fill, published_tensors, slot_views
 
@@ -32,7 +30,7 @@ LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 
 
 def make_versions(count: int, learning_rate: float) -> list[torch.nn.Module]:
-    """The model that the engine starts with, and what each version makes of it."""
+    """Return the model that the engine starts with, and what each version makes of it."""
     models = []
     for version in range(count):
         torch.manual_seed(0)
@@ -47,7 +45,7 @@ def make_versions(count: int, learning_rate: float) -> list[torch.nn.Module]:
 
 
 def run(policy: str, models: list[torch.nn.Module]) -> tuple[list[Rollout], float]:
-    """(rollouts, seconds), with the next version published every few passes."""
+    """Return (rollouts, seconds), with the next version published every few passes."""
     options = EngineOptions(
         model="small", device="cpu", max_sequences=SEQUENCES, max_context=PROMPT + TOKENS, kv_on_swap=policy
     )
@@ -73,7 +71,7 @@ def run(policy: str, models: list[torch.nn.Module]) -> tuple[list[Rollout], floa
 
 @torch.no_grad()
 def errors(rollouts: list[Rollout], models: list[torch.nn.Module]) -> np.ndarray:
-    """f64[tokens drawn after the first swap]: recorded log-probability − that of a full forward pass."""
+    """Return f64[tokens drawn after the first swap]: recorded log-probability − that of a full forward pass."""
     found = []
     for rollout in rollouts:
         ids = torch.from_numpy(np.concatenate([rollout.prompt_token_ids, rollout.token_ids])).long()
@@ -84,7 +82,7 @@ def errors(rollouts: list[Rollout], models: list[torch.nn.Module]) -> np.ndarray
     return np.concatenate(found)
 
 
-def main(path: Path) -> None:
+def main() -> None:
     results = []
     for learning_rate in LEARNING_RATES:
         models = make_versions(8, learning_rate)
@@ -96,8 +94,8 @@ def main(path: Path) -> None:
                 times.append(elapsed)
                 if not repeat:  # the others draw the same
                     measured[policy] = np.abs(errors(rollouts, models))
-        ratios = [a / b for a, b in zip(seconds["recompute"], seconds["keep"], strict=True)]
-        result = {"learning_rate": learning_rate, "seconds_ratio": float(np.median(ratios)), "seconds": seconds}
+        ratio = median_ratio(seconds["recompute"], seconds["keep"])
+        result = {"learning_rate": learning_rate, "seconds_ratio": ratio, "seconds": seconds}
         for policy, values in measured.items():
             result[policy] = {
                 "logprob_error_mean": float(values.mean()),
@@ -105,9 +103,8 @@ def main(path: Path) -> None:
             }
         print(json.dumps(result), flush=True)
         results.append(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"results": results, "environment": environment()}, indent=1) + "\n")
+    finish("kv-policy", {"results": results})
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/kv-policy.json"]))
+    main()

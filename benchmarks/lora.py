@@ -1,4 +1,5 @@
-"""What adapters cost: a publish of adapters against one of all weights, and drawing with an adapter against without.
+"""Measures what adapters cost: a publish of adapters against one of all weights, and drawing with an adapter against
+without.
 
     python benchmarks/lora.py [FILE]
 
@@ -9,13 +10,12 @@ sequences; both kinds of publish, and runs with and without the adapter in one e
 import json
 import os
 import random
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from harness import finish
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,6 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment
 from inflight.weights.lora import PeftSource
 from inflight.weights.tensors import slot_views
 
@@ -48,7 +47,7 @@ def prompts() -> list[list[int]]:
 
 
 def measure_publishes(dtype: torch.dtype) -> dict[str, Any]:
-    """Seconds of each copy and bytes of each kind of publish."""
+    """Measure the seconds of each copy and the bytes of each kind of publish."""
     models = {"adapters": make_model(dtype, adapters=True), "weights": make_model(dtype, adapters=False)}
     seconds: dict[str, list[float]] = {name: [] for name in models}
     sent: dict[str, int] = {}
@@ -84,7 +83,7 @@ def measure_publishes(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
-    """Tokens per second of an engine that has all cores, for requests with the adapter and without."""
+    """Measure tokens per second of an engine that has all cores, for requests with the adapter and without."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     options = EngineOptions(
         model="small",
@@ -119,15 +118,14 @@ def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def main(path: Path) -> None:
+def main() -> None:
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype)[6:]
         results[name] = {"throughput": measure_throughput(dtype), "publish": measure_publishes(dtype)}
         print(json.dumps({name: results[name]}), flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rank": RANK, **results, "environment": environment()}, indent=1) + "\n")
+    finish("lora", {"rank": RANK, **results})
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:2] or ["benchmarks/results/cpu/lora.json"]))
+    main()

@@ -1,26 +1,24 @@
-"""The trainer's forward and backward pass: packed with prompts shared, packed, and padded, in alternation.
+"""Times the trainer's forward and backward pass: packed with prompts shared, packed, and padded, in alternation.
 
-    python benchmarks/packing.py
+    python benchmarks/packing.py [FILE]
 
 Groups of 8 answers of 1 to N tokens to prompts of 40 tokens, and of 400. Padded is what a loop without packing does:
-rows padded on the right, logits for every position. Writes benchmarks/results/cpu/packing.json.
+rows padded on the right, logits for every position.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
+from harness import finish, median_ratio
 from inflight_kernels import selective_logprobs
 from transformers import AutoModelForCausalLM
 
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment, write_json
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import score_tokens
 
@@ -71,7 +69,7 @@ def padded(model: torch.nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 
 def alone(batch: PackedBatch) -> PackedBatch:
-    """Every sequence a group of its own, so that no prompt is shared."""
+    """Make every sequence a group of its own, so that no prompt is shared."""
     batch.groups = torch.arange(batch.num_sequences)
     return batch
 
@@ -101,14 +99,12 @@ def main() -> None:
         }
         worst = max((run() - ways["padded"]()).abs().max().item() for run in ways.values())
         taken = seconds(ways)
-        ratios = {
-            name: statistics.median(p / o for p, o in zip(taken["padded"], taken[name], strict=True)) for name in ways
-        }
+        ratios = {name: median_ratio(taken["padded"], taken[name]) for name in ways}
         results.append(
             {**case, "tokens": len(shared.input_ids), "max_abs_diff": worst, "padded_over": ratios, "seconds": taken}
         )
         print(case["model"], {name: round(ratio, 2) for name, ratio in ratios.items()}, f"difference {worst:.1e}")
-    write_json(Path("benchmarks/results/cpu/packing.json"), {"cases": results, "environment": environment()})
+    finish("packing", {"cases": results})
 
 
 if __name__ == "__main__":

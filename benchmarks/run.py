@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from inflight.observability.environment import write_json
+
 os.chdir(Path(__file__).parents[1])  # commands are recorded with short paths
 RESULTS = Path("benchmarks/results/cpu")
 DOCS = Path("docs")
@@ -69,7 +71,7 @@ def staleness() -> None:
 
 
 def throughput() -> None:
-    """Against vLLM at three sizes, and against vLLM and Transformers over numbers of sequences."""
+    """Measure against vLLM at three sizes, and against vLLM and Transformers over numbers of sequences."""
     common = ("bench", "throughput", "--device", "cpu", "--prompt-tokens", "32", "--peer", "vllm")
     for model, dtype, sequences, tokens in THROUGHPUTS:
         path = RESULTS / f"throughput-{model}-{dtype}-{sequences}x{tokens}.json"
@@ -117,18 +119,13 @@ def kernels() -> None:
 
 
 def handle() -> None:
-    script("handle.py", str(RESULTS / "handle.json"))
+    script("handle.py")
 
 
-def script(name: str, *arguments: str) -> None:
+def script(name: str) -> None:
     """Run a benchmark that is a script of its own."""
-    print("$ python", f"benchmarks/{name}", *arguments, flush=True)
-    subprocess.run([sys.executable, f"benchmarks/{name}", *arguments], check=True)
-
-
-def write_json(path: Path, data: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    print("$ python", f"benchmarks/{name}", flush=True)
+    subprocess.run([sys.executable, f"benchmarks/{name}"], check=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""How a swap grows with the model, in bf16: five sizes from 1 M to 1 B parameters, engine and trainer on a core each;
-on a GPU that both share, five from 0.1 B to 8 B, two of them published 1,000 times.
+"""Measures how a swap grows with the model, in bf16: five sizes from 1 M to 1 B parameters, engine and trainer on a
+core each; on a GPU that both share, five from 0.1 B to 8 B, two of them published 1,000 times.
 
     python benchmarks/swap_growth.py [cpu | cuda | rehearsal [DIRECTORY]]
 
@@ -19,7 +19,7 @@ from inflight.bench.options import DtypeName, SwapOptions
 from inflight.bench.plots import new_figure, save_figure
 from inflight.bench.swap import measure as measure_swap
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import write_result
 
 
 class Size(NamedTuple):
@@ -51,7 +51,7 @@ SIZES = {
 SEQUENCES = {"cpu": 4, "cuda": 64, "rehearsal": 2}
 TOKENS = {"cpu": 160, "cuda": 512, "rehearsal": 160}
 WINDOWS = 25
-"""Of publishes one after another, at most."""
+"""Windows of publishes one after another, at most."""
 
 
 def config(hidden: int, layers: int, vocabulary: int) -> Qwen3Config:
@@ -73,8 +73,8 @@ def main(where: str, directory: Path) -> None:
         point = measure(size, where)
         print(json.dumps(point), flush=True)
         points.append(point)
-        result = {"bench": "swap-growth", "sequences": SEQUENCES[where], "points": points, "environment": environment()}
-        write_json(directory / "swap-growth.json", result)  # after each, as the largest may not fit
+        result = {"bench": "swap-growth", "sequences": SEQUENCES[where], "points": points}
+        write_result(directory / "swap-growth.json", result)  # after each, as the largest may not fit
     plot(Path("docs/swap-growth.png") if where == "cpu" else directory / "swap-growth.png", where, points)
 
 

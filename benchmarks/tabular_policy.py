@@ -53,16 +53,16 @@ class World:
         return len(self.tables) - 1
 
     def logprobs(self, version: int) -> torch.Tensor:
-        """f64[n], of every token of every sequence."""
+        """Return log π f64[n] of every token of every sequence."""
         return token_logprobs(self.tables[version])
 
     def drawn_by(self, pattern: Sequence[int]) -> torch.Tensor:
-        """log π_b f64[n] where the token at position t was drawn by version pattern[t]."""
+        """Return log π_b f64[n] where the token at position t was drawn by version pattern[t]."""
         of_versions = torch.stack([self.logprobs(version) for version in range(len(self.tables))])
         return of_versions[torch.tensor(pattern)[POSITIONS], torch.arange(len(TOKENS))]
 
     def on_policy_gradient(self) -> torch.Tensor:
-        """∇ E[reward] f64[P, V] of the trainer's policy, by differentiating the expectation itself."""
+        """Return ∇ E[reward] f64[P, V] of the trainer's policy, by differentiating the expectation itself."""
         table = self.tables[-1].clone().requires_grad_()
         (sequence_probabilities(token_logprobs(table)) * self.rewards).sum().backward()
         assert table.grad is not None
@@ -74,13 +74,13 @@ def token_logprobs(table: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_probabilities(logprobs: torch.Tensor) -> torch.Tensor:
-    """f64[S] from f64[n]"""
+    """Multiply the probabilities of each sequence's tokens: f64[S] from f64[n]."""
     return logprobs.new_zeros(len(SEQUENCES)).index_add(0, OWNERS, logprobs).exp()
 
 
 def make_world(step: float, *, versions: int = 4, seed: int = 0) -> World:
-    """Each version has gone `step` further per logit: half up the gradient's sign, as Adam does, half at random, as the
-    gradients of other prompts push it."""
+    """Make versions of which each has gone `step` further per logit: half up the gradient's sign, as Adam does, half at
+    random, as the gradients of other prompts push it."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def make_world(step: float, *, versions: int = 4, seed: int = 0) -> World:
 
 
 def make_batch(world: World, pattern: Sequence[int], recorded: torch.Tensor | None = None) -> PackedBatch:
-    """Every sequence once, after a prompt of one token, each as if it were alone in its optimizer step.
+    """Pack every sequence once, after a prompt of one token, each as if it were alone in its optimizer step.
 
     recorded: what is taken for log π_b f64[n], if not the truth. Advantages are rewards less the mean over π_b. π_p,
     where an objective asks for it, is the newest version that drew.
@@ -127,8 +127,8 @@ def make_batch(world: World, pattern: Sequence[int], recorded: torch.Tensor | No
 
 
 def token_gradients(objective: Objective, batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
-    """−∂loss / ∂log π_θ f64[n], times LENGTH. Objectives that rank the tokens of a batch rank those of all sequences,
-    each once, however likely it is."""
+    """Return −∂loss / ∂log π_θ f64[n], times LENGTH. Objectives that rank the tokens of a batch rank those of all
+    sequences, each once, however likely it is."""
     leaf = logprobs.detach().clone().requires_grad_()
     loss, _ = loss_of_scores(objective, batch, TokenScores(leaf, None))
     loss.backward()
@@ -137,7 +137,7 @@ def token_gradients(objective: Objective, batch: PackedBatch, logprobs: torch.Te
 
 
 def chain(weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Σ_t weights_t ∇log π(token t) f64[P, V]"""
+    """Return Σ_t weights_t ∇log π(token t) f64[P, V]"""
     table = table.clone().requires_grad_()
     (weights * token_logprobs(table)).sum().backward()
     assert table.grad is not None
@@ -146,7 +146,7 @@ def chain(weights: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Expectation:
-    """Of −∇loss of one sequence, over those that π_b draws."""
+    """Moments of −∇loss of one sequence, over those that π_b draws."""
 
     gradient: torch.Tensor
     """f64[P, V]"""
@@ -155,7 +155,7 @@ class Expectation:
 
     @property
     def variance(self) -> float:
-        """Of all coordinates together; that of a batch's mean is this by its number of sequences."""
+        """The variance of all coordinates together; that of a batch's mean is this by its number of sequences."""
         return self.second_moment - self.gradient.square().sum().item()
 
 
@@ -166,8 +166,8 @@ def expect(
     *,
     recorded: torch.Tensor | None = None,
 ) -> Expectation:
-    """Where the token at position t is drawn by version pattern[t]. The objective aggregates by "constant" with LENGTH,
-    so that nothing but the correction can be biased."""
+    """Take the expectation where the token at position t is drawn by version pattern[t]. The objective aggregates by
+    "constant" with LENGTH, so that nothing but the correction can be biased."""
     assert (objective.aggregation, objective.max_tokens) == ("constant", LENGTH)
     gradients = token_gradients(objective, make_batch(world, pattern, recorded), world.logprobs(world.trainer_version))
     probabilities = sequence_probabilities(world.drawn_by(pattern))[OWNERS]
@@ -178,7 +178,8 @@ def expect(
 
 
 def bias(estimate: Expectation, truth: torch.Tensor) -> dict[str, float]:
-    """How far an expectation is from the gradient that it stands for, and the noise of one sequence beside it."""
+    """Measure how far an expectation is from the gradient that it stands for, and the noise of one sequence beside
+    it."""
     gradient = estimate.gradient
     return {
         "relative_error": ((gradient - truth).norm() / truth.norm()).item(),
@@ -199,11 +200,11 @@ OBJECTIVES: dict[str, Objective] = {
     "token ratio, no bound": _constant(Objective(correction=partial(token_truncate, cap=inf))),
     **{name: _constant(objective) for name, objective in PRESETS.items()},
 }
-"""By the names of the table; every preset is among them."""
+"""Maps the names of the table to objectives; every preset is among them."""
 
 
 def bias_table(world: World, pattern: Sequence[int]) -> dict[str, dict[str, float]]:
-    """The bias of every objective, with π_b as recorded, and of the whole ratio with another π_b.
+    """Return the bias of every objective, with π_b as recorded, and of the whole ratio with another π_b.
 
     π_b "of version v" is what recomputing it with the weights of one version, for all tokens, would give.
     """
@@ -217,7 +218,7 @@ def bias_table(world: World, pattern: Sequence[int]) -> dict[str, dict[str, floa
 
 
 def distance(world: World, pattern: Sequence[int]) -> dict[str, float]:
-    """How far π_θ is from π_b: expectations over the drawn tokens, and over sequences."""
+    """Measure how far π_θ is from π_b: expectations over the drawn tokens, and over sequences."""
     log_ratios = world.logprobs(world.trainer_version) - world.drawn_by(pattern)
     probabilities = sequence_probabilities(world.drawn_by(pattern))
     of_tokens = probabilities[OWNERS] / probabilities[OWNERS].sum()

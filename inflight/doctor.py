@@ -1,4 +1,4 @@
-"""`inflight doctor`: what this machine can do, and what to change."""
+"""`inflight doctor` says what this machine can do, and what to change."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 
 def print_report(console: Console) -> int:
-    """Print one line per finding; returns 1 if something keeps inflight from working, else 0."""
+    """Print one line per finding; return 1 if something keeps inflight from working, else 0."""
     findings = examine()
     styles = {"ok": "green", "note": "yellow", "fail": "red"}
     for finding in findings:
@@ -37,7 +37,7 @@ def print_report(console: Console) -> int:
 
 
 def examine() -> list[Finding]:
-    """Every check of this machine, most basic first."""
+    """Run every check of this machine, the most basic first."""
     gpu = [_gpu(), _sharing()] if torch.cuda.is_available() else [_gpu()]
     return [
         _python(),
@@ -65,14 +65,24 @@ def _packages() -> list[Finding]:
             findings.append(Finding("ok", name, found))
         else:
             wanted = ".".join(map(str, least))
-            findings.append(Finding("fail", name, f"{found}; needs {wanted} or later: pip install '{name}>={wanted}'"))
+            findings.append(
+                Finding(
+                    "fail",
+                    name,
+                    f"{found} is too old; inflight needs {wanted} or later: pip install '{name}>={wanted}'",
+                )
+            )
     return findings
 
 
 def _cores() -> Finding:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if cores < 2:
-        return Finding("note", "cpu", "1 core: trainer and generator take turns; 2 let them run at the same time")
+        return Finding(
+            "note",
+            "cpu",
+            "there is 1 core, on which trainer and generator take turns; with 2 they run at the same time",
+        )
     if threads > cores:
         return Finding("note", "cpu", f"torch uses {threads} threads on {cores} cores; set OMP_NUM_THREADS={cores}")
     return Finding("ok", "cpu", f"{cores} cores; on a CPU the demo gives half to the trainer, half to the generator")
@@ -116,7 +126,7 @@ def _leftovers() -> Finding:
 def _gpu() -> Finding:
     if not torch.cuda.is_available():
         reason = "torch is a CPU build" if torch.version.cuda is None else "torch sees none"
-        return Finding("note", "gpu", f"none ({reason}); everything runs on the CPU")
+        return Finding("note", "gpu", f"there is none ({reason}); everything runs on the CPU")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "expandable_segments:True" in config:

@@ -1,14 +1,15 @@
 """What a user holds: an engine in its own process, its stream, and publishers to it."""
 
 import asyncio
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 from weakref import WeakSet
 
 import msgspec
@@ -18,7 +19,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
+from inflight.engine.client import EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.prompts import PromptLike, encode_prompts
 from inflight.observability.staleness_meter import StalenessMeter
@@ -38,58 +39,45 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("inflight")
 
+Options = ParamSpec("Options")
+
 _TELL_EVERY_S = 30.0
+_WAKE_TIMEOUT_S = 600.0
+"""Bound for `wake()`, which may record CUDA graphs anew."""
 _CLOSE_S = 5.0
 """For a publisher to send what it has, where the engine is about to end anyway."""
 
 
-def launch(
-    model: str,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    slots: int = 2,
-    max_sequences: int = 64,
-    max_context: int = 0,
-    seed: int = 0,
-    threads: int = 0,
-    timeout_s: float = 600.0,
-    answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    **more: Any,
-) -> "LaunchedEngine":
+def _takes(options: Callable[Options, EngineOptions]) -> Callable[[Any], "Callable[Options, LaunchedEngine]"]:
+    """Lets editors, type checkers and `help()` see that a function takes these options."""
+
+    def give_signature(function: Any) -> "Callable[Options, LaunchedEngine]":
+        function.__signature__ = inspect.signature(options)
+        return function
+
+    return give_signature
+
+
+@_takes(EngineOptions)
+def launch(*model: str, **options: Any) -> "LaunchedEngine":
     """Start a generator in its own process and wait until it has loaded its model.
 
-    model: a directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them).
-    All parameters are described in `inflight.EngineOptions`, which has more. Use it as a context manager, or `close()`
-    it. timeout_s: for the start. answer_timeout_s: for every answer of the running engine, which gives it between two
-    forward passes; an engine that lives and takes longer raises EngineHungError, wherever it is waited for.
-    Raises TypeError for an option that does not exist, ValueError for one that is out of range, ModelLoadError,
-    UnsupportedModelError, SharedMemoryError, DeviceMemoryError, EngineDiedError or EngineHungError.
+    It takes the fields of `inflight.EngineOptions`, which describes them; `model` is the only one that must be given.
+    Use it as a context manager, or `close()` it. Raises TypeError for an option that does not exist, ValueError for one
+    that is out of range, ModelLoadError, UnsupportedModelError, SharedMemoryError, DeviceMemoryError, EngineDiedError
+    or EngineHungError.
     """
-    options = EngineOptions(
-        model=model,
-        device=device,
-        dtype=dtype,
-        slots=slots,
-        max_sequences=max_sequences,
-        max_context=max_context,
-        seed=seed,
-        threads=threads,
-        **more,
-    )
-    return LaunchedEngine(options, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
+    return LaunchedEngine(EngineOptions(*model, **options))
 
 
 class LaunchedEngine:
     """A running generator. Safe to use from several threads and asyncio tasks at once; `agenerate` and the stream's
     `agroups` are for the latter. What a model's publisher does stays in one thread."""
 
-    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0, answer_timeout_s: float = ANSWER_TIMEOUT_S):
-        if not answer_timeout_s > 0:
-            raise ValueError(f"answer_timeout_s must be positive, got {answer_timeout_s}")
+    def __init__(self, options: EngineOptions):
         self.options = options
-        self.answer_timeout_s = answer_timeout_s
-        self._launcher = EngineLauncher(options, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
+        self._launcher = EngineLauncher(options)
+        self._call = self._launcher.client.call
         self._lock = threading.RLock()
         self._tokenizer_lock = threading.Lock()
         self.info = self._launcher.welcome
@@ -121,7 +109,7 @@ class LaunchedEngine:
                     meter=self.staleness,
                     check_engine=self._launcher.check,
                     ask_engine=self._ask_engine,
-                    silence_s=min(SILENCE_S, self.answer_timeout_s / 2),
+                    silence_s=min(SILENCE_S, self.options.answer_timeout_s / 2),
                 )
             return self._stream
 
@@ -154,7 +142,7 @@ class LaunchedEngine:
         messages = self._messages(prompts, params, metadata, version, adapter)
         if version is not None:
             self._wait_until_held(version)
-        group_ids = self._launcher.client.submit(messages)
+        group_ids = self._call("submit", {"prompts": messages}, list[int])
         self.stream.expect(group_ids, reserved=not train)
         return group_ids
 
@@ -194,7 +182,10 @@ class LaunchedEngine:
         if version is not None:
             await asyncio.to_thread(self._wait_until_held, version)
         stream = self.stream
-        group_ids = await self._launcher.client.asubmit(messages, accepted=partial(stream.expect, reserved=True))
+        group_ids = await self._launcher.client.acall(
+            "submit", {"prompts": messages}, list[int], undo=self._cancel_soon
+        )
+        stream.expect(group_ids, reserved=True)
         try:
             return await stream.acollect(group_ids)
         except BaseException:
@@ -220,12 +211,13 @@ class LaunchedEngine:
         the new rollouts is the sample's prompt and those tokens, and their `forked_from` names it.
         Raises InvalidRequestError if the sample has ended; submit its tokens as a prompt then.
         """
-        group_id = self._launcher.client.fork(
-            rollout.request_id,
-            at=len(rollout.token_ids) if at is None else at,
-            params=params or msgspec.structs.replace(rollout.params, seed=None),
-            metadata=rollout.metadata if metadata is None else metadata,
-        )
+        arguments = {
+            "request_id": rollout.request_id,
+            "at": len(rollout.token_ids) if at is None else at,
+            "params": params or msgspec.structs.replace(rollout.params, seed=None),
+            "metadata": rollout.metadata if metadata is None else metadata,
+        }
+        group_id = self._call("fork", arguments, int)
         self.stream.expect([group_id])
         return group_id
 
@@ -234,24 +226,24 @@ class LaunchedEngine:
         "cancelled"."""
         if group_ids is None and request_ids is None:
             group_ids = self.stream.outstanding
-        self._launcher.client.cancel(group_ids or (), request_ids or ())
+        self._call("cancel", {"group_ids": list(group_ids or ()), "request_ids": list(request_ids or ())})
 
     def pause(self) -> None:
         """No forward pass begins after this returns, until `resume()`. Weights still arrive."""
-        self._launcher.client.pause()
+        self._call("pause")
 
     def resume(self) -> None:
         """Go on after `pause()`."""
-        self._launcher.client.resume()
+        self._call("resume")
 
     def sleep(self) -> None:
         """Pause, and give the memory of the KV cache back to the device until `wake()`; the slots stay. Unfinished
         samples keep their tokens and go on after it."""
-        self._launcher.client.sleep()
+        self._call("sleep")
 
     def wake(self) -> None:
         """Go on after `sleep()`. Raises DeviceMemoryError if the memory is not there any more."""
-        self._launcher.client.wake()
+        self._call("wake", timeout_s=max(self.options.answer_timeout_s, _WAKE_TIMEOUT_S))
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
         """Return when the engine draws with this version or a newer one: the pause of a synchronous loop."""
@@ -300,7 +292,7 @@ class LaunchedEngine:
             model,
             transport=transport,
             check_finite=check_finite,
-            timeout_s=self.answer_timeout_s if timeout_s is None else timeout_s,
+            timeout_s=self.options.answer_timeout_s if timeout_s is None else timeout_s,
             slot_timeout_s=slot_timeout_s,
         )
         self._publishers.add(publisher)
@@ -308,7 +300,7 @@ class LaunchedEngine:
 
     def status(self) -> Status:
         """Counters of the engine: version, steps, tokens, swaps, requests waiting and running."""
-        return self._launcher.client.status()
+        return self._call("status", returns=Status)
 
     def trace(self, path: str | Path, *, seconds: float | None = None, details: bool = False) -> Trace:
         """Record what this process and the engine's do from now on, and write one trace for ui.perfetto.dev and
@@ -341,9 +333,8 @@ class LaunchedEngine:
                 at_end.callback(publisher.close, _CLOSE_S)
             if self._trace is not None:
                 with suppress(InflightError, OSError):  # it is logged
-                    self._launcher.client.status(
-                        timeout_s=min(_CLOSE_S, self.answer_timeout_s)
-                    )  # else nobody writes it
+                    bound_s = min(_CLOSE_S, self.options.answer_timeout_s)
+                    self._call("status", returns=Status, timeout_s=bound_s)  # else nobody writes it
                     self._trace.close()
 
     def __enter__(self) -> "LaunchedEngine":
@@ -377,8 +368,11 @@ class LaunchedEngine:
 
     def _abandon(self, group_ids: Sequence[int]) -> None:
         self.stream.drop(group_ids)
+        self._cancel_soon(group_ids)
+
+    def _cancel_soon(self, group_ids: Sequence[int]) -> None:
         with suppress(InflightError):  # the engine is gone, and its requests with it
-            self._launcher.client.cancel_soon(group_ids)
+            self._launcher.client.call_soon("cancel", {"group_ids": list(group_ids)})
 
     def _ask_engine(self, silent_s: float) -> None:
         """Nothing has come for a while, though something is outstanding. Raises EngineHungError."""

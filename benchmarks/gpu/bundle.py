@@ -24,12 +24,12 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SITE = "site"
-"""Folder in the bundle that goes on PYTHONPATH."""
+"""The folder in the bundle that goes on PYTHONPATH."""
 MAX_BYTES = 60 * 2**20
 CUDA = "13"
-"""Of the toolkit, and of the PyTorch that runs on the host."""
+"""The version of the toolkit, and of the PyTorch that runs on the host."""
 HOST = {"torch", "transformers", "triton", "safetensors", "numpy", "rich", "typer", "pytest", "hypothesis"}
-"""What a machine for PyTorch has, as far as inflight asks for it by name."""
+"""The packages that a machine for PyTorch has, as far as inflight asks for it by name."""
 
 FLASHINFER = ["flashinfer-python==0.6.14", "apache-tvm-ffi==0.1.10"]
 PACKAGES = [
@@ -58,7 +58,7 @@ COMPILER_PACKAGES = [
     "certifi==2026.10.18",
     "charset-normalizer==3.5.2",
 ]
-"""What FlashInfer imports here, beside what is in .venv."""
+"""The packages that FlashInfer imports here, beside what is in .venv."""
 
 LEFT_OUT = [
     "bin/*", "build_backend.py", "build_utils.py", "*/__pycache__/*",
@@ -81,8 +81,8 @@ class Module:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of FlashInfer's `gen_batch_prefill_module`: backend, types of q, k and v, o and indices, dimensions of q and
-        v, no rotation, window, softcap, no fp16 sums."""
+        """Arguments of FlashInfer's `gen_batch_prefill_module`: backend, types of q, k and v, o and indices, dimensions
+        of q and v, no rotation, window, softcap, no fp16 sums."""
         types = torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32
         return "fa2", *types, self.head_dim, self.head_dim, 0, self.window, self.softcap, False
 
@@ -98,7 +98,7 @@ MODULES = [
 
 
 def is_kept(name: str) -> bool:
-    """Whether the file of this name, relative to SITE, is ever read on the host."""
+    """Return whether the file of this name, relative to SITE, is ever read on the host."""
     return any(fnmatch(name, kept) for kept in KEPT) or not any(fnmatch(name, left_out) for left_out in LEFT_OUT)
 
 
@@ -121,7 +121,7 @@ def check_size(size_bytes: int) -> None:
 
 
 def cuda_home() -> Path:
-    """The toolkit that nvcc belongs to. Only nvcc knows, if what is on the PATH is a link or a wrapper."""
+    """Find the toolkit that nvcc belongs to. Only nvcc knows, if what is on the PATH is a link or a wrapper."""
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
         raise SystemExit(f"nvcc is not on the PATH: FlashInfer's kernels are compiled with the toolkit of CUDA {CUDA}")
@@ -134,7 +134,7 @@ def cuda_home() -> Path:
 
 
 def compile_modules(modules: list[Module], arch: str, work: Path) -> list[Path]:
-    """The libraries, from FlashInfer's own sources by its own rules. Those of an earlier run are taken again."""
+    """Compile the libraries from FlashInfer's own sources by its own rules. Those of an earlier run are taken again."""
     home = cuda_home()
     packages, installed = work / "packages", work / "packages.txt"
     if not installed.exists() or installed.read_text().split() != COMPILER_PACKAGES:
@@ -160,9 +160,9 @@ def compile_modules(modules: list[Module], arch: str, work: Path) -> list[Path]:
 
 
 def _with_fewer_sources(spec: Any) -> Any:
-    """The kernels of a module in one file: nvcc reads the headers twice and not ten times, which takes two thirds of
-    the time. The machine code is the same, instruction for instruction (compared in 0.6.14). The binding stays alone,
-    since it does not compile beside the definitions."""
+    """Put the kernels of a module into one file: nvcc reads the headers twice and not ten times, which takes two thirds
+    of the time. The machine code is the same, instruction for instruction (compared in 0.6.14). The binding stays
+    alone, since it does not compile beside the definitions."""
     *kernels, binding = spec.sources
     one = binding.with_name("batch_prefill_kernels.cu")
     texts = [
@@ -175,7 +175,7 @@ def _with_fewer_sources(spec: Any) -> Any:
 
 
 def unpack_packages(site: Path) -> None:
-    """For the host's Python, whatever runs this. Those that come as sources are Python only."""
+    """Unpack packages for the host's Python, whatever runs this. Those that come as sources are Python only."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(17, 40)]
     _pip_install(site, PACKAGES, "--python-version=3.12", "--platform=manylinux2014_x86_64", *platforms)
     prune(site)

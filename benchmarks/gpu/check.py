@@ -34,14 +34,15 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from inflight.observability.environment import environment, write_json  # noqa: E402
+from inflight.observability.environment import write_result  # noqa: E402
 
 BENCH = "-m inflight.cli bench"
 TOTAL_S = 475
-"""Of all parts together, where none was named. A part has its own limit besides; what no time is left for is told."""
+"""Seconds of all parts together, where none was named. A part has its own limit besides, and is reported as not run
+where no time is left for it."""
 REHEARSAL_LIMIT_S = 300
 BUNDLED_PYTHON = (3, 12)
-"""Of which the bundle's packages are."""
+"""The version of Python that the bundle's packages are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Part:
     commands: list[str]
     by_default: bool = True
     mps: bool = False
-    """Whether it runs with NVIDIA's Multi-Process Service, so that kernels of two processes run side by side."""
+    """True if it runs with NVIDIA's Multi-Process Service, so that kernels of two processes run side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Outcome:
 
 
 def gpu_parts() -> list[Part]:
-    """The order is that of what matters most, should the machine be taken away early."""
+    """List the parts, those that matter most first, should the machine be taken away early."""
     throughput = (
         f"{BENCH} throughput --device cuda --dtype bfloat16 --sequences 256 --prompt-tokens 100-1024 --tokens 100-1024 "
         "--pairs 1 --model"
@@ -103,7 +104,7 @@ def gpu_parts() -> list[Part]:
 
 
 def rehearsal_parts() -> list[Part]:
-    """The commands of the GPU's, with models and numbers that a CPU gets through."""
+    """List the same commands as the GPU's, with models and numbers that a CPU gets through."""
     throughput = "throughput --device cpu --dtype bfloat16 --sequences 4 --prompt-tokens 4-8 --tokens 4-8 --pairs 1"
     learning = "learning --device cpu --dtype bfloat16 --seeds 0 --modes inflight,sync --steps 3 --sequences 16"
     test = "tests/engine/test_swaps.py::test_truth_teller_over_every_transport[slots-cpu]"
@@ -123,7 +124,7 @@ def rehearsal_parts() -> list[Part]:
 
 
 def spread(workers: int) -> str:
-    """Tests over processes, where pytest-xdist is there."""
+    """Spread tests over processes, where pytest-xdist is there."""
     found = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
     return f"-n {workers} --dist worksteal" if found else ""
 
@@ -153,9 +154,8 @@ def main(parts: list[Part], out: Path, *, rehearsal: bool, total_s: float = floa
         summary = {
             "parts": [asdict(outcome) for outcome in outcomes],
             "claims": [asdict(claim) for claim in claims],
-            "environment": environment(),
         }
-        write_json(out / "summary.json", summary)  # after each part, as the machine may be taken away
+        write_result(out / "summary.json", summary)  # after each part, as the machine may be taken away
     console.print(outcome_table(outcomes))
     console.print(claim_table(claims))
     holds = all(outcome.passed for outcome in outcomes) and (rehearsal or all(claim.holds for claim in claims))
@@ -185,7 +185,7 @@ def run_part(part: Part, out: Path, env: dict[str, str], limit_s: float) -> Outc
 
 
 def run(arguments: list[str], log, env: dict[str, str], limit_s: float) -> int | None:
-    """The exit code, or None if it was ended at its limit, with all processes that it has started."""
+    """Return the exit code, or None if it was ended at its limit, with all processes that it has started."""
     log.write(f"$ python {shlex.join(arguments)}\n".encode())
     log.flush()
     process = subprocess.Popen(
@@ -205,7 +205,7 @@ def run(arguments: list[str], log, env: dict[str, str], limit_s: float) -> int |
 
 @contextmanager
 def mps(env: dict[str, str]) -> Iterator[dict[str, str]]:
-    """A Multi-Process Service of our own, which changes no setting of the GPU."""
+    """Run a Multi-Process Service of our own, which changes no setting of the GPU."""
     daemon = shutil.which("nvidia-cuda-mps-control")
     if daemon is None:
         sys.exit("nvidia-cuda-mps-control, which is part of NVIDIA's driver, is not on the PATH")
@@ -219,7 +219,7 @@ def mps(env: dict[str, str]) -> Iterator[dict[str, str]]:
 
 
 def name_of_gpu() -> str:
-    """As in "h200", for a folder."""
+    """Return the name of the GPU as a folder has it, such as h200."""
     import torch
 
     if not torch.cuda.is_available():

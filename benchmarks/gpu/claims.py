@@ -1,4 +1,4 @@
-"""What inflight claims of a GPU, held against the JSON that the parts of `make gpu-check` wrote."""
+"""The claims of inflight about a GPU, held against the JSON that the parts of `make gpu-check` wrote."""
 
 import json
 import re
@@ -21,12 +21,13 @@ class Claim:
 
 
 def files_of(part: str) -> list[str]:
-    """What is read of a part, and is not to be of an earlier run."""
+    """Return the files that are read of a part, and are not to be an earlier run's."""
     return [name for of_part, name, _ in CHECKS if of_part == part]
 
 
 def claims_of(part: str, directory: Path) -> list[Claim]:
-    """Of a part that has run. A file that it did not write makes no claims: the part's own verdict tells of that."""
+    """Return the claims of a part that has run. A file that it did not write makes no claims: the part's own verdict
+    tells of that."""
     claims = []
     for of_part, name, check in CHECKS:
         path = directory / name
@@ -38,11 +39,11 @@ def claims_of(part: str, directory: Path) -> list[Claim]:
 
 
 Told = Iterator[tuple[str, str, bool]]
-"""(claim, what was measured, whether it holds)"""
+"""Each is (claim, what was measured, whether it holds)."""
 
 
 def tests(log: str) -> Told:
-    """Of swaps, as the tests print them."""
+    """Read swaps as the tests print them."""
     for slots, tokens, swaps, attention, graphs in re.findall(
         r"slots=(\d): (\d+) tokens, \d+ swaps, (\d+) in flight, attention (\w+), (\d+) CUDA graphs", log
     ):

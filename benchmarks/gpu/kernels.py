@@ -51,7 +51,7 @@ from inflight_kernels.sampling import draw_reference
 from rich.console import Console
 from rich.table import Table
 
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import write_result
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EPS = 1e-6
@@ -108,15 +108,15 @@ class Case:
     shape: str
     dtype: str
     num_bytes: int
-    """Read and written by one call, by hand."""
+    """Bytes that one call reads and writes, counted by hand."""
     is_long: bool = True
-    """Whether moving the bytes takes longer than launches and one way to memory and back; if not, the share of the
+    """True if moving the bytes takes longer than launches and one way to memory and back; if not, the share of the
     ceiling says nothing."""
     ours: Call
     error: Callable[[], float]
     tolerance: float
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
-    """What makes the call of a peer ready, by name; it raises where it cannot."""
+    """Maps a peer to a function that makes its call ready, and raises where it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Machine:
         return torch.randint(0, below, shape, device=self.device)
 
     def ms(self, call: Call) -> float:
-        """Median over calls, after two that are not counted."""
+        """Return the median over calls, after two that are not counted."""
         for _ in range(2):
             call()
         if self.device.type == "cpu":
@@ -160,7 +160,7 @@ def _flush_buffer(machine: Machine) -> torch.Tensor:
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖result − expected‖ / ‖expected‖ in fp64; infinite if something is not finite."""
+    """Return ‖result − expected‖ / ‖expected‖ in fp64; infinite if something is not finite."""
     difference = float(torch.linalg.vector_norm(result.double() - expected.double()))
     norm = float(torch.linalg.vector_norm(expected.double()))
     error = difference / norm if norm else difference
@@ -282,7 +282,7 @@ def rope_case(machine: Machine, tokens: int) -> Case:
         return max(relative_error(result, other) for result, other in pairs)
 
     def plain() -> torch.Tensor:
-        """The reference for slots that are not negative, which torch.compile can take in one piece."""
+        """Compute the reference for slots that are not negative, which torch.compile can take in one piece."""
         rotation = [table[positions].to(qkv.dtype).float()[:, None] for table in (cos, sin)]
         q, k, v = qkv.unflatten(1, (heads, -1)).split((sizes.q_heads, sizes.kv_heads, sizes.kv_heads), 1)
         rotated = []
@@ -318,7 +318,8 @@ def draw_case(machine: Machine, dtype: torch.dtype) -> Case:
     arguments = logits, temperatures, seeds, positions
 
     def error() -> float:
-        """Of log-probability and entropy; infinite if a token does not lie where its uniform number says."""
+        """Return the error of log-probability and entropy; infinite if a token does not lie where its uniform number
+        says."""
         tokens, logprobs, entropies = draw(*arguments, entropy=True)
         exact_MV = torch.log_softmax(logits.double() / temperatures.double()[:, None], -1)
         probs_MV = exact_MV.exp()
@@ -407,7 +408,7 @@ def lora_case(machine: Machine, tokens: int) -> Case:
         slots = slots.sort().values  # of prompts, whose tokens lie together
 
     def error() -> float:
-        """Of what is added: to zeros, so that the rounding of y does not hide it."""
+        """Return the error of what is added to zeros, so that the rounding of y does not hide it."""
         result, expected = torch.zeros_like(y), torch.zeros_like(y, dtype=FP32)
         add_lora(result, x, a, b, widths, slots)
         add_lora_reference(expected, x.float(), a.float(), b.float(), widths, slots)
@@ -481,7 +482,7 @@ def _liger(module: str, name: str) -> Any:
 
 
 def _flashinfer(module: str, generator: str, *arguments: str) -> Any:
-    """A module of FlashInfer whose kernels are compiled already."""
+    """Import a module of FlashInfer whose kernels are compiled already."""
     specification = getattr(import_module(f"flashinfer.jit.{module}"), generator)(*arguments)
     if not specification.is_aot:
         raise RuntimeError("its kernels would be compiled first, which takes minutes")
@@ -492,7 +493,7 @@ def _flashinfer(module: str, generator: str, *arguments: str) -> Any:
 
 
 def ceilings(machine: Machine) -> dict[str, float]:
-    """GB/s of a copy, bytes read and bytes written, and TFLOP/s of a product of bf16, both on random data."""
+    """Measure GB/s of a copy, bytes read and bytes written, and TFLOP/s of a product of bf16, both on random data."""
     sizes = machine.sizes
     source = machine.random(sizes.copy_bytes // 4, dtype=FP32)
     copy_ms = machine.ms(partial(torch.empty_like(source).copy_, source))
@@ -508,7 +509,7 @@ def ceilings(machine: Machine) -> dict[str, float]:
 
 
 def measure(machine: Machine) -> dict[str, Any]:
-    """Ours first, all of it, then peers, those that must be compiled last."""
+    """Measure ours first, all of it, then peers, those that must be compiled last."""
     limits = ceilings(machine)
     results: dict[str, dict[str, Any]] = {}
     cases = dict(_ready(machine, results))
@@ -543,7 +544,7 @@ def measure(machine: Machine) -> dict[str, Any]:
 
 
 def _ready(machine: Machine, results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Case]]:
-    """The cases whose kernels run at all, compiled side by side."""
+    """Yield the cases whose kernels run at all, compiled side by side."""
     built: dict[str, Case] = {}
     for name, make in CASES.items():
         try:
@@ -597,10 +598,10 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     machine = Machine(device, SMALL if options.rehearse else Sizes(), time.perf_counter())
-    result = measure(machine) | {"seconds": None, "environment": environment()}
+    result = measure(machine)
     result["seconds"] = time.perf_counter() - machine.began_s
     if options.json:
-        write_json(options.json, result)
+        write_result(options.json, result)
     Console(width=None if sys.stdout.isatty() else 200).print(table_of(result))
     failed = [row for row in result["kernels"] if "failure" in row]
     for row in failed:

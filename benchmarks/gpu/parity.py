@@ -27,14 +27,14 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.loading import load_config
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import write_result
 from inflight.stream.assembler import Assembler
 
 SEQUENCES, TOKENS, PROMPT_TOKENS = 32, 128, (8, 120)
 SHARPENING = 4.0
 """Random weights draw from nearly uniform distributions; times this the embedding gives them a few likely tokens."""
 MOST_ERROR = 1.25
-"""Times that of Transformers in the same dtype."""
+"""The error may be so many times that of Transformers in the same dtype."""
 WAYS: dict[str, dict[str, Any]] = {
     "as launched": {},
     "without CUDA graphs": {"cuda_graphs": False},
@@ -68,7 +68,6 @@ def main(model: str, device: str, dtype: str) -> dict[str, Any]:
         "tokens": TOKENS,
         "ways": ways,
         "worst_ratio": max(way["engine_error"]["mean"] / way["transformers_error"]["mean"] for way in ways.values()),
-        "environment": environment(),
     }
 
 
@@ -87,7 +86,7 @@ def load(directory: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def draw(directory: str, device: str, dtype: str, options: dict[str, Any]) -> tuple[str, list[Rollout]]:
-    """(what the engine says of itself, its rollouts in the order of the prompts)."""
+    """Return (what the engine says of itself, its rollouts in the order of the prompts)."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(*PROMPT_TOKENS, SEQUENCES)
     longest = PROMPT_TOKENS[1] + TOKENS
@@ -114,8 +113,8 @@ def draw(directory: str, device: str, dtype: str, options: dict[str, Any]) -> tu
 
 
 def errors(rollouts: list[Rollout], exact: PreTrainedModel, rounded: PreTrainedModel) -> dict[str, Any]:
-    """|Δ log p| of the engine, and of Transformers in its dtype, against float32; ratio: the mean of p / p_engine, what
-    an importance ratio without any staleness would be."""
+    """Return |Δ log p| of the engine, and of Transformers in its dtype, against float32; ratio: the mean of p /
+    p_engine, what an importance ratio without any staleness would be."""
     truth = np.concatenate([logprobs_of(exact, rollout) for rollout in rollouts])
     theirs = np.concatenate([logprobs_of(rounded, rollout) for rollout in rollouts])
     ours = np.concatenate([rollout.logprobs for rollout in rollouts])
@@ -130,7 +129,7 @@ def errors(rollouts: list[Rollout], exact: PreTrainedModel, rounded: PreTrainedM
 
 @torch.inference_mode()
 def logprobs_of(model: PreTrainedModel, rollout: Rollout) -> np.ndarray:
-    """f64[T] by one forward pass."""
+    """Return log p f64[T] by one forward pass."""
     ids = torch.from_numpy(np.concatenate((rollout.prompt_token_ids, rollout.token_ids))).long().to(model.device)
     count = len(rollout.token_ids)
     logits = model(input_ids=ids[None], logits_to_keep=count + 1, use_cache=False).logits[0, :-1]
@@ -151,7 +150,8 @@ def distribution(differences: np.ndarray) -> dict[str, float]:
 
 
 def common(first: list[Rollout], second: list[Rollout]) -> dict[str, Any] | None:
-    """|Δ log p| over the tokens that both have drawn before they part, the last of them included where they agree."""
+    """Return |Δ log p| over the tokens that both have drawn before they part, the last of them included where they
+    agree."""
     differences = []
     for one, other in zip(first, second, strict=True):
         parted = np.flatnonzero(one.token_ids != other.token_ids)
@@ -185,6 +185,6 @@ if __name__ == "__main__":
     measured = main(options.model, options.device, options.dtype)
     Console(width=160).print(table(measured))
     if options.json:
-        write_json(options.json, measured)
+        write_result(options.json, measured)
     if not measured["worst_ratio"] <= MOST_ERROR:
         sys.exit(f"the engine's error is {measured['worst_ratio']:.2f} times that of Transformers in the same dtype")

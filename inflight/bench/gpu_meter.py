@@ -1,4 +1,4 @@
-"""How busy a GPU is, as its driver tells it."""
+"""A meter of how busy a GPU is, as its driver tells it."""
 
 import logging
 import threading

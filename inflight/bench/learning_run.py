@@ -46,7 +46,7 @@ class LearningSettings(LearningOptions):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where all runs of a seed begin."""
+    """The start of all runs of a seed."""
 
     task: Task
     seed: int
@@ -174,7 +174,7 @@ def learn(
             accuracy_before=before,
             accuracy_after=after,
             staleness=engine.staleness.summary(),
-            engine=engine.info.how(),
+            engine=engine.info.execution(),
             gpu_busy=meter.share,
         )
 

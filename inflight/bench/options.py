@@ -72,7 +72,7 @@ class SwapOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessOptions:
-    """How old are the tokens that an optimizer step consumes? The result's names are those of the README's table."""
+    """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean."""
 
     model: Model = "tiny"
     device: Device = "auto"

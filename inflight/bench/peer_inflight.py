@@ -75,7 +75,7 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
 
 def _copy_gb_s() -> float:
-    """What a copy within the device's memory reaches, bytes read and bytes written counted."""
+    """Measure a copy within the device's memory in GB/s, counting bytes read and bytes written."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     milliseconds = []

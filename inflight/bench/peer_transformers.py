@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
 GPU_MEMORY_SHARE = 0.5
-"""Of what the other workers leave free, for the KV cache of continuous batching."""
+"""The share of the memory left free by the other workers that the KV cache of continuous batching takes."""
 
 
 def load(setup: Setup) -> tuple[Hello, Generate]:
@@ -39,7 +39,8 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
     @torch.inference_mode()
     def generate(job: Job) -> Run:
-        """Every sequence runs as long as the longest one; what is beyond its own length does not count."""
+        """Draw for all sequences; every one runs as long as the longest one; what is beyond its own length does not
+        count."""
         requests = random_requests(job, setup.vocab_size)
         lengths = torch.tensor([tokens for _, tokens in requests])
         widest = max(len(ids) for ids, _ in requests)
@@ -101,7 +102,7 @@ class _DrawnLogprobs(LogitsProcessor):
 
     def __init__(self) -> None:
         self.logprobs: list[torch.Tensor] = []
-        """float32[sequences] per step."""
+        """One float32[sequences] per step."""
         self._scores: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:

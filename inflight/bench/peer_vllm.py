@@ -45,7 +45,7 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """What vLLM is started with."""
+    """Return the arguments that vLLM is started with."""
     blocks_tokens = setup.max_context + 256  # whole blocks of up to 128 tokens, and one to spare
     return {
         "model": setup.model,

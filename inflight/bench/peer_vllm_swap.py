@@ -10,7 +10,7 @@ from inflight.bench.peer_vllm import engine_arguments, refuse_other_device
 from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
 PAUSE_BETWEEN_S = 0.3
-"""In which sequences go on."""
+"""Seconds between two pauses, in which sequences go on."""
 
 
 def load(setup: Setup) -> tuple[Hello, Generate]:

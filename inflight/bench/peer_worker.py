@@ -16,12 +16,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a worker loads: its only argument on the command line, as JSON."""
+    """Says what a worker loads; as JSON it is the only argument of its command line."""
 
     model: str
     """A directory or a hub id; the same weights for every worker."""
     device: str
-    """cpu or cuda."""
+    """Either cpu or cuda."""
     dtype: str
     vocab_size: int
     max_sequences: int
@@ -47,10 +47,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A worker's first line: it is ready."""
+    """A worker's first line, which says that it is ready."""
 
     mode: str
-    """Which of the library's ways to generate is measured."""
+    """The way to generate that is measured, of those that the library has."""
     threads: int
     versions: dict[str, str]
     copy_gb_s: float | None = None
@@ -62,25 +62,25 @@ class Run:
     """A worker's answer to a job."""
 
     seconds: float
-    """From submitting the prompts to the last token."""
+    """Seconds from submitting the prompts to the last token."""
     tokens: int
     logprob_mean: float
-    """Mean of the log-probabilities that were recorded when the tokens were drawn."""
+    """The mean of the log-probabilities that were recorded when the tokens were drawn."""
     detail: dict[str, float] = field(default_factory=dict)
-    """Of a swap, `stall_p50_ms` and `stall_p99_ms`. Of throughput what only our own engine tells: `step_ms` (median of
+    """A swap has `stall_p50_ms` and `stall_p99_ms`. Throughput has what only our own engine tells: `step_ms` (median of
     the steps that drew for every sequence), `prefill_s`, and over those steps the means `decode_step_s` and
     `context_tokens` (of all sequences together)."""
     cpu_s: float = 0.0
     """CPU time that the process used for the job, over all its threads."""
     idle_cpu: float = 0.0
-    """Share of a core that it used between its last answer and this job."""
+    """The share of a core that it used between its last answer and this job."""
 
 
 Generate = Callable[[Job], Run]
 
 
 def random_requests(job: Job, vocab_size: int) -> list[tuple[list[int], int]]:
-    """The job's prompts as token ids, and how many tokens are drawn after each; the same in every worker."""
+    """Return the job's prompts as token ids, and how many tokens are drawn after each; all workers get the same."""
     draw = random.Random(job.seed)
     lengths = [(draw.randint(*job.prompt_tokens), draw.randint(*job.tokens)) for _ in range(job.sequences)]
     return [([draw.randrange(vocab_size) for _ in range(prompt)], tokens) for prompt, tokens in lengths]

@@ -41,7 +41,7 @@ class Worker:
         self._task = "starting"
 
     def wait_until_ready(self) -> Hello:
-        """What the worker says of itself once its model is loaded."""
+        """Return what the worker says of itself once its model is loaded."""
         self.hello = self.hello or Hello(**self._answer())
         return self.hello
 
@@ -59,7 +59,7 @@ class Worker:
         return run
 
     def close(self) -> None:
-        """End of input ends a worker; one that does not listen is killed."""
+        """End the worker by the end of its input, or kill it if it does not listen."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -89,8 +89,8 @@ class Worker:
 
 
 def interpreter(name: str) -> str:
-    """The Python that runs this side: our own, or for vLLM that of `make peers`. Where the folder PEERS_PATH holds vLLM
-    for our own Python, that one. Raises InflightError."""
+    """Return the Python that runs this side: our own, or for vLLM that of `make peers`. Where the folder PEERS_PATH
+    holds vLLM for our own Python, that one. Raises InflightError."""
     if not name.startswith("vllm"):
         return sys.executable
     if path := os.environ.get("PEERS_PATH"):
@@ -112,7 +112,8 @@ def interpreter(name: str) -> str:
 
 
 def _environment(name: str, setup: Setup, directory: Path) -> dict[str, str]:
-    """Our environment variables, with a path on which the worker finds this package but not what lies beside it."""
+    """Return our environment variables, with a path on which the worker finds this package but not what lies beside
+    it."""
     packages = directory / "packages"
     packages.mkdir(exist_ok=True)
     link = packages / _PACKAGE.name

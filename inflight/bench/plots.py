@@ -1,4 +1,4 @@
-"""What the plots of the benchmarks have in common."""
+"""Figures and axes that the plots of the benchmarks share."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> None:
-    """Raise InflightError if there is no matplotlib: to be asked before minutes of measuring."""
+    """Raise InflightError if there is no matplotlib; it is called before minutes of measuring."""
     if find_spec("matplotlib") is None:
         raise InflightError("--plot needs matplotlib; install it with: pip install 'inflight[demo]'")
 
 
 def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:
-    """A figure with panels side by side."""
+    """Make a figure with panels side by side."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,7 +29,7 @@ def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:
 
 
 def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = False) -> None:
-    """An axis of sizes that are written out: a logarithmic one, or a linear one with the larger half of them."""
+    """Make the x axis one of sizes that are written out: logarithmic, or linear with the larger half of them."""
     if linear:
         axes.set_xlim(left=0)
         sizes = [size for size in sizes if size * 8 >= max(sizes)]

@@ -32,14 +32,14 @@ QUEUE_SEQUENCES = 32
 """Sequences that decode while others wait."""
 QUEUE_PROMPT_TOKENS = 32
 QUEUE_TOKENS = (32, 96)
-"""Shortest and longest of the requests whose steps are timed: they end and join at different steps."""
+"""The shortest and the longest of the requests whose steps are timed, so that they end and join at different steps."""
 QUEUE_WARMUP_STEPS = 4
-"""Not timed: the first steps prefill and announce all requests, those that wait too."""
+"""Steps that are not timed: they prefill and announce all requests, those that wait too."""
 QUEUE_STEPS = 256
 
 
 def measure(settings: ScalingOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Times of decode steps in an engine of this process.
+    """Time decode steps in an engine of this process.
 
     by_sequences, by_context: the median over the steps that drew a token for every sequence and started none. The
     context is that of the prompts; it grows by one in each of the `tokens` steps that are measured.
@@ -87,7 +87,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:
-    """Step time against sequences and against context. `path` is a PNG file."""
+    """Draw step time against sequences and against context. `path` is a PNG file."""
     figure, (left, right) = new_figure(2)
     for axes, curve, size in ((left, "by_sequences", "sequences"), (right, "by_context", "context")):
         sizes = [point[size] for point in result[curve]]
@@ -132,7 +132,7 @@ def _engine(settings: ScalingOptions, sequences: int, context: int) -> Iterator[
 
 
 def _num_prefills(sequences: int, context: int) -> int:
-    """Passes until the last of the prompts has joined."""
+    """Return the number of passes until the last of the prompts has joined."""
     return -(-sequences // max(1, PREFILL_TOKENS // context))
 
 
@@ -183,7 +183,7 @@ def _measure_queue(settings: ScalingOptions, progress: Callable[[str], None]) ->
 
 
 def _queue_run(engine: Engine, settings: ScalingOptions, queued: int) -> float:
-    """Tokens per second over QUEUE_STEPS steps of always the same requests, enough of them to keep every row busy."""
+    """Return tokens per second over QUEUE_STEPS steps; the requests are always the same, and keep every row busy."""
     draw = random.Random(settings.seed)
     shortest, longest = QUEUE_TOKENS
     num_working = QUEUE_SEQUENCES * (-(-(QUEUE_WARMUP_STEPS + QUEUE_STEPS) // shortest))

@@ -83,7 +83,7 @@ def measure(settings: StalenessOptions, progress: Callable[[str], None] = lambda
         result = {
             "bench": "staleness",
             **asdict(settings),
-            "engine": engine.info.how(),
+            "engine": engine.info.execution(),
             "tokens_per_s": (engine.stream.num_tokens - drawn) / seconds,
             "num_swaps": status.num_swaps,
             "num_swaps_in_flight": status.num_swaps_in_flight,

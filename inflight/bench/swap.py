@@ -27,7 +27,7 @@ from inflight.bench.pinning import halves_of_cores, pinned_to_halves
 from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
-from inflight.core.messages import Prompt
+from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import resolve_device
@@ -40,28 +40,28 @@ from inflight.weights.shared_memory import default_directory
 
 QUIET_PASSES = 16
 WARM_UP_PASSES = 8
-"""Not counted, at the beginning of each quiet window."""
+"""Passes at the beginning of each quiet window that are not counted."""
 PEER_PUBLISHES = 20
 PASSES_BETWEEN_PAUSES = 16
 _MOST_COPIED_BYTES = 2 << 30
-"""In the plain copy that a publish is compared with."""
+"""Bytes, at most, of the plain copy that a publish is compared with."""
 _TIMEOUT_MS = 60_000
 
 
 @dataclass(slots=True)
 class _Samples:
-    """Milliseconds, but for the seconds that copies took."""
+    """What was measured, in milliseconds where the name has no other unit."""
 
     quiet_gaps: list[float] = field(default_factory=list)
-    """Between two passes while nothing is published."""
+    """Times between two passes while nothing is published."""
     copy_gaps: list[float] = field(default_factory=list)
-    """Between two passes of one version while a publish is under way."""
+    """Times between two passes of one version while a publish is under way."""
     swap_gaps: list[float] = field(default_factory=list)
-    """Between the last pass with one version and the first with the next."""
+    """Times between the last pass with one version and the first with the next."""
     swaps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     paused_stalls: list[float] = field(default_factory=list)
-    """Where the engine was paused, loaded and resumed."""
+    """Stalls of an engine that was paused, loaded and resumed."""
     copies_s: list[float] = field(default_factory=list)
     memcpys_gb_s: list[float] = field(default_factory=list)
 
@@ -126,7 +126,7 @@ def measure(settings: SwapOptions, progress: Callable[[str], None] = lambda _: N
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """{"p50": …, "p99": …} of at least one value."""
+    """Return {"p50": …, "p99": …} of at least one value."""
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
@@ -168,8 +168,8 @@ def _measure_ours(
     trainer_side: Callable[[], None],
     progress: Callable[[str], None],
 ) -> tuple[_Samples, int, int, dict[str, Any]]:
-    """(samples, bytes that a publish reads, bytes that it writes, and how the engine runs, how many rounds of prompts
-    it took, what has grown meanwhile)."""
+    """Return (samples, bytes that a publish reads, bytes that it writes, and how the engine runs, how many rounds of
+    prompts it took, what has grown meanwhile)."""
     samples = _Samples()
     with ExitStack() as stack:
         progress(f"{OURS} is loading the model")
@@ -210,14 +210,14 @@ def _measure_ours(
             if len(samples.swaps) == before:
                 raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
         grown = {name: value - held[name] for name, value in _held(launcher.pid, device).items()}
-        how = launcher.welcome.how()
+        how = launcher.welcome.execution()
         progress("pause, publish and resume")
         _pausing_round(settings, setup, launcher, reader, publisher, samples)
     return samples, read_bytes, written_bytes, {"engine": how, "num_rounds": rounds, "grown": grown}
 
 
 def _held(engine_pid: int, device: torch.device) -> dict[str, int]:
-    """What a leak would make grow."""
+    """Count what a leak would make grow."""
     held = {
         "engine_open_files": len(os.listdir(f"/proc/{engine_pid}/fd")),
         "trainer_open_files": len(os.listdir("/proc/self/fd")),
@@ -241,7 +241,7 @@ def _round(
     *,
     seed: int,
 ) -> None:
-    """All sequences from their prompts to their ends."""
+    """Draw all sequences from their prompts to their ends, and publish in every other window."""
     _submit(settings, setup, launcher, seed=seed)
     windows = _windows(settings.window)
     window, left = next(windows)
@@ -280,17 +280,18 @@ def _pausing_round(
     publisher: Publisher,
     samples: _Samples,
 ) -> None:
-    """What it would cost to stop for new weights: the same engine, the same copy, the same sequences in flight."""
+    """Measure what it would cost to stop for new weights: the same engine, the same copy, the same sequences in
+    flight."""
     _submit(settings, setup, launcher, seed=-1)
     for passes, _ in enumerate(_full_passes(launcher, reader, settings.sequences), start=1):
         if passes % PASSES_BETWEEN_PAUSES or len(samples.paused_stalls) == PEER_PUBLISHES:
             continue
         began = time.perf_counter()
-        launcher.client.pause()
+        launcher.client.call("pause")
         version = publisher.publish()
-        while launcher.client.status().version < version:
+        while launcher.client.call("status", returns=Status).version < version:
             publisher.check()
-        launcher.client.resume()
+        launcher.client.call("resume")
         samples.paused_stalls.append((time.perf_counter() - began) * 1e3)
 
 
@@ -301,24 +302,24 @@ def _submit(settings: SwapOptions, setup: Setup, launcher: EngineLauncher, *, se
         Prompt([draw.randrange(setup.vocab_size) for _ in range(settings.prompt_tokens)], params)
         for _ in range(settings.sequences)
     ]
-    launcher.client.submit(prompts)
+    launcher.client.call("submit", {"prompts": prompts}, list[int])
 
 
 def copied_bytes(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:
-    """What a publish of all parameters into slots of this dtype reads and writes."""
+    """Return the bytes that a publish of all parameters into slots of this dtype reads and writes."""
     parameters = list(model.parameters())
     return sum(p.nbytes for p in parameters), sum(p.numel() * dtype.itemsize for p in parameters)
 
 
 def _windows(publishes: int) -> Iterator[tuple[str, int]]:
-    """(what happens, how many passes or publishes it lasts), in alternation."""
+    """Yield (what happens, how many passes or publishes it lasts), in alternation."""
     while True:
         yield "quiet", WARM_UP_PASSES + QUIET_PASSES
         yield "publishes", publishes
 
 
 def _full_passes(launcher: EngineLauncher, reader: StreamReader, sequences: int) -> Iterator[TokenFrame]:
-    """Frames of passes that drew a token for each sequence and started none; returns when all of them have ended."""
+    """Yield the frames of passes that drew a token for each sequence and started none, until all have ended."""
     num_finished = 0
     while num_finished < sequences:
         frame = reader.receive(_TIMEOUT_MS)
@@ -331,7 +332,7 @@ def _full_passes(launcher: EngineLauncher, reader: StreamReader, sequences: int)
 
 
 def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """GB/s, of bytes read and bytes written."""
+    """Return the GB/s of a copy, counting bytes read and bytes written."""
     began = time.perf_counter()
     target.copy_(source)
     if source.is_cuda:

@@ -31,7 +31,7 @@ SETTLE_S = 0.5
 """Pause between two runs, in which the threads of the side that just ran fall asleep."""
 OURS = "inflight"
 WARM_UP_TOKENS = 64
-"""Per sequence, at most, in the first run of each side on a GPU; on a CPU it is a run like the others."""
+"""Tokens per sequence, at most, of each side's first run on a GPU; on a CPU it is a run like the others."""
 
 MAX_OTHER_CPU = 0.2
 """Cores that other programs may use during a run before a remark says so."""
@@ -40,7 +40,7 @@ MAX_LOGPROB_GAP = 0.1
 
 
 def measure(settings: ThroughputOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Tokens per second of our engine and of each peer, for each number of sequences.
+    """Measure tokens per second of our engine and of each peer, for each number of sequences.
 
     Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
     uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
@@ -127,7 +127,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _remarks(points: list[dict[str, Any]]) -> list[str]:
-    """What makes these numbers doubtful."""
+    """Say what makes these numbers doubtful."""
     remarks = []
     if any((point["other_cpu"] or 0) > MAX_OTHER_CPU for point in points):
         remarks.append("Other programs used the processors meanwhile: repeat this on an idle machine.")
@@ -139,7 +139,7 @@ def _remarks(points: list[dict[str, Any]]) -> list[str]:
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:
-    """Tokens per second against the number of sequences, a line per side. `path` is a PNG file."""
+    """Draw tokens per second against the number of sequences, a line per side. `path` is a PNG file."""
     figure, (axes,) = new_figure(1)
     points = result["points"]
     sizes = [point["sequences"] for point in points]
@@ -163,13 +163,13 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _as_given(lengths: tuple[int, int]) -> int | list[int]:
-    """One number where both are the same."""
+    """Return one number where both are the same."""
     return lengths[0] if lengths[0] == lengths[1] else list(lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """What all sides of a comparison load."""
+    """The model that all sides of a comparison load."""
 
     path: str
     """A directory or a hub id."""
@@ -178,14 +178,14 @@ class BenchModel:
 
 
 def checkpoint_dtype(name: str, model: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype that our engine takes; what "auto" means to the peers differs."""
+    """Return the dtype that our engine takes, since "auto" means something else to the peers."""
     return resolve_dtype(name, model=model, device=device) or getattr(
         torch, str(config.dtype or "float32").removeprefix("torch.")
     )
 
 
 def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory: Path | None) -> BenchModel:
-    """A built-in shape is saved to `directory`, where there is one, so that all sides have the same weights."""
+    """Save a built-in shape to `directory`, where there is one, so that all sides have the same weights."""
     config = load_config(name)
     dtype = checkpoint_dtype(dtype_name, name, config, torch.device(device))
     path = Path(name)
@@ -267,7 +267,8 @@ def _summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def _busy_cpu_s() -> float:
-    """CPU time of the whole machine since it started, with what its host took away; 0 where Linux does not tell."""
+    """Return the CPU seconds of the whole machine since it started, with what its host took away; 0 where Linux does
+    not tell."""
     try:
         fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
     except OSError:
@@ -277,7 +278,7 @@ def _busy_cpu_s() -> float:
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Over all layers."""
+    """Return the bytes that keys and values of a token take over all layers."""
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -285,7 +286,7 @@ def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Every weight once, but for an input embedding that is not also the output's: a step reads few of its rows."""
+    """Count every weight once, save an input embedding that is not also the output's: a step reads few of its rows."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -296,7 +297,8 @@ def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _mbu(point: dict[str, Any], model: BenchModel, hello: Hello) -> float | None:
-    """Model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's bandwidth.
+    """Return the model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's
+    bandwidth.
 
     A copy's bytes are those read and those written. None on a CPU, and where what a step reads depends on more than
     that: mixtures of experts, sliding windows.

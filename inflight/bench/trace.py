@@ -31,10 +31,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """When what was under way: f64[n, 2], begins and ends in seconds; one's own may overlap."""
+    """The times at which work of each kind was under way: f64[n, 2], begins and ends in seconds, which may overlap."""
 
     source: str
-    """kernels: kernels and copies on GPUs; spans: by name, on CPUs."""
+    """What the times were read from: "kernels" (kernels and copies on GPUs) or "spans" (by name, on CPUs)."""
     decode: np.ndarray
     """Passes of the engine: prefill, decode and draws."""
     train: np.ndarray
@@ -85,7 +85,7 @@ def measure(settings: TraceOptions, progress: Progress = lambda _: None) -> dict
 
 
 def summarize(trace: dict[str, Any]) -> dict[str, Any]:
-    """What a trace of a running loop shows: seconds by kind of work, and seconds of two kinds at once."""
+    """Sum up what a trace of a running loop shows: seconds by kind of work, and seconds of two kinds at once."""
     work, seconds, events = work_in(trace["traceEvents"]), trace["otherData"]["seconds"], trace["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "inflight"]
     return {
@@ -105,8 +105,11 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def work_in(events: Iterable[Event]) -> Work:
-    """Of a merged trace. With GPUs, what ran on them: all of the engine's, and the trainer's, of which the publisher's
-    streams are told from the others. Without, the spans by name."""
+    """Find the work in a merged trace.
+
+    With GPUs it is what ran on them: all of the engine's, and the trainer's, of which the publisher's streams are told
+    from the others. Without GPUs it is the spans, told apart by name.
+    """
     events = list(events)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     spans = [event for event in events if event.get("cat") == "inflight"]
@@ -134,7 +137,7 @@ def work_in(events: Iterable[Event]) -> Work:
 
 
 def busy(*intervals: np.ndarray) -> float:
-    """How long at least one of the intervals f64[n, 2] was under way."""
+    """Return for how many seconds at least one of the intervals f64[n, 2] was under way."""
     joined = _joined(intervals)
     begins, ends = joined[np.argsort(joined[:, 0], kind="stable")].T
     covered = np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])) if len(ends) else ends
@@ -142,7 +145,7 @@ def busy(*intervals: np.ndarray) -> float:
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:
-    """How long some interval of `a` and some of `b` were under way at the same time."""
+    """Return for how many seconds some interval of `a` and some of `b` were under way at the same time."""
     return max(0.0, busy(a) + busy(b) - busy(a, b))
 
 

@@ -1,11 +1,10 @@
 """Messages on the control socket: MessagePack, tagged by type, never pickle.
 
-Client → engine: Hello, Submit, Fork, Cancel, Pause, Resume, Sleep, Wake, GetStatus, StartTrace, StopTrace, Shutdown;
-publisher → engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
-Engine → client: Welcome, Submitted, Done, Status, TraceWritten, Failed; engine → publisher: Attached, SlotFree, Joined,
-Filled, Failed.
+Client → engine: Hello, Call; publisher → engine: Attach, SlotRequest, Join, Fill, SlotReady, Detach.
+Engine → client: Welcome, Result, Failed; engine → publisher: Attached, SlotFree, Joined, Filled, Failed.
 
-A request carries a `ticket` that its answer repeats. A slot has one owner at a time, and ownership moves only by
+What a client may ask of an engine is a verb, which a Call names (`inflight/engine/verbs.py`). A request carries a
+`ticket` that its answer repeats; 0 asks for no answer. A slot has one owner at a time, and ownership moves only by
 SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the publisher cannot write to the slot itself,
 it has the engine fill it (Fill, Filled) before it announces it as it would announce any other.
 """
@@ -22,13 +21,13 @@ from inflight.core.layout import Alias, WeightLayout
 from inflight.core.sampling import SamplingParams
 
 LIVE_VERSION = -1
-PROTOCOL = 2
-"""Of these messages and of frames. To be raised with every change after which two versions do not understand each
+PROTOCOL = 3
+"""Version of these messages and of frames. Raise it with every change after which two versions do not understand each
 other."""
 PACKAGE = str(Path(inflight.__file__).parent)
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_TEXT = 2000
-"""Characters of an error message on the wire and in a log."""
+"""Most characters of an error message on the wire and in a log."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -87,61 +86,12 @@ class Prompt(msgspec.Struct, frozen=True):
     """Name of the adapter that draws its tokens; None: the weights alone."""
 
 
-class Submit(_Message, frozen=True):
-    """All prompts are accepted, or none."""
+class Call(_Message, frozen=True):
+    """Asks for the Result of a verb."""
 
-    prompts: list[Prompt]
-
-
-class Fork(_Message, frozen=True):
-    """Starts a group whose prompt is that of a running request and the first `at` tokens that it drew (None: all)."""
-
-    request_id: int
-    at: int | None
-    params: SamplingParams
-    metadata: dict[str, Any] = {}
-
-
-class Cancel(_Message, frozen=True):
-    """Ends every unfinished request of these groups, and these requests, with finish_reason "cancelled"."""
-
-    group_ids: list[int]
-    request_ids: list[int] = []
-
-
-class Pause(_Message, frozen=True):
-    """No forward pass from the next boundary on, until Resume."""
-
-
-class Resume(_Message, frozen=True):
-    pass
-
-
-class Sleep(_Message, frozen=True):
-    """No forward pass until Wake, and the memory of the KV cache is given back. Unfinished requests go on after it."""
-
-
-class Wake(_Message, frozen=True):
-    pass
-
-
-class GetStatus(_Message, frozen=True):
-    pass
-
-
-class StartTrace(_Message, frozen=True):
-    """Record what the engine's process does, until StopTrace; generation goes on."""
-
-    details: bool = False
-    """Every operator and all that the profiler knows, and not spans, kernels and copies alone."""
-
-
-class StopTrace(_Message, frozen=True):
-    """Asks for TraceWritten."""
-
-
-class Shutdown(_Message, frozen=True):
-    pass
+    verb: str
+    arguments: msgspec.Raw
+    """A map from parameter names to values, which the verb reads as the types of its parameters."""
 
 
 class Attach(_Message, frozen=True):
@@ -149,11 +99,11 @@ class Attach(_Message, frozen=True):
 
     layout: WeightLayout
     map_slots: bool = True
-    """Whether it writes to the slots itself."""
+    """The publisher writes to the slots itself."""
     adapters: bool = False
-    """Whether it publishes adapters, and not weights."""
+    """It publishes adapters, and not weights."""
     aliases: bool = False
-    """Whether it wants to know by which other names the tensors go."""
+    """It asks for the other names of the tensors."""
     lock_token: str = ""
     """What the publisher wrote into `Welcome.publisher_lock` when it had locked it; "" if it is on another machine."""
 
@@ -228,7 +178,7 @@ class Welcome(_Message, frozen=True):
     stream_endpoint: str
     layout: WeightLayout
     adapter_layout: WeightLayout | None
-    """Of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
+    """The layout of the slots of adapters; tensors are named ADAPTER.MODULE.lora_A and …lora_B."""
     device: str
     device_uuid: str
     """"" for a CPU."""
@@ -241,7 +191,7 @@ class Welcome(_Message, frozen=True):
     attention: str
     """Name of the attention backend."""
     fused: bool
-    """Whether the decoder runs with fused kernels, or as Transformers runs it."""
+    """The decoder runs with fused kernels, and not as Transformers runs it."""
     num_graphs: int
     """CUDA graphs that were recorded."""
     publisher_lock: str
@@ -253,20 +203,20 @@ class Welcome(_Message, frozen=True):
     package: str = ""
     """Where the engine's inflight lies."""
 
-    def how(self) -> dict[str, Any]:
-        """How passes run, for records of measurements."""
+    def execution(self) -> dict[str, Any]:
+        """Says how forward passes run, for records of measurements."""
         return {"attention": self.attention, "fused": self.fused, "num_graphs": self.num_graphs}
 
 
-class Submitted(_Message, frozen=True):
-    group_ids: list[int]
+class Result(_Message, frozen=True):
+    """What a verb returned."""
+
+    value: msgspec.Raw
 
 
-class Done(_Message, frozen=True):
-    pass
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of an engine, and what it is doing now."""
 
-
-class Status(_Message, frozen=True):
     version: int
     step: int
     num_waiting: int
@@ -278,19 +228,13 @@ class Status(_Message, frozen=True):
     paused: bool
     asleep: bool
     versions: list[int]
-    """Held whole, live or pinned, and so open to pinned requests."""
+    """The versions that slots hold whole, live or pinned, which requests may be pinned to."""
     num_preemptions: int
-    """Times that a sequence gave its KV blocks back to others and was computed again."""
+    """How often a sequence gave its KV blocks back to others and was computed again."""
     kv_blocks_used: int
     kv_blocks: int
     num_reused_tokens: int
     """Prompt tokens that the prefix cache spared."""
-
-
-class TraceWritten(_Message, frozen=True):
-    """The engine's part of a trace lies in this file, which is the asker's from now on."""
-
-    path: str
 
 
 class Failed(_Message, frozen=True):
@@ -309,7 +253,7 @@ class Attached(_Message, frozen=True):
     version: int
     """Newest version that the engine holds; the next publish must be above it."""
     aliases: list[Alias] = []
-    """Where it was asked for them."""
+    """The other names of the tensors, if the publisher asked for them."""
 
 
 class SlotFree(_Message, frozen=True):
@@ -324,27 +268,8 @@ class Filled(_Message, frozen=True):
     """The slot holds the version, whole, and still belongs to the publisher, who announces it."""
 
 
-ToEngine = (
-    Hello
-    | Submit
-    | Fork
-    | Cancel
-    | Pause
-    | Resume
-    | Sleep
-    | Wake
-    | GetStatus
-    | StartTrace
-    | StopTrace
-    | Shutdown
-    | Attach
-    | SlotRequest
-    | Join
-    | Fill
-    | SlotReady
-    | Detach
-)
-FromEngine = Welcome | Submitted | Done | Status | TraceWritten | Failed | Attached | SlotFree | Joined | Filled
+ToEngine = Hello | Call | Attach | SlotRequest | Join | Fill | SlotReady | Detach
+FromEngine = Welcome | Result | Failed | Attached | SlotFree | Joined | Filled
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
@@ -352,24 +277,40 @@ _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """Raises InvalidRequestError for a message that is too large, and TypeError, ValueError or OverflowError for
-    metadata that no message can hold."""
+    """Raises InvalidRequestError for a message that is too large."""
     data = _ENCODER.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(_too_large(len(data)))
     return data
 
 
+def to_raw(value: Any, what: str) -> msgspec.Raw:
+    """Encode the arguments of a Call or the value of a Result. Raises InvalidRequestError, which calls it `what`, if no
+    message can hold it."""
+    try:
+        return msgspec.Raw(_ENCODER.encode(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"{what} cannot be sent: {error}") from error
+
+
 def decode_to_engine(data: bytes) -> ToEngine:
     """Raises ProtocolError."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(_too_large(len(data)))
-    return _decode(_TO_ENGINE, data)
+    return read(_TO_ENGINE, data)
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
     """Raises ProtocolError."""
-    return _decode(_FROM_ENGINE, data)
+    return read(_FROM_ENGINE, data)
+
+
+def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw) -> Any:
+    """Decode a message or a part of one. Raises ProtocolError, saying where in it something is wrong."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"the control message cannot be read: {shorten(str(error))}") from error
 
 
 def check_same_version(version: str, protocol: int, package: str, *, who: str) -> None:
@@ -391,10 +332,3 @@ def _too_large(size: int) -> str:
         f"a control message has at most {MAX_MESSAGE_BYTES >> 20} MiB, got {size / 2**20:.1f} MiB; "
         "submit fewer prompts at a time"
     )
-
-
-def _decode(decoder: msgspec.msgpack.Decoder, data: bytes) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"the control message cannot be read: {shorten(str(error))}") from error

@@ -7,17 +7,21 @@ KV_POLICIES = ("keep", "recompute")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "torch", "cpu")
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an engine is built.
+class _ModelOption(msgspec.Struct, frozen=True):
+    model: str
+    """A directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them)."""
 
-    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", …  dtype: "auto" (the checkpoint's own; bfloat16
-    for built-in shapes on a GPU), "float32", "bfloat16" or "float16".
+
+class EngineOptions(_ModelOption, frozen=True, kw_only=True):
+    """How an engine is built, and how long its launcher waits for it. `model` alone may be given without its name.
+
+    Raises ValueError for an option that is out of range.
     """
 
-    model: str
-    """A directory, a Hugging Face hub id, or a built-in shape."""
     device: str = "auto"
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, …"""
     dtype: str = "auto"
+    """float32, bfloat16 or float16; auto takes the checkpoint's own, and bfloat16 for built-in shapes on a GPU."""
     slots: int = 2
     """Whole copies of the weights. 2: a version is written while the other is read. 1: saves memory, stalls."""
     max_sequences: int = 64
@@ -64,6 +68,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Initial weights of built-in shapes."""
     threads: int = 0
     """CPU threads for the forward pass; 0 leaves torch's own choice."""
+    timeout_s: float = 600.0
+    """How long `launch()` waits for the engine to load its model."""
+    answer_timeout_s: float = 60.0
+    """How long every call waits for an answer of the running engine, which answers between two forward passes. One that
+    lives and takes longer raises EngineHungError, wherever it is waited for."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -101,6 +110,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}, got {self.attention!r}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
+        if not self.answer_timeout_s > 0:
+            raise ValueError(f"answer_timeout_s must be positive, got {self.answer_timeout_s}")
 
 
 class Startup(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a run writes down: a line per step as it happens, a summary and a plot at the end."""
+"""The files of a run: a line per step as it happens, a summary and a plot at the end."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,12 +11,12 @@ from inflight.observability.environment import replacing
 
 @dataclass(slots=True)
 class StepRecord:
-    """One optimizer step. Times in milliseconds are means over the step's tokens (token_age_ms, weight_lag_ms,
-    version_lag) or the newest swap's (swap_ms)."""
+    """Describes one optimizer step. Times in milliseconds are means over the step's tokens (token_age_ms,
+    weight_lag_ms, version_lag) or the newest swap's (swap_ms)."""
 
     step: int
     seconds: float
-    """Since reinforcement learning began."""
+    """Seconds since reinforcement learning began."""
     reward: float
     accuracy: float | None
     """Held-out accuracy, where it was measured after this step."""
@@ -33,13 +33,13 @@ class StepRecord:
 
 
 def append_step(path: Path, record: StepRecord) -> None:
-    """One JSON line, so that an interrupted run keeps what it had."""
+    """Append one JSON line, so that an interrupted run keeps what it had."""
     with open(path, "a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
 
 
 def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: float) -> None:
-    """Reward and held-out accuracy over seconds, and below them how old the tokens were."""
+    """Draw reward and held-out accuracy over seconds, and below them how old the tokens were."""
     import matplotlib
 
     matplotlib.use("Agg")

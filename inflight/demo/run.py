@@ -26,6 +26,7 @@ from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, write_json
 from inflight.session import LaunchedEngine, launch
+from inflight.training.data.dropped import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 
 EVALUATE_EVERY = 25
@@ -145,6 +146,7 @@ class _Run:
         self._swaps: dict[str, int] = {}
         self._staleness: dict[str, Any] = {}
         self._num_tokens = 0
+        self._dropped = Dropped()
         self._began_ns = 0
 
     def train(self, engine: LaunchedEngine, model: PreTrainedModel) -> None:
@@ -196,6 +198,7 @@ class _Run:
             "accuracy_after": self.accuracy_after,
             "reward_last_10_steps": float(np.mean([r.reward for r in tail])) if tail else None,
             **self._swaps,
+            "dropped": self._dropped.as_dict(),
             "num_tokens": self._num_tokens,
             "tokens_per_s": self._num_tokens / last.seconds if last else None,
             "seconds_rl": last.seconds if last else None,
@@ -204,7 +207,7 @@ class _Run:
         }
 
     def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
-        staleness, stats = report.staleness, report.stats
+        staleness, stats, self._dropped = report.staleness, report.stats, report.dropped
         record = StepRecord(
             step=report.step,
             seconds=(report.finished_ns - self._began_ns) / 1e9,

@@ -1,4 +1,4 @@
-"""Where prompts come from and how answers are scored: reasoning-gym tasks, or a file of prompts and answers."""
+"""Prompts and the scores of answers: reasoning-gym tasks, or a file of prompts and answers."""
 
 import json
 import random
@@ -27,13 +27,13 @@ class Task:
     max_tokens: int
 
     def score(self, rollout: Rollout) -> float:
-        """Reward of a rollout: the score of its text; 0 if it did not come to an end."""
+        """Return the reward of a rollout: the score of its text; 0 if it did not come to an end."""
         if rollout.finish_reason != "stop":
             return 0.0
         return self.score_answer(rollout.text, Example(rollout.prompt, rollout.metadata))
 
     def shuffled(self, seed: int) -> Iterator[Example]:
-        """Training examples without end, every pass in another order."""
+        """Yield training examples without end, every pass in another order."""
         rng = random.Random(seed)
         while True:
             order = list(self.train)
@@ -42,7 +42,8 @@ class Task:
 
 
 def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
-    """A JSON-lines file, each line {"prompt": …, "answer": …}; an answer scores 1 if it is equal, stripped, else 0.
+    """Read a JSON-lines file, each line {"prompt": …, "answer": …}; an answer scores 1 if it is equal, stripped, else
+    0.
 
     The last lines, `held_out` of them but at most a quarter, are held out. Raises TaskError, naming the line.
     """
@@ -68,7 +69,7 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
 
 
 def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int = 20_000, held_out: int = 512) -> Task:
-    """A reasoning-gym task (Stojanovski et al. 2025, arXiv 2505.24760) at its default difficulty.
+    """Make a reasoning-gym task (Stojanovski et al. 2025, arXiv 2505.24760) at its default difficulty.
 
     An answer scores 1 if the task's own verifier gives it exactly 1.0, else 0; partial credit is not used, because
     verifiers give it to answers that a reader would call wrong. Held-out prompts are drawn with a seed of their own,
@@ -102,7 +103,7 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int =
 def _by_prompt(
     entries: Iterable[Any], write_prompt: Callable[[Any], str], *, count: int | None = None
 ) -> dict[str, Any]:
-    """The first `count` entries with prompts that differ in more than case."""
+    """Return the first `count` entries with prompts that differ in more than case."""
     found: dict[str, Any] = {}
     seen: set[str] = set()
     for entry in entries:

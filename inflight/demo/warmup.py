@@ -29,7 +29,7 @@ def warm_up(
     seed: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Next-token prediction on the answers, not the prompts, of a few demonstrations."""
+    """Train on the next tokens of the answers, not of the prompts, of a few demonstrations."""
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randperm(len(examples), generator=generator)[: config.demonstrations].tolist()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
@@ -54,7 +54,8 @@ def warm_up(
 def ramp_and_decay(
     optimizer: torch.optim.Optimizer, *, ramp: int, steps: int, floor: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A learning rate that rises over `ramp` steps and then falls linearly to `floor` times its peak at `steps`."""
+    """Schedule a learning rate that rises over `ramp` steps and then falls linearly to `floor` times its peak at
+    `steps`."""
 
     def factor(step: int) -> float:
         if step < ramp:
@@ -65,14 +66,14 @@ def ramp_and_decay(
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[int]]:
-    """Token ids of prompt, answer and end of text; and the same as targets, with −100 on the prompt."""
+    """Return the ids of prompt, answer and end of text, and the same as targets with −100 on the prompt."""
     prompt = list(tokenizer(example.prompt)["input_ids"])
     answer = [*tokenizer(example.metadata["answer"])["input_ids"], tokenizer.eos_token_id]
     return prompt + answer, [-100] * len(prompt) + answer
 
 
 def _collate(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """i64[B, S] each, padded on the right, where causality hides the padding from what is before it."""
+    """Pad on the right, where causality hides the padding from what is before it: i64[B, S] each."""
     longest = max(len(ids) for ids, _ in rows)
     ids_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
     targets_BS = torch.full((len(rows), longest), -100)

@@ -25,6 +25,7 @@ from inflight.engine.columns import extra_columns, routed_experts_columns
 from inflight.engine.sampler import Drawn, nothing_drawn
 from inflight.engine.sequence import Schedule
 from inflight.engine.stall import StallClock
+from inflight.engine.verbs import verb
 from inflight.weights.slot_table import SlotTable
 
 
@@ -98,10 +99,12 @@ class Engine(Parts):
 
     # ---- requests and states ------------------------------------------------------------------------------------
 
+    @verb(brings_work=True)
     def submit(self, prompts: Seq[Prompt]) -> list[int]:
         """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError."""
         return self.requests.submit(prompts)
 
+    @verb(brings_work=True)
     def fork(
         self,
         request_id: int,
@@ -116,18 +119,22 @@ class Engine(Parts):
         """
         return self.requests.fork(request_id, at, params, metadata)
 
+    @verb()
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
         """End every unfinished request of these groups, and these requests; what ended already is left alone."""
         self.requests.cancel(group_ids, request_ids)
 
+    @verb()
     def pause(self) -> None:
         """Run no forward pass from the next boundary on, until `resume()`. Weights still arrive."""
         self.paused = True
 
+    @verb()
     def resume(self) -> None:
         """Run forward passes again."""
         self.paused = False
 
+    @verb()
     def sleep(self) -> None:
         """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
         computed again afterwards; slots stay, as publishers may be writing to them."""
@@ -138,6 +145,7 @@ class Engine(Parts):
             self.runner.free_memory()
             self.memory.free()  # last: it returns all that nobody holds to the device
 
+    @verb()
     def wake(self) -> None:
         """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
         if self.asleep:

@@ -18,7 +18,7 @@ from inflight.core import child
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.messages import Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
-from inflight.engine.client import ANSWER_TIMEOUT_S, EngineClient
+from inflight.engine.client import EngineClient
 from inflight.engine.directory import make_directory, remove_orphan_directories
 from inflight.engine.log import NAME as LOG_NAME
 from inflight.weights.shared_memory import default_directory, remove_orphans
@@ -26,7 +26,7 @@ from inflight.weights.shared_memory import default_directory, remove_orphans
 logger = logging.getLogger("inflight.engine")
 
 _SHUTDOWN_S = 5.0
-"""For the answer to Shutdown, and then for the end."""
+"""Bound for the answer to `shutdown`, and then again for the end."""
 
 
 class EngineLauncher:
@@ -35,7 +35,7 @@ class EngineLauncher:
     Its sockets, locks and log lie in a temporary directory. Raises what kept the engine from starting.
     """
 
-    def __init__(self, options: EngineOptions, *, timeout_s: float = 600.0, answer_timeout_s: float = ANSWER_TIMEOUT_S):
+    def __init__(self, options: EngineOptions):
         remove_orphan_directories()
         with _uninterrupted():
             self.directory, lock = make_directory()
@@ -49,10 +49,10 @@ class EngineLauncher:
             # Also where close() is interrupted or never called, at the end of this process at the latest.
             self._make_end = weakref.finalize(self, _make_end, self._process, self.directory, lock, os.getpid())
         self.client = EngineClient(
-            f"ipc://{self.directory}/control", check_engine=self.check, answer_timeout_s=answer_timeout_s
+            f"ipc://{self.directory}/control", check_engine=self.check, answer_timeout_s=options.answer_timeout_s
         )
         try:
-            self.welcome: Welcome = self.client.hello(timeout_s=timeout_s)
+            self.welcome: Welcome = self.client.hello(timeout_s=options.timeout_s)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
         except BaseException:
             self._make_end()
@@ -74,7 +74,7 @@ class EngineLauncher:
         try:
             if self._make_end.alive and self._process.poll() is None:
                 with contextlib.suppress(InflightError, TimeoutError, subprocess.TimeoutExpired):  # then it is made to
-                    self.client.shutdown(timeout_s=_SHUTDOWN_S)
+                    self.client.call("shutdown", timeout_s=_SHUTDOWN_S)
                     self._process.wait(_SHUTDOWN_S)
         finally:
             self._make_end()

@@ -1,115 +1,67 @@
-"""What the engine process does: it answers the control socket between forward passes, and sends every frame to the
-stream, until it is told to end."""
+"""The engine's process: it answers the control socket between forward passes, and sends every frame to the stream,
+until it is told to end."""
 
-import contextlib
 import gc
 import logging
-import os
 from pathlib import Path
-from queue import SimpleQueue
 
 import zmq
 
 import inflight
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
+from inflight.core.errors import InflightError, ProtocolError
 from inflight.core.messages import (
-    MAX_MESSAGE_BYTES,
     PACKAGE,
     PROTOCOL,
-    Attach,
-    Attached,
-    Cancel,
-    Detach,
-    Done,
+    Call,
     Failed,
-    Fill,
-    Filled,
-    Fork,
     FromEngine,
-    GetStatus,
     Hello,
-    Join,
-    Joined,
-    Pause,
-    Resume,
-    Shutdown,
-    Sleep,
-    SlotFree,
-    SlotReady,
-    SlotRequest,
-    StartTrace,
     Status,
-    StopTrace,
-    Submit,
-    Submitted,
     ToEngine,
-    TraceWritten,
-    Wake,
     Welcome,
     check_same_version,
     decode_to_engine,
-    encode,
-    shorten,
 )
 from inflight.core.options import Startup
+from inflight.engine.control_socket import ControlSocket
 from inflight.engine.directory import alive_lock
 from inflight.engine.engine import Engine
 from inflight.engine.parent import ParentWatch
-from inflight.engine.seat import PublisherSeat
+from inflight.engine.publishing import PublisherService
+from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
-from inflight.weights.loader import Loader, Result
-from inflight.weights.slot_table import SlotTable
 
 logger = logging.getLogger("inflight.engine")
 
 _IDLE_POLL_MS = 50
 _MESSAGES_PER_STEP = 16
 _SHARE_OF_STEP = 0.1
-"""Of the time of a forward pass, that questions may take between two of them, beyond the first."""
-_WORK = (Submit, Fork, Attach, SlotRequest, Join, Fill, SlotReady, Detach)
-"""Messages that are no mere questions."""
-_MAX_WIRE_BYTES = 2 * MAX_MESSAGE_BYTES
-"""Of what is larger nothing is received: its sender is disconnected. Up to here it is told why it is refused."""
-_MAX_UNREAD = 16
-"""Messages of one client that wait here to be read; more wait in the client."""
-_MAX_UNSENT = 10_000
-"""Answers that a client may leave unread; more are dropped."""
+"""Questions between two forward passes, beyond the first, may take this share of the time of a pass."""
 
 
 class EngineProcess:
-    """An engine, its control socket and its stream."""
+    """An engine, its control socket and its stream. The engine's verbs and those below are what clients may call."""
 
-    def __init__(self, engine: Engine, control: zmq.Socket, stream: StreamWriter, directory: Path):
+    def __init__(self, engine: Engine, control: ControlSocket, stream: StreamWriter, directory: Path):
         """directory: for the locks of engine and publisher, and for traces."""
         self._engine = engine
         self._control = control
         self._stream = stream
         self._alive_lock = alive_lock(directory)
-        self._seat = PublisherSeat(directory / "publisher.lock", lambda holder: self._send(holder, Done()))
-        self._receiver = engine.slot_table
-        """Of what the publisher publishes: weights or adapters."""
-        self._loading: set[tuple[SlotTable, int]] = set()
-        """Slots that loaders work on."""
-        self._woken, self._waking = os.pipe()
-        """The loader writes to it when it has done something, which ends a wait for messages."""
-        os.set_blocking(self._waking, False)
-        self._results: SimpleQueue[Result] = SimpleQueue()
-        self._loader = Loader(engine.slot_table, self._loaded)
-        self._poller = zmq.Poller()
-        self._poller.register(control, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._publisher_lock = directory / "publisher.lock"
+        self._publishing = PublisherService(engine, control, self._publisher_lock)
         self._recorder = Recorder("inflight engine", directory)
-        self._bad_messages = 0
+        self._verbs = Verbs(engine, self)
         self._step_ns = 0
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
             self._answer(wait=self._engine.idle)
-            self._take_results()
+            self._publishing.take_results()
             began_ns = now_ns()
             frame = self._engine.step()
             self._step_ns = now_ns() - began_ns
@@ -117,114 +69,101 @@ class EngineProcess:
                 self._stream.send(frame)
             else:
                 self._stream.flush()
-            self._lend_slots()
+            self._publishing.lend_slots()
 
     def stop(self) -> None:
         """End the loop after the pass that is under way. From any thread."""
         self.stopping = True
+
+    def close(self) -> None:
+        self._engine.close()
+        self._stream.close()
+
+    # ---- verbs --------------------------------------------------------------------------------------------------
+
+    @verb()
+    def shutdown(self) -> None:
+        self.stop()
+
+    @verb()
+    def status(self) -> Status:
+        engine = self._engine
+        return Status(
+            version=engine.version,
+            step=engine.step_count,
+            num_waiting=engine.scheduler.num_waiting,
+            num_running=len(engine.scheduler.running),
+            num_tokens=engine.num_tokens,
+            num_swaps=engine.num_swaps,
+            num_swaps_in_flight=engine.num_swaps_in_flight,
+            bad_messages=self._control.num_refused,
+            paused=engine.paused,
+            asleep=engine.asleep,
+            versions=engine.slot_table.versions,
+            num_preemptions=engine.scheduler.num_preemptions,
+            kv_blocks_used=engine.cache.num_used_blocks,
+            kv_blocks=engine.cache.num_blocks,
+            num_reused_tokens=engine.cache.num_reused_tokens,
+        )
+
+    @verb()
+    def start_trace(self, details: bool = False) -> None:
+        """Record what this process does until `stop_trace`; generation goes on.
+
+        details: record every operator and all else that the profiler knows, and not only spans, kernels and copies."""
+        self._recorder.start(details=details)
+
+    @verb()
+    def stop_trace(self) -> str:
+        """Returns the path of the engine's part of the trace, which is the caller's file from now on."""
+        return str(self._recorder.stop())
 
     # ---- control ------------------------------------------------------------------------------------------------
 
     def _answer(self, *, wait: bool) -> None:
         """Answer the messages that wait; with `wait`, give the first one a while to come. A flood of questions, or of
         messages that are refused, takes no more than a share of the generator's time."""
-        if wait and self._woken in dict(self._poller.poll(_IDLE_POLL_MS)):
-            os.read(self._woken, 4096)
+        if wait:
+            self._control.wait(_IDLE_POLL_MS)
         left_ns = self._step_ns * _SHARE_OF_STEP
         for _ in range(_MESSAGES_PER_STEP):
-            if not self._control.poll(0):
+            received = self._control.receive()
+            if received is None:
                 break
             began_ns = now_ns()
-            sender, *parts = self._control.recv_multipart()
-            if not self._answer_one(sender, parts):
+            if not self._answer_one(*received):
                 left_ns -= now_ns() - began_ns
             if left_ns < 0 and not wait:
                 break
 
     def _answer_one(self, sender: bytes, parts: list[bytes]) -> bool:
-        """Whether it brought the generator something to do."""
-        ticket, began_ns, has_work = 0, now_ns(), False
+        """Returns whether the message brought the generator something to do."""
+        ticket, brought_work = 0, False
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"a control message has one part, got {len(parts)}")
             message = decode_to_engine(parts[0])
             ticket = message.ticket
             reply = self._handle(sender, message)
-            has_work = isinstance(message, _WORK)
-            if isinstance(message, (SlotReady, SlotRequest)):
-                self._engine.stall_clock.handled(self._receiver, began_ns)
+            brought_work = self._brings_work(message)
         except InflightError as error:
-            reply = self._refusal(ticket, error)
+            reply = self._control.refusal(ticket, error)
         if reply is not None:
-            self._send(sender, reply)
-        return has_work
+            self._control.send(sender, reply)
+        return brought_work
 
-    def _refusal(self, ticket: int, error: InflightError) -> Failed:
-        self._bad_messages += 1
-        text = shorten(str(error))
-        logger.warning("refused a message: %s", text)
-        return Failed(ticket=ticket, kind=type(error).__name__, message=text)
+    def _brings_work(self, message: ToEngine) -> bool:
+        if isinstance(message, Call):
+            return self._verbs.brings_work(message)
+        return not isinstance(message, Hello)
 
     def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
-        engine, slot_table = self._engine, self._receiver
-        match message:
-            case Hello():
-                check_same_version(message.version, message.protocol, message.package, who="who says Hello")
-                return self._welcome(message.ticket)
-            case Submit():
-                return Submitted(ticket=message.ticket, group_ids=engine.submit(message.prompts))
-            case Fork():
-                group_id = engine.fork(message.request_id, message.at, message.params, message.metadata)
-                return Submitted(ticket=message.ticket, group_ids=[group_id])
-            case Cancel():
-                engine.cancel(message.group_ids, message.request_ids)
-                return Done(ticket=message.ticket)
-            case Pause():
-                engine.pause()
-                return Done(ticket=message.ticket)
-            case Resume():
-                engine.resume()
-                return Done(ticket=message.ticket)
-            case Sleep():
-                engine.sleep()
-                return Done(ticket=message.ticket)
-            case Wake():
-                engine.wake()
-                return Done(ticket=message.ticket)
-            case GetStatus():
-                return self._status(message.ticket)
-            case StartTrace():
-                self._recorder.start(details=message.details)
-                return Done(ticket=message.ticket)
-            case StopTrace():
-                return TraceWritten(ticket=message.ticket, path=str(self._recorder.stop()))
-            case Shutdown():
-                self.stopping = True
-                return Done(ticket=message.ticket)
-            case Attach():
-                return self._attach(sender, message)
-            case SlotRequest():
-                self._seat.check(sender)
-                slot_table.request()
-            case Join():
-                self._seat.check(sender)
-                self._loader.submit(sender, message)
-            case Fill():
-                self._seat.check(sender)
-                slot_table.check_lent(message.slot, message.fingerprint)
-                self._load(sender, message)
-            case SlotReady():
-                self._seat.check(sender)
-                if message.checksum is None:
-                    slot_table.ready(message)
-                else:
-                    slot_table.check(message)
-                    self._load(sender, message)
-            case Detach():
-                if sender == self._seat.holder:
-                    slot_table.withdraw(message.untouched)
-                self._seat.leave(sender)
-        return None
+        if isinstance(message, Call):
+            return self._verbs.answer(message)
+        if isinstance(message, Hello):
+            check_same_version(message.version, message.protocol, message.package, who="who says Hello")
+            return self._welcome(message.ticket)
+        return self._publishing.handle(sender, message)
 
     def _welcome(self, ticket: int) -> Welcome:
         engine = self._engine
@@ -245,136 +184,18 @@ class EngineProcess:
             attention=engine.attention,
             fused=engine.runner.unfused_reason is None,
             num_graphs=engine.runner.num_graphs,
-            publisher_lock=str(self._seat.lock),
+            publisher_lock=str(self._publisher_lock),
             alive_lock=str(self._alive_lock),
             version=inflight.__version__,
             protocol=PROTOCOL,
             package=PACKAGE,
         )
 
-    def _status(self, ticket: int) -> Status:
-        engine = self._engine
-        return Status(
-            ticket=ticket,
-            version=engine.version,
-            step=engine.step_count,
-            num_waiting=engine.scheduler.num_waiting,
-            num_running=len(engine.scheduler.running),
-            num_tokens=engine.num_tokens,
-            num_swaps=engine.num_swaps,
-            num_swaps_in_flight=engine.num_swaps_in_flight,
-            bad_messages=self._bad_messages,
-            paused=engine.paused,
-            asleep=engine.asleep,
-            versions=engine.slot_table.versions,
-            num_preemptions=engine.scheduler.num_preemptions,
-            kv_blocks_used=engine.cache.num_used_blocks,
-            kv_blocks=engine.cache.num_blocks,
-            num_reused_tokens=engine.cache.num_reused_tokens,
-        )
-
-    # ---- weights ------------------------------------------------------------------------------------------------
-
-    def _attach(self, sender: bytes, message: Attach) -> Attached:
-        """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
-        engine = self._engine
-        if message.adapters and engine.adapters is None:
-            raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
-        slot_table = (
-            engine.adapters.slot_table if message.adapters and engine.adapters is not None else engine.slot_table
-        )
-        difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
-        if difference is not None:
-            raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
-        before = self._seat.take(sender, message.lock_token)
-        if before is not None:
-            error = PublisherConflictError("another publisher took this one's place at the engine")
-            self._send(before, Failed(kind=type(error).__name__, message=str(error)))
-        self._receiver = slot_table
-        self._loader.retire()
-        self._loader = Loader(slot_table, self._loaded)
-        free = slot_table.attach(in_use=engine.slot_in_use(slot_table))
-        return Attached(
-            ticket=message.ticket,
-            layout=slot_table.layout,
-            slots=[slot.descriptor() for slot in slot_table.slots] if message.map_slots else [],
-            free=[slot for slot in free if (slot_table, slot) not in self._loading],
-            version=engine.newest_version,
-            aliases=engine.aliases if message.aliases and slot_table is engine.slot_table else [],
-        )
-
-    def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
-        if (self._receiver, job.slot) in self._loading:
-            raise ProtocolError(f"slot {job.slot} is being filled")
-        self._loading.add((self._receiver, job.slot))
-        self._loader.submit(sender, job)
-
-    def _take_results(self) -> None:
-        """What loaders have done since the last pass."""
-        while not self._results.empty():
-            self._take_result(self._results.get())
-
-    def _loaded(self, result: Result) -> None:
-        """Called by a loader's thread."""
-        self._results.put(result)
-        with contextlib.suppress(BlockingIOError):  # it is full, so that nobody sleeps
-            os.write(self._waking, b"1")
-
-    def _take_result(self, result: Result) -> None:
-        job, error = result.job, result.error
-        if isinstance(job, SlotReady) and error is None and result.sender == self._seat.holder:
-            try:
-                self._receiver.ready(job)
-                self._loading.remove((result.slot_table, job.slot))
-                return
-            except ProtocolError as overtaken:  # a newer version was announced while this one was compared
-                error = overtaken
-        if isinstance(job, Join):
-            answer = Joined(ticket=job.ticket)
-        else:
-            self._loading.remove((result.slot_table, job.slot))
-            answer = Filled(ticket=job.ticket)
-        if error is not None:
-            answer = self._refusal(job.ticket, error)
-        if result.sender != self._seat.holder:  # it is gone, and the next one may have the slot
-            if self._seat.holder is not None and result.slot_table is self._receiver and not isinstance(job, Join):
-                self._send(self._seat.holder, SlotFree(slot=job.slot))
-        else:
-            self._send(result.sender, answer)
-            if isinstance(job, SlotReady):
-                self._send(result.sender, SlotFree(slot=job.slot))
-
-    def _lend_slots(self) -> None:
-        """No forward pass reads an idle slot any more, unless it is the one that is under way."""
-        slot_table = self._receiver
-        if self._seat.holder is not None:
-            for slot in slot_table.lend(in_use=self._engine.slot_in_use(slot_table)):
-                began_ns = now_ns()
-                if not self._send(self._seat.holder, SlotFree(slot=slot)):  # it does not know that it was lent one
-                    slot_table.withdraw([slot])
-                self._engine.stall_clock.handled(slot_table, began_ns)
-
-    def _send(self, to: bytes, message: FromEngine) -> bool:
-        """Whether the slot_table is there. One that reads nothing misses what is beyond some thousands of messages."""
-        try:
-            self._control.send_multipart([to, encode(message)], zmq.NOBLOCK)
-        except zmq.Again:
-            logger.warning("a client leaves its answers unread; %s was dropped", type(message).__name__)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
-
-    def close(self) -> None:
-        self._engine.close()
-        self._stream.close()
-
 
 def serve(startup: Startup, watch: ParentWatch) -> int:
-    """Load the model and serve it until the end; the exit status."""
+    """Load the model and serve it until the end. Returns the exit status of the process."""
     directory = Path(startup.directory)
-    control = _bind(f"ipc://{directory}/control")
+    control = ControlSocket(f"ipc://{directory}/control")
     try:
         engine = Engine(startup.options)
     except InflightError as error:
@@ -394,21 +215,12 @@ def serve(startup: Startup, watch: ParentWatch) -> int:
     return 0
 
 
-def _bind(endpoint: str) -> zmq.Socket:
-    """A control socket that bounds what each client can make it hold."""
-    control = zmq.Context.instance().socket(zmq.ROUTER)
-    control.sndhwm, control.rcvhwm, control.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
-    control.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
-    control.linger = 2000
-    control.bind(endpoint)
-    return control
-
-
-def _refuse(control: zmq.Socket, error: InflightError) -> None:
+def _refuse(control: ControlSocket, error: InflightError) -> None:
     """Tell the launcher, who says Hello until it is answered, why there is no engine."""
     logger.error("the engine did not start: %s", error)
-    if control.poll(10_000):
-        sender = control.recv_multipart()[0]
-        control.send_multipart([sender, encode(Failed(kind=type(error).__name__, message=str(error)))])
+    control.wait(10_000)
+    received = control.receive()
+    if received is not None:
+        control.send(received[0], Failed(kind=type(error).__name__, message=str(error)))
     control.close()
     zmq.Context.instance().term()

@@ -1,4 +1,4 @@
-"""What a measured number must come with, and the file that it is written to."""
+"""The environment that a measured number must come with, and the file that it is written to."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ _WIDTH = 110
 
 
 def environment() -> dict[str, Any]:
-    """Command, commit, machine and versions: what a measured number must come with."""
+    """Return command, commit, machine and versions, which a measured number must come with."""
     program = Path(sys.argv[0]).name
     gpu = _gpu_name()
     return {
@@ -39,14 +39,14 @@ def write_result(path: Path, result: dict[str, Any], series: list[dict[str, Any]
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """The file appears whole or not at all."""
+    """Write a file that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         partial.write_text(laid_out(json.loads(json.dumps(data))) + "\n")
 
 
 def laid_out(value: Any, indent: int = 0) -> str:
-    """JSON with a line for each key, and a line for each item of what is longer than a line."""
+    """Return JSON with a line for each key, and a line for each item of what is longer than a line."""
     text = json.dumps(value, ensure_ascii=False)
     is_dict = isinstance(value, dict)
     if indent and (indent > 1 or len(text) <= _WIDTH or not (is_dict or isinstance(value[0], dict))):
@@ -59,7 +59,7 @@ def laid_out(value: Any, indent: int = 0) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write a file that takes its place under `path` when it is whole."""
+    """Yield where to write a file that takes its place under `path` when it is whole."""
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         yield partial
@@ -69,8 +69,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _commit() -> str | None:
-    """Of this package's own checkout, with "-dirty" if something other than what benchmarks write was changed. Where
-    there is only a copy, what INFLIGHT_COMMIT says."""
+    """Return the commit of this package's own checkout, with "-dirty" if something other than what benchmarks write was
+    changed. Where there is only a copy, what INFLIGHT_COMMIT says."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -99,8 +99,8 @@ def _cpu_name() -> str:
 
 
 def mps_runs() -> bool:
-    """Whether processes here share a GPU by NVIDIA's Multi-Process Service: their kernels run side by side then, and in
-    turn, a slice of time for each, without it."""
+    """Return whether processes here share a GPU by NVIDIA's Multi-Process Service: their kernels run side by side then,
+    and in turn, a slice of time for each, without it."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 

@@ -1,4 +1,4 @@
-"""How old the tokens were, in milliseconds. The names are defined here and used everywhere.
+"""Measures how old the tokens were, in milliseconds. The names are defined here and used everywhere.
 
 | name | per token |
 |---|---|
@@ -24,7 +24,7 @@ from inflight.core.frames import TokenFrame
 
 @dataclass(frozen=True, slots=True)
 class TokenStaleness:
-    """Columns over the tokens of a batch, f64[n] in milliseconds; version_lag i64[n]."""
+    """Holds columns over the tokens of a batch, f64[n] in milliseconds; version_lag i64[n]."""
 
     weight_lag_ms: np.ndarray
     policy_age_ms: np.ndarray
@@ -47,7 +47,7 @@ class Histogram:
         self._counts += np.bincount(np.minimum(buckets, len(self._counts) - 1), minlength=len(self._counts))
 
     def percentiles(self) -> dict[str, float]:
-        """{"p50": …, "p90": …, "p99": …}, each at most 1 % too high; empty if there are no values."""
+        """Return {"p50": …, "p90": …, "p99": …}, each at most 1 % too high; empty if there are no values."""
         total = int(self._counts.sum())
         if not total:
             return {}
@@ -75,7 +75,7 @@ class StalenessMeter:
         self._swap_published_ns: int | None = None
         self.num_swaps = 0
         self.num_swaps_in_flight = 0
-        """Swaps while requests that had drawn tokens under older weights went on."""
+        """The number of swaps while requests that had drawn tokens under older weights went on."""
         self.last_swap_ms: float | None = None
         self.trainer_version = 0
         """Version of the trainer's weights, between two optimizer steps: the last that was published. A publisher that
@@ -131,7 +131,7 @@ class StalenessMeter:
         return staleness
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """{name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
+        """Return {name: {p50, p90, p99}} over all consumed tokens and all swaps; version_lag as {p50, max}."""
         with self._lock:
             summary = {name: histogram.percentiles() for name, histogram in self._histograms.items()}
             summary["version_lag"] = self._version_lag()

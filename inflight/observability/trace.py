@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import time_ns
 from typing import Any, Protocol
@@ -26,19 +26,22 @@ from inflight.observability.trace_file import Part
 
 logger = logging.getLogger("inflight.trace")
 
+_STOP_TIMEOUT_S = 600.0
+"""Bound for the engine to write what its profiler saw."""
+
 
 class Recorder:
     """Records this process. At most one does at a time."""
 
     def __init__(self, process: str, directory: Path):
-        """process: what the trace calls it. directory: where its part is written."""
+        """process is what the trace calls it; directory is where its part is written."""
         self._process, self._directory = process, directory
         self._profiler: Any = None
         self._began_ns = 0
         self._details = False
 
     def start(self, *, details: bool) -> None:
-        """Raises InflightError if a trace or a profile of this process is being taken already."""
+        """Begin to record. Raises InflightError if a trace or a profile of this process is being taken already."""
         start_noting()
         try:
             self._profiler, self._details = _profiler(details), details
@@ -84,10 +87,9 @@ class Recorder:
 
 
 class TracedEngine(Protocol):
-    """What a trace asks of the connection to an engine, which it closes at its end."""
+    """Names what a trace asks of the connection to an engine, which it closes at its end."""
 
-    def start_trace(self, *, details: bool) -> None: ...
-    def stop_trace(self) -> Path: ...
+    def call(self, verb: str, arguments: Mapping[str, Any], returns: Any = ..., *, timeout_s: float = ...) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -106,11 +108,11 @@ class Trace:
         self._recorder = Recorder("trainer", Path(self._directory.name))
         self._engine = connect()
         try:
-            self._engine.start_trace(details=details)
+            self._engine.call("start_trace", {"details": details})
             try:
                 self._recorder.start(details=details)
             except BaseException:
-                self._engine.stop_trace()
+                self._stop_engine()
                 raise
         except BaseException:
             self._release()
@@ -120,7 +122,7 @@ class Trace:
 
     @property
     def done(self) -> bool:
-        """Whether the file is written, or could not be, which `close()` raises."""
+        """True once the file is written, or could not be, which `close()` raises."""
         return self._done
 
     def close(self) -> None:
@@ -157,7 +159,7 @@ class Trace:
 
     def _write(self) -> None:
         try:
-            theirs = self._engine.stop_trace()
+            theirs = self._stop_engine()
         finally:
             ours = self._recorder.stop()
         try:
@@ -170,6 +172,10 @@ class Trace:
                 path.unlink()
             theirs.unlink()
 
+    def _stop_engine(self) -> Path:
+        """The engine ends its part; returns where that lies."""
+        return Path(self._engine.call("stop_trace", {}, str, timeout_s=_STOP_TIMEOUT_S))
+
     def _release(self) -> None:
         self._engine.close()
         with contextlib.suppress(OSError):
@@ -177,7 +183,8 @@ class Trace:
 
 
 def check_path(path: str | Path) -> Path:
-    """Where a trace can be written. Raises ValueError for another name or a directory that does not exist."""
+    """Check that a trace can be written there. Raises ValueError for another name or a directory that does not
+    exist."""
     path = Path(path).absolute()
     if not path.name.endswith((".json", ".json.gz")):
         raise ValueError(f"the name of a trace ends in .json or .json.gz, got {path.name!r}")
@@ -187,14 +194,15 @@ def check_path(path: str | Path) -> Path:
 
 
 def _epoch_minus_monotonic_ns() -> int:
-    """From a reading of one clock between two of the other, that with the least time between them."""
+    """Estimate the offset of two clocks by a reading of one between two of the other, the closest of several."""
     readings = [(now_ns(), time_ns(), now_ns()) for _ in range(10)]
     before, epoch, after = min(readings, key=lambda reading: reading[2] - reading[0])
     return epoch - (before + after) // 2
 
 
 def _profiler(details: bool) -> Any:
-    """torch's profiler of this process, or None where it would have nothing to add: without a GPU and details."""
+    """Make torch's profiler of this process, or return None where it would have nothing to add: without a GPU and
+    details."""
     import torch
     from torch.autograd import profiler
 

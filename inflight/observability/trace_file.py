@@ -26,13 +26,13 @@ GPU_WORK = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _ON_GPU = GPU_WORK | {"gpu_user_annotation", "cuda_sync"}
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _FIRST_GPU_PID = 1 << 22
-"""Linux gives no process a higher number."""
+"""The highest number that Linux gives a process."""
 _MAX_GPUS = 1 << 10
 _ALL = 1 << 32  # values of 32 bits
 
 
 class Part(msgspec.Struct):
-    """What one process recorded. Times in CLOCK_MONOTONIC."""
+    """Holds what one process recorded, with times in CLOCK_MONOTONIC."""
 
     process: str
     pid: int
@@ -41,22 +41,23 @@ class Part(msgspec.Struct):
     epoch_minus_monotonic_ns: int
     spans: list[Span]
     threads: dict[int, Thread]
-    """By the operating system's number."""
+    """Maps the operating system's number of a thread to its name."""
     kineto: str | None
-    """File that torch's profiler wrote."""
+    """The file that torch's profiler wrote."""
     details: bool
-    """Whether all that Kineto knows is kept, or kernels and copies alone."""
+    """True if all that Kineto knows is kept, else kernels and copies alone are."""
 
 
 class _Kineto(msgspec.Struct):
-    """Of Kineto's files, what is read here."""
+    """The part of Kineto's files that is read here."""
 
     traceEvents: list[Event]
     baseTimeNanoseconds: int = 0
 
 
 def merge(parts: Sequence[Part]) -> dict[str, Any]:
-    """One trace, beginning at 0 when the last process began to record, and ending when the first one stopped."""
+    """Merge the parts into one trace, beginning at 0 when the last process began to record, and ending when the first
+    one stopped."""
     began_ns, ended_ns = max(part.began_ns for part in parts), min(part.ended_ns for part in parts)
     end_us = (ended_ns - began_ns) / 1e3
     events: list[Event] = []
@@ -73,7 +74,7 @@ def merge(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def write(path: Path, trace: dict[str, Any]) -> None:
-    """gzipped where the name ends in .gz."""
+    """Write the trace, gzipped where the name ends in .gz."""
     data = msgspec.json.encode(trace)
     path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
 
@@ -128,10 +129,10 @@ def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
 
 
 def _on_streams(spans: Iterable[Span], events: Iterable[Event], began_ns: int) -> Iterator[Event]:
-    """Spans as they show on the GPU's streams: from the first to the last of what was launched within each. What is
+    """Show spans on the GPU's streams: from the first to the last of what was launched within each. What is
     launched by threads without spans of their own (autograd's) counts for the thread that has the most."""
     work: dict[int, dict[tuple[int, int], tuple[float, float]]] = defaultdict(dict)
-    """By correlation: its begin and end on each stream."""
+    """Maps a correlation to its begin and end on each stream."""
     launches: list[Event] = []
     for event in events:
         if event["cat"] in GPU_WORK:
@@ -173,7 +174,7 @@ def _on_streams(spans: Iterable[Span], events: Iterable[Event], began_ns: int) -
 
 
 def _clip(event: Event, end_us: float) -> bool:
-    """Cut an event to the time between 0 and the end; whether something is left. Rounded to 10 ns."""
+    """Cut an event to the time between 0 and the end, in steps of 10 ns; return whether something is left."""
     begin, end = event["ts"], event["ts"] + event.get("dur", 0.0)
     if end < 0 or begin > end_us:
         return False
@@ -184,7 +185,7 @@ def _clip(event: Event, end_us: float) -> bool:
 
 
 def _names(part: Part, events: list[Event], index: int, num_parts: int) -> Iterator[Event]:
-    """What processes and threads are called, and their order: GPUs first, so that their streams stand side by side."""
+    """Name processes and threads, and order them: GPUs first, so that their streams stand side by side."""
     lanes = sorted({(event["pid"], event["tid"]) for event in events})
     for pid in dict.fromkeys([part.pid, *(pid for pid, _ in lanes)]):
         gpu = pid - _FIRST_GPU_PID - index * _MAX_GPUS if pid != part.pid else None

@@ -1,34 +1,35 @@
 """A publisher's conversation with one engine: who may publish, which slots it has, what became of a version."""
 
 import fcntl
+import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 from typing import TypeVar
 
-import zmq
+import msgspec
 
+from inflight.core import waiting
+from inflight.core.connection import Answer, Connection
 from inflight.core.errors import (
+    EngineBusyError,
     EngineDiedError,
+    EngineHungError,
     InflightError,
     ProtocolError,
     PublisherConflictError,
-    from_wire,
 )
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
     Attach,
     Attached,
+    Call,
     Detach,
-    Failed,
-    Filled,
     FromEngine,
-    GetStatus,
     Hello,
-    Joined,
+    Result,
     SlotFree,
     SlotReady,
     SlotRequest,
@@ -36,14 +37,17 @@ from inflight.core.messages import (
     ToEngine,
     Welcome,
     check_same_version,
-    decode_from_engine,
-    encode,
+    read,
+    to_raw,
 )
 from inflight.weights.sources import Source
-from inflight.weights.waiting import Wait
+
+logger = logging.getLogger("inflight.weights")
 
 _POLL_MS = 100
-Answer = TypeVar("Answer", Welcome, Attached)
+_LINGER_MS = 1000
+_STATUS = msgspec.msgpack.Decoder(Status)
+Expected = TypeVar("Expected", Welcome, Attached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,9 @@ class Address:
 
     endpoint: str
     check: Callable[[], None] = lambda: None
-    """Raises if the engine is known to be dead; called while waiting for it."""
+    """Called while waiting for the engine; raises if it is known to be dead."""
     on_publish: Callable[[int, int], None] = lambda version, called_ns: None
-    """Told of every publish."""
+    """Called with every publish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +78,27 @@ class EngineLink:
     """
 
     def __init__(self, address: Address, source: Source, *, map_slots: bool, timeout_s: float):
-        """`timeout_s`: for how long the engine may be silent while something is waited for. A slot may take longer."""
+        """timeout_s: how long the engine may be silent while something is waited for. A slot may take longer."""
         self.address = address
         self._timeout_s = timeout_s
-        self._tickets = count(1)
         self._given_up = False
-        self._known = ""
+        self._keeps_slots_because = ""
         """What the engine's last status says about its slots."""
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.linger = 1000
-        self._socket.connect(address.endpoint)
+        self._answers: dict[int, Answer] = {}
+        """Maps a ticket to the answer that `wait_for` waits for."""
+        self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS)
         self._lock_file: int | None = None
         self._alive_file: int | None = None
         self._files = threading.Lock()
-        """Held while these are looked at."""
+        """Held while one of the two files is used."""
         try:
-            self.welcome = self._ask(Hello(), Welcome)
+            self.welcome = self._ask(Hello(ticket=self.ticket()), Welcome)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
             self._alive_file = _open(self.welcome.alive_lock)
             self._lock_file, token = _lock(self.welcome.publisher_lock)
             offer = source.offer(self.welcome)
             attach = Attach(
+                ticket=self.ticket(),
                 layout=offer.layout,
                 map_slots=map_slots,
                 adapters=offer.adapters,
@@ -106,18 +110,18 @@ class EngineLink:
             self.release()
             raise
         self.layout: WeightLayout = self.attached.layout
-        """Of the engine's slots."""
+        """The layout of the engine's slots."""
         self.version = self.attached.version
-        """The newest that the engine holds."""
+        """The newest version that the engine holds."""
         self.free = list(self.attached.free)
         """Slots that may be written to."""
         self._untouched: set[int] = set()
-        """Those of them that were lent since and not used."""
+        """Free slots that the engine lent since, and that were not written to."""
         self.filled: int | None = None
-        """The version that the engine was made to fill a slot with last, and so a base for what comes next."""
+        """The version that the engine filled a slot with last: a base for the difference to the next one."""
 
     def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
-        """A slot of ours, or the next that the engine frees, which it does at a forward boundary.
+        """Take a free slot, or wait for the next that the engine frees, which it does at a forward boundary.
 
         timeout_s: how long an engine that answers may keep it (while requests are pinned to versions, for example);
         `setting` is how a user calls this bound. Raises what the engine says that was wrong with a version before,
@@ -125,17 +129,19 @@ class EngineLink:
         """
         if not self.free and self.welcome.num_slots == 1:
             self.send(SlotRequest())
-        wait = self._wait("lent no slot", timeout_s, setting)
-        while not self.free:
-            self._take(self._receive(wait))
+        self._wait_until(lambda: bool(self.free), _EngineWait("lent no slot", self._timeout_s, timeout_s, setting))
         slot = self.free.pop()
         self._untouched.discard(slot)
         return slot
 
+    def give_back(self, slot: int) -> None:
+        """What is in an acquired slot is not announced; the slot may be acquired again."""
+        self.free.append(slot)
+
     def listen(self) -> None:
         """Take what the engine has said, without waiting. Raises as `acquire` does."""
-        while self._socket.poll(0):
-            self._take(decode_from_engine(self._socket.recv()))
+        while self._connection.pump(0):
+            pass
         self.check()
 
     def announce(self, slot: int, record: Published, checksum: int | None = None) -> None:
@@ -152,22 +158,22 @@ class EngineLink:
         self.version = record.version
 
     def ticket(self) -> int:
-        return next(self._tickets)
+        """A number for a message whose answer `wait_for` waits for."""
+        return self._connection.ticket()
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message in this thread, at once."""
+        answer = self._connection.send(message)
+        self._connection.flush()
+        if message.ticket:
+            self._answers[message.ticket] = answer
 
     def wait_for(self, ticket: int, timeout_s: float) -> None:
         """Return when the engine has joined or filled. Raises what kept it from that, EngineHungError or
         EngineBusyError."""
-        wait = self._wait("has not taken the version", timeout_s, "timeout_s of the transport")
-        while True:
-            message = self._receive(wait)
-            if isinstance(message, (Joined, Filled)) and message.ticket == ticket:
-                return
-            if isinstance(message, Failed) and message.ticket not in (0, ticket):
-                continue  # of an attempt that was given up
-            self._take(message)
-
-    def send(self, message: ToEngine) -> None:
-        self._socket.send(encode(message))
+        answer, setting = self._answers.pop(ticket), "timeout_s of the transport"
+        self._wait_until(answer.done, _EngineWait("has not taken the version", self._timeout_s, timeout_s, setting))
+        answer.result()
 
     def check(self) -> None:
         """Raise what `address.check` does, or EngineDiedError if the engine runs on this machine and does not live."""
@@ -180,6 +186,7 @@ class EngineLink:
     def give_up(self) -> None:
         """Whoever waits for the engine gets an error soon. From any thread."""
         self._given_up = True
+        self._connection.wake()
 
     def unlock(self) -> None:
         """Let another publisher come. From any thread."""
@@ -190,58 +197,116 @@ class EngineLink:
     def detach(self) -> None:
         """Give back what the engine has lent, and end the conversation."""
         try:
-            while self._socket.poll(0):
-                message = decode_from_engine(self._socket.recv())
-                if isinstance(message, SlotFree):
-                    self._untouched.add(message.slot)
+            self._hear_all()
             self.send(Detach(untouched=sorted(self._untouched)))
         finally:
             self.release()
 
     def release(self) -> None:
         """End the conversation, and let another publisher come."""
-        self._socket.close()
+        self._connection.close()
         self.unlock()
         with self._files:
             for file in filter(None, (self._lock_file, self._alive_file)):
                 os.close(file)
             self._lock_file = self._alive_file = None
 
-    def _take(self, message: FromEngine) -> None:
+    def _hear_all(self) -> None:
+        """Take what slots the engine has lent, whatever else it says."""
+        while True:
+            try:
+                if not self._connection.pump(0):
+                    return
+            except InflightError as error:
+                logger.info("a publisher that detaches leaves this to its successor: %s", error)
+
+    def _take(self, message: FromEngine | InflightError) -> None:
+        """What the engine says without being asked."""
+        if isinstance(message, InflightError):
+            raise message
         if isinstance(message, SlotFree):
             self.free.append(message.slot)
             self._untouched.add(message.slot)
-        elif isinstance(message, Status):
-            pinned = len(message.versions) > 1 and f"; requests are pinned to versions among {message.versions}"
-            self._known = pinned or ("; it is paused" if message.paused else "")
-        elif isinstance(message, Failed):
-            raise from_wire(message.kind, message.message)
 
-    def _wait(self, what: str, timeout_s: float, setting: str) -> Wait:
-        silence_s = min(self._timeout_s, timeout_s)
-        return Wait(self.address.endpoint, what, silence_s=silence_s, total_s=timeout_s, setting=setting)
-
-    def _receive(self, wait: Wait, *, signs: bool = True) -> FromEngine:
-        """signs: whether to ask for signs of life meanwhile; `Status` is the answer to that."""
-        while not self._socket.poll(_POLL_MS):
+    def _wait_until(self, is_over: Callable[[], bool], wait: "_EngineWait") -> None:
+        """Take what the engine says until the wait is over. Raises what bounds it, and errors that answer nothing."""
+        while not is_over():
+            if self._connection.pump(_POLL_MS):
+                wait.heard()
+                continue
             if self._given_up:
                 raise InflightError(f"the publisher was closed while the engine at {self.address.endpoint} was silent")
             self.check()
-            wait.tick(self._known)
-            if signs and wait.wants_sign():
-                self.send(GetStatus())
-        wait.heard()
-        return decode_from_engine(self._socket.recv())
+            wait.tick(self.address.endpoint, self._keeps_slots_because)
+            if wait.wants_sign():
+                self._ask_for_sign()
 
-    def _ask(self, message: ToEngine, expected: type[Answer]) -> Answer:
-        self.send(message)
-        what = f"did not answer {type(message).__name__}"
-        answer = self._receive(self._wait(what, self._timeout_s, "timeout_s of the publisher"), signs=False)
-        if isinstance(answer, Failed):
-            raise from_wire(answer.kind, answer.message)
-        if not isinstance(answer, expected):
-            raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(answer).__name__}")
-        return answer
+    def _ask_for_sign(self) -> None:
+        """Ask the engine how it is, which says both that it answers and why it keeps its slots."""
+        status = Call(ticket=self._connection.ticket(), verb="status", arguments=to_raw({}, "nothing"))
+        self._connection.send(status).add_done_callback(self._take_status)
+        self._connection.flush()
+
+    def _take_status(self, answer: Answer) -> None:
+        if answer.exception() is None and isinstance(result := answer.result(), Result):
+            status = read(_STATUS, result.value)
+            pinned = len(status.versions) > 1 and f"; requests are pinned to versions among {status.versions}"
+            self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
+
+    def _ask(self, message: ToEngine, expected: type[Expected]) -> Expected:
+        answer, what = self._connection.send(message), f"did not answer {type(message).__name__}"
+        self._connection.flush()
+        wait = _EngineWait(what, self._timeout_s, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
+        self._wait_until(answer.done, wait)
+        found = answer.result()
+        if not isinstance(found, expected):
+            raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(found).__name__}")
+        return found
+
+
+class _EngineWait:
+    """One wait for an engine, of which two things are known apart: for how long it has been silent, and for how long it
+    has answered without giving what is waited for."""
+
+    def __init__(self, what: str, silence_s: float, total_s: float, setting: str, *, asks_for_signs: bool = True):
+        """what: completes "the engine … ", as in "lent no slot". silence_s: raise EngineHungError once it has said
+        nothing for so long. total_s: raise EngineBusyError after so long, whatever it says. setting: the name of the
+        option that sets `total_s`. asks_for_signs: ask for signs of life meanwhile."""
+        self._what, self._setting, self._asks_for_signs = what, setting, asks_for_signs
+        self._silence_s, self._total_s = min(silence_s, total_s), total_s
+        self._wait = waiting.Wait()
+        self._silent_s = self._since_sign_s = 0.0
+
+    def heard(self) -> None:
+        """The engine said something."""
+        self._silent_s = self._since_sign_s = 0.0
+
+    def wants_sign(self) -> bool:
+        """Returns whether it is time to ask the engine for a sign of life, several of which fit into the bound."""
+        due = self._asks_for_signs and self._since_sign_s >= min(5.0, self._silence_s / 4)
+        if due:
+            self._since_sign_s = 0.0
+        return due
+
+    def tick(self, endpoint: str, known: str) -> None:
+        """Some time has passed. `known` tells what keeps the engine, for the log."""
+        passed_s = self._wait.tick()
+        self._silent_s += passed_s
+        self._since_sign_s += passed_s
+        if self._silent_s > self._silence_s:
+            raise EngineHungError(
+                f"the engine at {endpoint} {self._what}, and has said nothing at all for {self._silence_s:g} s: "
+                "it lives but hangs (it was stopped, or a forward pass does not end). Where that is to be expected, "
+                "set a longer timeout_s for the publisher (and for its transport, where there is one)"
+            )
+        if self._wait.waited_s > self._total_s:
+            raise EngineBusyError(
+                f"the engine at {endpoint} answers, but {self._what} within {self._total_s:g} s{known}; "
+                f"{self._setting} sets this bound"
+            )
+        if self._silent_s > waiting.LOG_EVERY_S / 2:
+            known = f", and has been silent for {self._silent_s:.0f} s"
+        self._wait.tell(f"the engine at {endpoint} {self._what}{known}")
 
 
 def _open(path: str) -> int | None:

@@ -12,6 +12,7 @@ import torch
 
 from inflight.core.errors import BroadcastError, EngineDiedError, InflightError, WeightFileError
 from inflight.core.messages import BroadcastOrigin, CudaIpcDescriptor, FileOrigin, Fill, Join, SlotDescriptor
+from inflight.core.waiting import telling
 from inflight.weights import delta
 from inflight.weights.cuda_ipc import CudaSlot, uuid_of
 from inflight.weights.files import write_version
@@ -19,7 +20,6 @@ from inflight.weights.groups import Group, make_store
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.slot_table import Slot
-from inflight.weights.waiting import telling
 
 _ATTEMPTS = 3
 """Per engine and version; the next version is another chance."""

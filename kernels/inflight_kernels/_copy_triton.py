@@ -25,7 +25,7 @@ _KINDS = {
     (torch.float16, torch.float32): 6,
     (torch.float16, torch.bfloat16): 7,
 }
-"""What the kernel does with a (source, destination)."""
+"""Maps the dtypes of (source, destination) to what the kernel does with them."""
 
 F32, BF16, F16, I32, I16 = (
     tl.constexpr(tl.pointer_type(dtype)) for dtype in (tl.float32, tl.bfloat16, tl.float16, tl.int32, tl.int16)
@@ -107,8 +107,8 @@ def copy_all(
 def _table(
     rows: tuple[tuple[int, int, int, int], ...], device: torch.device, stream: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(i64[tensors, 5]: source, destination, number of elements, kind and first block; i32[blocks]: the tensor of each
-    block). They are copied on this stream, and good for what is launched there."""
+    """Return (i64[tensors, 5]: source, destination, number of elements, kind and first block; i32[blocks]: the tensor
+    of each block). They are copied on this stream, and good for what is launched there."""
     values = torch.tensor(rows, dtype=torch.int64)
     blocks = (values[:, 2] + BLOCK - 1) // BLOCK
     first = blocks.cumsum(0) - blocks

@@ -66,12 +66,12 @@ class ScaledCopies:
             copy_all(self._destinations, scaled)
 
     def _has_moved(self) -> bool:
-        """Whether some source lies elsewhere than at the last run."""
+        """Return whether some source lies elsewhere than at the last run."""
         before, self._addresses = self._addresses, [source.data_ptr() for source in self._sources]
         return before != self._addresses
 
     def _make_table(self) -> torch.Tensor | None:
-        """i64[n, 5] for the C kernel, if it takes all of these tensors."""
+        """Return i64[n, 5] for the C kernel, or None if it does not take all of these tensors."""
         tensors = (*self._destinations, *self._sources)
         plain = all(t.dtype in _BY_C and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
         if not plain or not tensors or _cpu.library() is None:

@@ -1,5 +1,6 @@
 """`inflight bench learning`: what it prints and writes, and which mistakes it names."""
 
+import gzip
 import json
 
 import pytest
@@ -10,19 +11,20 @@ from inflight.training.schedules import ROLLOUT_SCHEDULES
 
 
 def bench_learning(tmp_path, *arguments):
-    """(printed, written) of a run of toy size."""
+    """(what is printed, what is written, the series written beside it) of a run of toy size."""
     file, png = tmp_path / "learning.json", tmp_path / "learning.png"
     toy = ("--device", "cpu", "--seeds", "0", "--steps", "3", "--sequences", "16", "--warmup-steps", "2")
     files = ("--json", str(file), "--plot", str(png))
     done = CliRunner().invoke(app, ["bench", "learning", *toy, *arguments, *files], env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert png.read_bytes().startswith(b"\x89PNG")
-    return json.loads(done.stdout.splitlines()[-1]), json.loads(file.read_text())
+    series = json.loads(gzip.decompress((tmp_path / "learning-series.json.gz").read_bytes()))
+    return json.loads(done.stdout.splitlines()[-1]), json.loads(file.read_text()), series
 
 
 @pytest.mark.slow
 def test_bench_learning_compares_the_schedules(tmp_path):
-    printed, written = bench_learning(tmp_path, "--target", "0")
+    printed, written, series = bench_learning(tmp_path, "--target", "0")
     for mode in ROLLOUT_SCHEDULES:
         assert written[mode]["seconds_to_target"] > 0
         assert written[mode]["final_reward"] >= 0
@@ -30,8 +32,8 @@ def test_bench_learning_compares_the_schedules(tmp_path):
         assert {"token_age_ms", "weight_lag_ms", "version_lag"} <= set(written[mode]["seeds"][0])
     seconds = [written[mode]["seconds_to_target"] for mode in ("sync", "inflight")]
     assert written["ratio"] == pytest.approx(seconds[0] / seconds[1])
-    curves = {curve["mode"]: curve["points"] for curve in written.pop("curves")}
-    for points in curves.values():
+    assert {curve["mode"] for curve in series} == set(ROLLOUT_SCHEDULES)
+    for points in (curve["points"] for curve in series):
         assert [point["step"] for point in points] == [1, 2, 3]
         assert set(points[0]) == {"step", "seconds", "tokens", "reward", "ess", "version_lag"}
     assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
@@ -40,12 +42,12 @@ def test_bench_learning_compares_the_schedules(tmp_path):
 
 @pytest.mark.slow
 def test_bench_learning_with_lags_compares_corrections(tmp_path):
-    printed, written = bench_learning(tmp_path, "--lags", "1", "--corrections", "none")
+    printed, written, [curve] = bench_learning(tmp_path, "--lags", "1", "--corrections", "none")
     [run] = written["ablation"]
     assert (run["lag"], run["correction"], run["seed"]) == (1, "none", 0)
-    assert len(run["curve"]) == 3
+    assert len(curve["points"]) == 3
     assert written["final_reward"] == {"none": {"1": run["final_reward"]}}
-    assert printed["ablation"] == [{key: value for key, value in run.items() if key != "curve"}]
+    assert printed["ablation"] == [run]
 
 
 @pytest.mark.parametrize(

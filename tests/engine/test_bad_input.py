@@ -29,7 +29,16 @@ from inflight.core.errors import (
     StreamGapError,
     UnsupportedModelError,
 )
-from inflight.core.messages import CudaIpcDescriptor, Failed, Prompt, SlotReady, Submit, decode_from_engine, encode
+from inflight.core.messages import (
+    Call,
+    CudaIpcDescriptor,
+    Failed,
+    Prompt,
+    SlotReady,
+    decode_from_engine,
+    encode,
+    to_raw,
+)
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention.hook import ATTENTION_NAME
@@ -108,9 +117,10 @@ def test_bad_sampling_parameters(engine, fields, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
     # The engine does not trust the client to have checked.
-    raw = msgspec.msgpack.decode(encode(Submit(ticket=9, prompts=[Prompt([1], SamplingParams())])))
-    raw["prompts"][0]["params"] |= fields
-    assert "cannot be read" in send_raw(engine, msgspec.msgpack.encode(raw)).message
+    prompt = msgspec.msgpack.decode(msgspec.msgpack.encode(Prompt([1], SamplingParams())))
+    prompt["params"] |= fields
+    call = Call(ticket=9, verb="submit", arguments=to_raw({"prompts": [prompt]}, "a bad prompt"))
+    assert "cannot be read" in send_raw(engine, encode(call)).message
 
 
 # ---- sockets ----------------------------------------------------------------------------------------------------
@@ -135,10 +145,10 @@ def send_raw(engine: inflight.LaunchedEngine, *parts: bytes) -> Failed:
         ([b""], "cannot be read"),
         ([b"\xff\x00garbage"], "cannot be read"),
         ([msgspec.msgpack.encode({"type": "Explode"})], "Invalid value 'Explode'"),
-        ([msgspec.msgpack.encode({"type": "Submit", "ticket": "one"})], "Expected `int`, got `str`"),
+        ([msgspec.msgpack.encode({"type": "Call", "ticket": "one"})], "Expected `int`, got `str`"),
         ([b"two", b"parts"], "has one part, got 2"),
         ([bytes(33 << 20)], "has at most 32 MiB, got 33.0 MiB"),
-        ([b"\x82\xa4type\xa6Submit\xa7prompts" + b"\x91" * 200_000], "cannot be read"),
+        ([b"\x83\xa4type\xa4Call\xa4verb\xa6submit\xa9arguments" + b"\x91" * 200_000], "cannot be read"),
         ([encode(SlotReady(slot=1, version=99, fingerprint="x", published_ns=0))], "not attached"),
     ],
 )
@@ -149,7 +159,7 @@ def test_malformed_control_messages(engine, parts, message):
 
 
 def test_metadata_that_no_message_can_hold_is_named(engine):
-    with pytest.raises(InvalidRequestError, match="a prompt or its metadata cannot be sent"):
+    with pytest.raises(InvalidRequestError, match="what submit is called with cannot be sent"):
         engine.submit([[1]], metadata=[{"model": torch.nn.Linear(1, 1)}])
 
 

@@ -22,17 +22,19 @@ from inflight.core.messages import (
     PROTOCOL,
     Attach,
     Attached,
+    Call,
     Failed,
-    GetStatus,
     Hello,
     Prompt,
+    Result,
     SlotReady,
-    Status,
-    Submit,
     decode_from_engine,
     encode,
+    to_raw,
 )
-from inflight.engine import log, process
+from inflight.engine import log
+from inflight.engine.control_socket import ControlSocket
+from inflight.engine.process import EngineProcess
 from inflight.engine.seat import PublisherSeat
 from inflight.engine.shapes import shape_config
 from inflight.stream.writer import StreamWriter
@@ -70,6 +72,10 @@ def socket(engine) -> Iterator[zmq.Socket]:
         socket.linger = 0
         socket.connect(engine.address.endpoint)
         yield socket
+
+
+def call(verb: str, **arguments: object) -> Call:
+    return Call(ticket=1, verb=verb, arguments=to_raw(arguments, "a test"))
 
 
 def ask(socket: zmq.Socket, message) -> object:
@@ -113,7 +119,8 @@ def test_prompts_that_make_too_large_a_message_are_refused_before_they_are_sent(
 
 def test_refusals_and_the_log_quote_only_so_much(engine, socket):
     size = log_of(engine).stat().st_size
-    answer = ask(socket, Submit(ticket=1, prompts=[Prompt([1], inflight.SamplingParams(), adapter="x" * (20 << 20))]))
+    prompt = Prompt([1], inflight.SamplingParams(), adapter="x" * (20 << 20))
+    answer = ask(socket, call("submit", prompts=[prompt]))
     assert isinstance(answer, Failed)
     assert answer.kind == "InvalidRequestError"
     assert len(answer.message) < 1000
@@ -168,10 +175,10 @@ def test_who_never_reads_its_answers_costs_a_bounded_memory(engine, socket):
     socket.rcvhwm = 1
     before = peak_mib(engine.pid)
     for _ in range(30_000):
-        socket.send(encode(GetStatus()))
+        socket.send(encode(call("status")))
     with zmq.Context.instance().socket(zmq.DEALER) as other:
         other.connect(engine.address.endpoint)
-        assert isinstance(ask(other, GetStatus()), Status)
+        assert isinstance(ask(other, call("status")), Result)
     assert peak_mib(engine.pid) < before + 100
 
 
@@ -182,8 +189,8 @@ def test_too_many_samples_in_one_call_are_refused(engine):
 
 def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):
     """Of many messages that wait between two passes."""
-    control = process._bind(f"ipc://{tmp_path}/control")
-    serving = process.EngineProcess(make_engine(), control, StreamWriter(f"ipc://{tmp_path}/stream"), tmp_path)
+    control = ControlSocket(f"ipc://{tmp_path}/control")
+    serving = EngineProcess(make_engine(), control, StreamWriter(f"ipc://{tmp_path}/stream"), tmp_path)
     with zmq.Context.instance().socket(zmq.DEALER) as client:
         client.connect(f"ipc://{tmp_path}/control")
 
@@ -196,14 +203,15 @@ def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once
             while client.poll(200):
                 client.recv()
                 count += 1
-            while control.poll(50):
-                control.recv_multipart()
+            time.sleep(0.05)
+            while control.receive():
+                pass
             return count
 
-        assert num_answered(GetStatus()) == 1  # a pass took no time yet
-        assert num_answered(Submit(prompts=[Prompt([1], inflight.SamplingParams())])) == 10
+        assert num_answered(call("status")) == 1  # a pass took no time yet
+        assert num_answered(call("submit", prompts=[Prompt([1], inflight.SamplingParams())])) == 10
         serving._step_ns = 10**12
-        assert num_answered(GetStatus()) == 10
+        assert num_answered(call("status")) == 10
     serving.close()
     control.close()
 
@@ -225,7 +233,7 @@ def test_a_version_beyond_all_measure_is_refused_so_that_others_can_follow(engin
 @pytest.mark.parametrize("version", [2**63 - 1, 2**64 - 1])
 def test_prompts_pinned_to_a_version_beyond_all_measure_are_refused_by_name(engine, version):
     with pytest.raises(InvalidRequestError, match=f"prompt 0 is pinned to version {version}, which no slot holds"):
-        engine._launcher.client.submit([Prompt([1], inflight.SamplingParams(), version=version)])
+        engine._launcher.client.call("submit", {"prompts": [Prompt([1], inflight.SamplingParams(), version=version)]})
 
 
 @pytest.mark.parametrize("field", ["version", "time_ns", "sequence", "step"])
@@ -305,7 +313,10 @@ def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):
 @pytest.mark.parametrize(
     ("hello", "theirs"),
     [
-        (Hello(ticket=3, version="0.0.9", package="/somewhere/else"), "inflight 0.0.9 with protocol 2 from /somewhere"),
+        (
+            Hello(ticket=3, version="0.0.9", package="/somewhere/else"),
+            f"inflight 0.0.9 with protocol {PROTOCOL} from /somewhere",
+        ),
         (Hello(ticket=3, protocol=PROTOCOL + 1), rf"inflight {inflight.__version__} with protocol {PROTOCOL + 1}"),
     ],
 )

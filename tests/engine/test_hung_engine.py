@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import inflight
+from inflight.core import waiting
 from inflight.core.errors import EngineBusyError, EngineDiedError, EngineHungError, NonFiniteWeightsError
 from inflight.core.messages import LIVE_VERSION
 from inflight.engine.shapes import shape_config
-from inflight.weights import waiting
 
 BOUND_S = 1.0
 LONG = inflight.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_a_second_publisher_is_not_made_with_a_stopped_engine(engine):
 
 
 def test_an_engine_that_goes_on_in_time_has_only_been_slow(engine, caplog, monkeypatch):
-    monkeypatch.setattr(waiting, "_LOG_EVERY_S", 0.2)
+    monkeypatch.setattr(waiting, "LOG_EVERY_S", 0.2)
     caplog.set_level(logging.WARNING, "inflight.weights")
     with engine.publisher(tiny(), timeout_s=30) as publisher:
         with stopped(engine):
@@ -152,7 +152,7 @@ def test_an_engine_that_goes_on_in_time_has_only_been_slow(engine, caplog, monke
 
 
 def test_an_engine_whose_slots_are_pinned_is_waited_for_as_long_as_it_answers(engine, caplog, monkeypatch):
-    monkeypatch.setattr(waiting, "_LOG_EVERY_S", 0.5)
+    monkeypatch.setattr(waiting, "LOG_EVERY_S", 0.5)
     engine.pause()
     [group] = engine.submit([[1, 2, 3]], LONG, version=LIVE_VERSION)
     with engine.publisher(tiny(), timeout_s=BOUND_S) as publisher:

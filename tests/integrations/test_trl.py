@@ -1,25 +1,43 @@
-"""An unmodified TRL GRPOTrainer trains against the engine."""
+"""An unmodified TRL GRPOTrainer trains against the engine: whose tokens it gets, and which settings count."""
 
 import itertools
 import math
 import os
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import inflight
+from inflight.core.errors import InvalidRequestError
 from inflight.engine.shapes import EOS_TOKEN_ID
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl", reason="the trl extra is not installed")
 
-from trl import GRPOTrainer
+import trl
 from trl_trainers import CHAT, TEXT, make_trainer, train
 
-from inflight.integrations.trl import behavior_ratio
+from inflight.integrations import trl as integration
+from inflight.integrations.trl import EngineRollouts, PublishCallback, behavior_ratio
+from inflight.weights.publisher import Publisher
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    with inflight.launch(path, threads=1, max_context=64) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("prompts", [TEXT, CHAT], ids=["text", "chat"])
-def test_each_prompt_gets_its_completions_and_weights_move(path, tmp_path, prompts):
-    run = train(path, tmp_path, prompts=prompts)
+def test_each_prompt_gets_its_completions_and_weights_move(path, tmp_path, engine, prompts):
+    before = engine.status().version
+    run = train(path, tmp_path, engine=engine, prompts=prompts)
     assert len(run.calls) == 3
     for asked, output in run.calls:
         assert {len(column) for column in output.values()} == {len(asked)} == {8}
@@ -31,32 +49,224 @@ def test_each_prompt_gets_its_completions_and_weights_move(path, tmp_path, promp
         ):
             assert 1 <= len(ids) == len(logprobs) <= 6
             assert (reason == "stop") == (ids[-1] == EOS_TOKEN_ID)
-    assert run.version == 4  # when training began, and after each of 3 steps
+    assert run.version == before + 4  # when training began, and after each of 3 steps
     assert len(run.trainer.state.log_history) >= 3
     assert all(math.isfinite(entry["grad_norm"]) for entry in run.trainer.state.log_history if "grad_norm" in entry)
     newest = [max(itertools.chain(*output["weight_versions"])) for _, output in run.calls]
     assert newest[-1] > newest[0]
 
 
-def test_ahead_keeps_the_next_batch_in_flight_and_wastes_nothing(path, tmp_path):
-    run = train(path, tmp_path, ahead=1, trainer_class=behavior_ratio(GRPOTrainer), max_steps=6)
-    assert [asked[::4] for asked, _ in run.calls] == [TEXT[start : start + 2] for start in (0, 2, 4, 6, 0, 2)]
+def test_without_ahead_all_tokens_are_of_the_newest_weights(path, tmp_path, engine, monkeypatch):
+    """Though their copy takes longer than TRL takes to ask."""
+    copy = Publisher._copy
+
+    def slow(*args):
+        time.sleep(0.1)
+        copy(*args)
+
+    monkeypatch.setattr(Publisher, "_copy", slow)
+    run = train(path, tmp_path, engine=engine, max_steps=4)
+    versions = [{v for row in output["weight_versions"] for v in row} for _, output in run.calls]
+    newest = run.version  # published when training began, and after each of 4 steps
+    assert versions == [{newest - 4}, {newest - 3}, {newest - 2}, {newest - 1}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "config"),
+    [
+        (TEXT, 10, {}),
+        (CHAT, 10, {}),
+        (TEXT * 2, 12, {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}),
+    ],
+    ids=["text", "chat", "several steps per batch"],
+)
+def test_shuffled_batches_are_drawn_ahead(path, tmp_path, engine, monkeypatch, prompts, steps, config):
+    def submit(self, asked, trainer, of=EngineRollouts._submit):
+        ids = of(self, asked, trainer)
+        submitted.append(asked)
+        return ids
+
+    submitted = []
+    monkeypatch.setattr(EngineRollouts, "_submit", submit)
+    settings = {"max_steps": steps, "prompts": prompts, "shuffle_dataset": True, **config}
+    trainer_class = behavior_ratio(trl.GRPOTrainer)
+    run = train(path, tmp_path, ahead=2, engine=engine, trainer_class=trainer_class, **settings)
+    asked = [prompts for prompts, _ in run.calls]
+    assert len(asked) == steps // config.get("num_iterations", 1)  # more than an epoch
+    assert submitted == asked  # each once, in the order in which they were asked for
+    assert asked[0][::4] != prompts[: len(asked[0]) // 4]
     assert run.outstanding == []
+    # What was drawn ahead is of older weights than those that were live when it was asked for
+    oldest = [min(v for row in output["weight_versions"] for v in row) for _, output in run.calls]
+    newest = [run.version - steps + step * config.get("num_iterations", 1) for step in range(len(oldest))]
+    assert any(ours < live for ours, live in zip(oldest, newest, strict=True))
 
 
-def test_recorded_logprobs_become_the_denominator(path, tmp_path):
-    """A recorded log-probability that is s too high makes the ratio, and so the gradient, e^−s as large."""
-    drawn = train(path, tmp_path, max_steps=1).calls[0][1]
+def test_an_order_that_the_sampler_does_not_tell_is_drawn_when_it_is_asked_for(path, tmp_path, engine, caplog):
+    class Backwards(behavior_ratio(trl.GRPOTrainer)):
+        def _prepare_inputs(self, inputs):
+            return super()._prepare_inputs([{**row, "prompt": row["prompt"] + "!"} for row in inputs])
 
-    def gradient_norm(trainer_class, shift):
-        logprobs = [[logprob + shift for logprob in row] for row in drawn["logprobs"]]
-        trainer = make_trainer(
-            path, tmp_path, lambda prompts, trainer: drawn | {"logprobs": logprobs}, trainer_class, max_steps=1
+    run = train(path, tmp_path, ahead=1, engine=engine, trainer_class=Backwards, max_steps=2)
+    assert len(run.calls) == 2
+    assert "an order that its sampler does not tell" in caplog.text
+
+
+# Settings
+
+
+def settings(**changes) -> SimpleNamespace:
+    args = SimpleNamespace(generation_kwargs=changes.pop("generation_kwargs", None))
+    defaults = {
+        "max_completion_length": 6,
+        "temperature": 0.9,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "eos_token_ids": [7, 8],
+    }
+    return SimpleNamespace(args=args, **(defaults | changes))
+
+
+def test_sampling_settings_reach_the_engine():
+    expected = inflight.SamplingParams(max_tokens=6, temperature=0.9, stop_token_ids=(7, 8))
+    assert integration._sampling_params(settings()) == expected
+    params = integration._sampling_params(
+        settings(
+            repetition_penalty=1.3,
+            min_p=0.1,
+            generation_kwargs={
+                "stop_strings": "end",
+                "min_new_tokens": 2,
+                "max_new_tokens": 4,
+                "stop_token_ids": [9],
+                "logit_bias": {3: -1.0},
+                "top_k": 5,
+            },
         )
-        trainer.train()
-        return trainer.state.log_history[0]["grad_norm"]
+    )
+    assert (params.repetition_penalty, params.min_p, params.top_k, params.stop) == (1.3, 0.1, 5, ("end",))
+    assert (params.min_tokens, params.max_tokens, params.stop_token_ids) == (2, 4, (7, 8, 9))
+    assert params.logit_bias == {3: -1.0}
+    assert integration._sampling_params(settings(generation_kwargs={"stop": ["a", "b"]})).stop == ("a", "b")
 
-    corrected = behavior_ratio(GRPOTrainer)
-    base = gradient_norm(corrected, 0.0)
-    assert gradient_norm(corrected, 0.1) == pytest.approx(base * math.exp(-0.1), rel=1e-3)
-    assert gradient_norm(GRPOTrainer, 0.1) == pytest.approx(base, rel=1e-3)  # TRL by itself
+
+@pytest.mark.parametrize("name", ["n", "seed", "temperature", "num_beams", "return_sampling_mask", "do_sample"])
+def test_generation_kwargs_that_would_be_ignored_are_refused_by_name(name):
+    with pytest.raises(InvalidRequestError, match=f"generation_kwargs has {name!r}.*it takes max_tokens"):
+        integration._sampling_params(settings(generation_kwargs={name: 1}))
+
+
+def test_a_run_with_a_repetition_penalty_and_stop_strings(path, tmp_path, engine, caplog):
+    settings = {"repetition_penalty": 1.2, "generation_kwargs": {"stop_strings": list("aeiou")}}
+    run = train(path, tmp_path, engine=engine, max_steps=2, **settings)
+    decode = run.trainer.processing_class.decode
+    texts = [decode(ids, skip_special_tokens=True) for _, output in run.calls for ids in output["completion_ids"]]
+    assert not any(vowel in text[:-1] for text in texts for vowel in "aeiou")
+    assert caplog.text.count("importance ratios are biased") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_vllm": True}, "use_vllm=True starts vLLM beside the engine"),
+        ({"tools": [print]}, "tools and environments: TRL would generate"),
+        ({"args": SimpleNamespace(vllm_structured_outputs_regex="a+")}, "vllm_structured_outputs_regex is for"),
+        ({"args": SimpleNamespace(use_transformers_paged=True)}, "use_transformers_paged is for"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_name(changes, message):
+    trainer = SimpleNamespace(**({"use_vllm": False, "vllm_generation": None, "tools": None, "args": None} | changes))
+    with pytest.raises(InvalidRequestError, match=message):
+        integration._refuse_unsupported_settings(trainer)
+
+
+# Importance sampling correction
+
+
+def gradient_norm(path, tmp_path, engine, drawn, shift, trainer_class=trl.GRPOTrainer, **config):
+    """Of a step on what was drawn, with recorded log-probabilities that are `shift` too high."""
+    rollouts = EngineRollouts(engine)
+
+    def shifted(prompts, trainer):
+        rollouts(prompts, trainer)
+        return drawn | {"logprobs": [[logprob + shift for logprob in row] for row in drawn["logprobs"]]}
+
+    trainer = make_trainer(path, tmp_path, shifted, trainer_class, max_steps=1, **config)
+    trainer.train()
+    return trainer.state.log_history[0]["grad_norm"]
+
+
+def test_trls_correction_is_applied_to_what_the_engine_recorded(path, tmp_path, engine):
+    drawn = train(path, tmp_path, engine=engine, max_steps=1).calls[0][1]
+    token = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 3.0}
+
+    def norm(shift, *args, **config):
+        return gradient_norm(path, tmp_path, engine, drawn, shift, *args, **config)
+
+    base = norm(0.0, **token)
+    assert norm(0.2, **token) == pytest.approx(base * math.exp(-0.2), rel=1e-3)
+    assert norm(-3.0, **token) == pytest.approx(base * 3.0, rel=1e-3)  # truncated
+    off = norm(0.0, vllm_importance_sampling_correction=False)
+    assert norm(0.2, vllm_importance_sampling_correction=False) == pytest.approx(off, rel=1e-3)
+    assert off == pytest.approx(base, rel=1e-3)
+    assert norm(-3.0) == 0  # sequence_mask, TRL's default: the ratios of whole answers are above 3
+    # a trainer whose ratio is the whole of it is not corrected once more
+    assert norm(0.1, behavior_ratio(trl.GRPOTrainer)) == pytest.approx(base * math.exp(-0.1), rel=1e-3)
+
+
+# Prompts
+
+
+def bos_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<s>": 0, "[UNK]": 1, "a": 2, "b": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="[UNK]")
+    made.chat_template = "<s>{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    return made
+
+
+def test_a_rendered_template_begins_once():
+    tokenizer = bos_tokenizer()
+    trainer = SimpleNamespace(processing_class=tokenizer, chat_template=None, chat_template_kwargs={})
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False)
+    assert integration._encode([rendered, "a b"], trainer) == [[0, 2, 3], [0, 2, 3]]
+    assert integration._encode([[{"role": "user", "content": "a b"}]], trainer) == [[0, 2, 3]]
+    other = SimpleNamespace(processing_class=tokenizer, chat_template="<s> b", chat_template_kwargs={})
+    assert integration._encode([[{"role": "user", "content": "a b"}]], other) == [[0, 3]]
+
+
+# PEFT
+
+
+@pytest.mark.parametrize("adapter", [None, "default"], ids=["merged", "as an adapter"])
+def test_adapters_of_peft_are_published(path, tmp_path, engine, adapter):
+    own = inflight.launch(path, threads=1, max_context=64, lora_rank=4) if adapter else nullcontext(engine)
+    with own as engine:
+        trainer = make_trainer(
+            path,
+            tmp_path,
+            EngineRollouts(engine, adapter=adapter),
+            learning_rate=0.05,
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False),
+        )
+        with engine.publisher(trainer.model) as publisher:
+            trainer.add_callback(PublishCallback(publisher))
+            trainer.train()
+            engine.wait_for_version(publisher.version)
+            params = inflight.SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+            [group] = engine.generate([[3, 4, 5]], params, adapter=adapter)
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for rollout in group:
+            ids = torch.tensor([3, 4, 5, *rollout.token_ids.tolist()])
+            with torch.no_grad():
+                ours, without = (
+                    model(ids[None]).logits[0].float().log_softmax(-1)[2:-1].gather(1, ids[3:, None])[:, 0]
+                    for model in (trainer.model.eval(), base)
+                )
+            recorded = torch.from_numpy(rollout.logprobs.copy())
+            assert (recorded - ours).abs().max() <= 1e-5
+            assert (recorded - without).abs().max() > 1e-2

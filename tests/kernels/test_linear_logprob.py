@@ -297,7 +297,7 @@ def test_the_benchmark_measures_errors_and_compares(monkeypatch, kept):
     assert result["memory_ratio"] == 0.125
     assert result["time_ratio"] > 0
     assert result["peer_ms"] == {}  # those of a GPU
-    assert bench.loss_table(result).row_count == 2
+    assert bench.table(result).row_count == 2
 
 
 def test_memory_of_the_naive_way_is_that_of_logits():

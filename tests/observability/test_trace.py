@@ -151,7 +151,7 @@ def test_a_trainer_that_cannot_record_leaves_the_engine_free(engine, tmp_path):
 def test_stopping_what_was_not_started_is_refused_and_the_engine_serves_on(engine):
     client = EngineClient(engine.address.endpoint)
     with pytest.raises(InflightError, match="no trace of this process is being taken"):
-        client.stop_trace()
+        client.call("stop_trace", returns=str)
     client.close()
     assert engine.generate([[1, 2, 3]])
 

@@ -25,12 +25,6 @@ from inflight.training.schedules import Example
 SAMPLING = inflight.SamplingParams(n=4, max_tokens=5, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir):
-    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=64) as engine:
-        yield engine
-
-
 def run(engine, model, optimizer, *, steps=4, score=None, on_step=None, reference=None, **settings):
     """Reports of a run, and the versions that the engine drew with after each step."""
     config = GRPOConfig(steps=steps, groups_per_step=2, sampling=SAMPLING, schedule="sync", **settings)

@@ -164,12 +164,6 @@ def test_an_unknown_schedule_is_named():
         GRPOConfig(schedule="async")  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def engine(model_dir):
-    with inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=64) as engine:
-        yield engine
-
-
 def versions_by_step(engine, schedule, lag=0):
     """Versions of each step's tokens, counted from the trainer's first; the rollouts; and the model of each version."""
     model = make_model("qwen3")

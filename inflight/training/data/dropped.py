@@ -1,7 +1,7 @@
 """What was left out of batches, and why: the one record that the stream, `grpo`, logs and files share."""
 
 from dataclasses import asdict, dataclass, fields
-from math import nan
+from math import isnan, nan
 
 
 @dataclass(slots=True)
@@ -63,6 +63,6 @@ class Dropped:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """The counts, the share of stale tokens and the length bias, under their names. Shares may be NaN."""
-        counts = {name: count for name, count in asdict(self).items() if not name.startswith("sum_")}
-        return counts | {"stale_share": self.stale_share, "length_bias": self.length_bias}
+        """The counts, the share of stale tokens and the length bias, under their names; what is NaN is left out."""
+        numbers = asdict(self) | {"stale_share": self.stale_share, "length_bias": self.length_bias}
+        return {name: number for name, number in numbers.items() if name[:4] != "sum_" and not isnan(number)}

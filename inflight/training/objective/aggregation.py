@@ -14,7 +14,7 @@ Aggregation = Literal["token", "sequence", "group", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What one optimizer step consists of, over all of its micro-batches."""
+    """The size of one optimizer step, counted over all of its micro-batches."""
 
     num_tokens: float
     """Drawn tokens."""
@@ -22,11 +22,12 @@ class StepTotals:
     group_tokens: torch.Tensor
     """i64[G], drawn tokens of each group of samples of one prompt."""
     num_groups: float | None = None
-    """Where it is not G."""
+    """The number of groups if it is not G, as where groups that are not in the batch count too."""
 
     def across_ranks(self, group: dist.ProcessGroup | None = None) -> "StepTotals":
-        """For trainers that average gradients over the ranks of a group, each with groups of its own: then the average
-        of the ranks' losses is the loss of all their tokens together, whoever has more of them. A collective call."""
+        """Returns totals for trainers that average gradients over the ranks of a group, each with groups of its own.
+        With them the average of the ranks' losses is the loss of all their tokens together, however the tokens are
+        spread over ranks. It is a collective call."""
         own = [self.num_tokens, self.num_sequences, self.num_groups or len(self.group_tokens)]
         sums = torch.tensor(own, dtype=torch.float64, device=self.group_tokens.device)
         dist.all_reduce(sums, group=group)
@@ -42,7 +43,7 @@ def token_weights(
     *,
     max_tokens: int | None = None,
 ) -> torch.Tensor:
-    """The weight of every token of a sequence, f32[S], from its drawn tokens i64[S] and its group i64[S].
+    """Returns the weight of every token of a sequence, f32[S], from its drawn tokens i64[S] and its group i64[S].
 
     token: 1 / N tokens of the step, as in DAPO (arXiv 2503.14476, eq. 8). sequence: 1 / (S · length), the mean over
     sequences of their means, GRPO's own (arXiv 2402.03300, eq. 3). group: 1 / (G · tokens of the group), the mean over

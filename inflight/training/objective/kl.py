@@ -11,7 +11,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k3_clamped"]
 
 
 def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """f[n] from log π_θ f[n], with gradient, and log π_ref f[n].
+    """Returns estimates f[n] from log π_θ f[n], with gradient, and log π_ref f[n].
 
     k1 = −log r is unbiased, and its gradient is 0 in expectation; k2 = (log r)² / 2 is biased and has the gradient of
     KL(π_θ ‖ π_ref); k3 = r − 1 − log r is unbiased, never negative, has the gradient of KL(π_ref ‖ π_θ), and is what

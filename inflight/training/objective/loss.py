@@ -47,7 +47,8 @@ def policy_loss(
 
 
 def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores) -> tuple[torch.Tensor, LossStats]:
-    """`policy_loss` from what `score_tokens` gave, for trainers with a forward pass of their own. All on one device."""
+    """Does what `policy_loss` does from what `score_tokens` gave, for trainers with a forward pass of their own. All
+    tensors lie on one device."""
     rows, sequences, (logprobs, entropies) = batch.drawn, batch.sequence_ids[batch.drawn], scores
     lengths = torch.zeros_like(batch.groups).index_add(0, sequences, torch.ones_like(sequences))
     of_sequences = token_weights(
@@ -80,7 +81,7 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
 def _differentiated(
     terms: torch.Tensor, weights: torch.Tensor, logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Σ_t weights_t · terms_t, its gradient f[n] to `logprobs`)"""
+    """Returns Σ_t weights_t · terms_t and its gradient f[n] to `logprobs`."""
     total = (weights * terms).sum(dtype=torch.float64).to(terms.dtype)
     return total.detach(), torch.autograd.grad(total, logprobs)[0]
 
@@ -88,7 +89,7 @@ def _differentiated(
 def _count_clipped(
     objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor | None:
-    """i64[], the number of tokens whose gradient is not that of the same objective without bounds and trust regions.
+    """Counts, as i64[], the tokens whose gradient is not that of the same objective without bounds and trust regions.
     None if the objective does not declare its bounds."""
     terms = terms_without_bounds(objective, tokens)
     if terms is None:
@@ -98,7 +99,8 @@ def _count_clipped(
 
 
 def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
-    """i64[n]: 0 where the batch does not tell the trainer's version, else 1 for tokens that it drew and 2 for older."""
+    """Classes i64[n] of tokens: 0 if the batch does not tell the trainer's version, else 1 for tokens that this version
+    drew and 2 for older ones."""
     if batch.trainer_version is None:
         return torch.zeros_like(rows)
     return torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)

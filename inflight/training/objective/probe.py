@@ -20,15 +20,15 @@ from inflight.weights.tensors import unwrap
 
 @dataclass(frozen=True, slots=True)
 class RatioCauses:
-    """Of the tokens whose version the probe remembers. The log-ratios of the two causes add up, token by token, to that
-    of `total`."""
+    """Ratios of the tokens whose version the probe remembers. The log-ratios of the two causes add up, token by token,
+    to that of `total`."""
 
     mismatch: RatioStats
-    """π_v / π_b"""
+    """Ratios π_v / π_b."""
     staleness: RatioStats
-    """π_θ / π_v"""
+    """Ratios π_θ / π_v."""
     total: RatioStats
-    """π_θ / π_b"""
+    """Ratios π_θ / π_b."""
 
 
 class VersionProbe:
@@ -49,12 +49,12 @@ class VersionProbe:
 
     @property
     def versions(self) -> list[int]:
-        """Remembered, oldest first."""
+        """The versions that are remembered, oldest first."""
         return list(self._remembered)
 
     @torch.no_grad()
     def remember(self, version: int) -> None:
-        """The model's weights are these of `version` now: call it where `publish()` returned that version."""
+        """Remember the model's weights as those of `version`. Call it where `publish()` returned that version."""
         state = self._model.state_dict()
         self._remembered[version] = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
         while len(self._remembered) > self._keep:
@@ -62,8 +62,8 @@ class VersionProbe:
 
     @torch.no_grad()
     def causes(self, batch: PackedBatch, *, max_sequences: int = 32) -> RatioCauses | None:
-        """Of the first `max_sequences` sequences of a batch, against the model as it is now. None if the versions of
-        all their tokens were forgotten."""
+        """The ratios in the first `max_sequences` sequences of a batch, against the model as it is now. None if the
+        versions of all their tokens were forgotten."""
         batch = batch.select(range(min(max_sequences, batch.num_sequences)))
         batch = batch.to(next(self._model.parameters()).device)
         drawn = batch.drawn

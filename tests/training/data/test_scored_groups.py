@@ -48,7 +48,7 @@ def test_groups_of_equal_rewards_are_left_out_of_the_forward_pass_and_still_coun
         assert scored.dropped.num_uniform_groups == (3 if skip_uniform else 0)
         trained = make_model("qwen3")
         for part in batch.micro_batches(60):
-            policy_loss(trained, part, correction=Objective(aggregation=aggregation, max_tokens=16))[0].backward()
+            policy_loss(trained, part, objective=Objective(aggregation=aggregation, max_tokens=16))[0].backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trained.parameters()]))
         num_rollouts.append(batch.num_sequences)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
@@ -86,5 +86,6 @@ def test_records_of_what_was_dropped_add_up_and_become_numbers_and_a_sentence():
     assert numbers["num_failed_groups"] == 3
     assert numbers["stale_share"] == 0.2
     assert set(asdict(total)) - set(numbers) == {"sum_lengths", "sum_kept_lengths"}
+    assert not {"stale_share", "length_bias"} & set(Dropped().as_dict())
     assert "3 groups failed" in str(total)
     assert "20.0% of 25 tokens were too old" in str(total)

@@ -1,0 +1,80 @@
+"""The engine's end of the control socket: what comes is bounded, and so is what a client may leave unread."""
+
+import contextlib
+import logging
+import os
+
+import zmq
+
+from inflight.core.errors import InflightError
+from inflight.core.messages import MAX_MESSAGE_BYTES, Failed, FromEngine, encode, shorten
+
+logger = logging.getLogger("inflight.engine")
+
+_MAX_WIRE_BYTES = 2 * MAX_MESSAGE_BYTES
+"""ZeroMQ receives nothing of a larger message and disconnects its sender. Up to here the sender is told why its message
+is refused."""
+_MAX_UNREAD = 16
+"""Messages of one client that wait here to be read; more wait in the client."""
+_MAX_UNSENT = 10_000
+"""Answers that a client may leave unread; more are dropped."""
+
+
+class ControlSocket:
+    """Messages of any number of clients, each with the address of its sender. Only `wake` may be called from another
+    thread than the one that reads."""
+
+    def __init__(self, endpoint: str):
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
+        self._socket.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
+        self._socket.linger = 2000
+        self._socket.bind(endpoint)
+        self._woken, self._waking = os.pipe()
+        os.set_blocking(self._waking, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+        self.num_refused = 0
+
+    def wait(self, timeout_ms: int) -> None:
+        """Return when a message is there or `wake` was called, at the latest after so long."""
+        if self._woken in dict(self._poller.poll(timeout_ms)):
+            os.read(self._woken, 4096)
+
+    def wake(self) -> None:
+        """End a wait. From any thread."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so that nobody sleeps
+            os.write(self._waking, b"1")
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """The address of a sender and the parts of its message; None if no message is there."""
+        if not self._socket.poll(0):
+            return None
+        sender, *parts = self._socket.recv_multipart()
+        return sender, parts
+
+    def send(self, to: bytes, message: FromEngine) -> bool:
+        """Returns False if the receiver is gone. One that reads nothing misses what is beyond some thousands of
+        messages."""
+        try:
+            self._socket.send_multipart([to, encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("a client leaves its answers unread; %s was dropped", type(message).__name__)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def refusal(self, ticket: int, error: InflightError) -> Failed:
+        """Count a message that is refused, and return the answer that tells why."""
+        self.num_refused += 1
+        text = shorten(str(error))
+        logger.warning("refused a message: %s", text)
+        return Failed(ticket=ticket, kind=type(error).__name__, message=text)
+
+    def close(self) -> None:
+        self._socket.close()
+        os.close(self._woken)
+        os.close(self._waking)

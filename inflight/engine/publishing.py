@@ -1,0 +1,159 @@
+"""The engine's side of its publisher: who may publish, which slots it has, and what became of what it sent."""
+
+from pathlib import Path
+from queue import SimpleQueue
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
+from inflight.core.messages import (
+    Attach,
+    Attached,
+    Detach,
+    Failed,
+    Fill,
+    Filled,
+    Join,
+    Joined,
+    SlotFree,
+    SlotReady,
+    SlotRequest,
+)
+from inflight.engine.control_socket import ControlSocket
+from inflight.engine.engine import Engine
+from inflight.engine.seat import PublisherSeat
+from inflight.weights.loader import Loader, Result
+from inflight.weights.slot_table import SlotTable
+
+FromPublisher = Attach | SlotRequest | Join | Fill | SlotReady | Detach
+
+
+class PublisherService:
+    """Answers the publisher of an engine. At most one is attached at a time."""
+
+    def __init__(self, engine: Engine, control: ControlSocket, lock: Path):
+        """lock: the file that a publisher locks before it attaches."""
+        self._engine = engine
+        self._control = control
+        self._seat = PublisherSeat(lock, lambda holder: control.send(holder, Joined()))  # which a publisher ignores
+        self._slot_table = engine.slot_table
+        """The slots of what the publisher publishes: weights or adapters."""
+        self._loading: set[tuple[SlotTable, int]] = set()
+        """Slots that loaders work on."""
+        self._results: SimpleQueue[Result] = SimpleQueue()
+        self._loader = Loader(engine.slot_table, self._loaded)
+
+    def handle(self, sender: bytes, message: FromPublisher) -> Attached | None:
+        """Returns the answer, unless it comes later or not at all. Raises InflightError to refuse the message."""
+        if isinstance(message, Attach):
+            return self._attach(sender, message)
+        if isinstance(message, Detach):
+            self._detach(sender, message)
+            return None
+        self._seat.check(sender)
+        began_ns = now_ns()
+        match message:
+            case Join():
+                self._loader.submit(sender, message)
+            case Fill():
+                self._slot_table.check_lent(message.slot, message.fingerprint)
+                self._load(sender, message)
+            case SlotRequest():
+                self._slot_table.request()
+            case SlotReady(checksum=None):
+                self._slot_table.ready(message)
+            case SlotReady():
+                self._slot_table.check(message)
+                self._load(sender, message)
+        if isinstance(message, SlotReady | SlotRequest):
+            self._engine.stall_clock.handled(self._slot_table, began_ns)
+        return None
+
+    def take_results(self) -> None:
+        """Tell the publisher what its loader has done since the last pass."""
+        while not self._results.empty():
+            self._take_result(self._results.get())
+
+    def lend_slots(self) -> None:
+        """Hand idle slots to the publisher. No forward pass reads them any more, unless it is the one under way."""
+        slot_table, holder = self._slot_table, self._seat.holder
+        if holder is not None:
+            for slot in slot_table.lend(in_use=self._engine.slot_in_use(slot_table)):
+                began_ns = now_ns()
+                if not self._control.send(holder, SlotFree(slot=slot)):  # it does not know that it was lent one
+                    slot_table.withdraw([slot])
+                self._engine.stall_clock.handled(slot_table, began_ns)
+
+    def _attach(self, sender: bytes, message: Attach) -> Attached:
+        """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
+        slot_table = self._slot_table_for(message)
+        difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
+        if difference is not None:
+            raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
+        before = self._seat.take(sender, message.lock_token)
+        if before is not None:
+            error = PublisherConflictError("another publisher took this one's place at the engine")
+            self._control.send(before, Failed(kind=type(error).__name__, message=str(error)))
+        self._slot_table = slot_table
+        self._loader.retire()
+        self._loader = Loader(slot_table, self._loaded)
+        free = slot_table.attach(in_use=self._engine.slot_in_use(slot_table))
+        return Attached(
+            ticket=message.ticket,
+            layout=slot_table.layout,
+            slots=[slot.descriptor() for slot in slot_table.slots] if message.map_slots else [],
+            free=[slot for slot in free if (slot_table, slot) not in self._loading],
+            version=self._engine.newest_version,
+            aliases=self._engine.aliases if message.aliases and not message.adapters else [],
+        )
+
+    def _slot_table_for(self, message: Attach) -> SlotTable:
+        if not message.adapters:
+            return self._engine.slot_table
+        if self._engine.adapters is None:
+            raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
+        return self._engine.adapters.slot_table
+
+    def _detach(self, sender: bytes, message: Detach) -> None:
+        if sender == self._seat.holder:
+            self._slot_table.withdraw(message.untouched)
+        self._seat.leave(sender)
+
+    # ---- what the loader does -----------------------------------------------------------------------------------
+
+    def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
+        if (self._slot_table, job.slot) in self._loading:
+            raise ProtocolError(f"slot {job.slot} is being filled")
+        self._loading.add((self._slot_table, job.slot))
+        self._loader.submit(sender, job)
+
+    def _loaded(self, result: Result) -> None:
+        """Called by a loader's thread."""
+        self._results.put(result)
+        self._control.wake()
+
+    def _take_result(self, result: Result) -> None:
+        job, error = result.job, result.error
+        if not isinstance(job, Join):
+            self._loading.remove((result.slot_table, job.slot))
+        is_from_holder = result.sender == self._seat.holder
+        if isinstance(job, SlotReady) and is_from_holder and error is None:
+            error = self._try_ready(job)
+            if error is None:
+                return
+        answer = Joined(ticket=job.ticket) if isinstance(job, Join) else Filled(ticket=job.ticket)
+        if error is not None:
+            answer = self._control.refusal(job.ticket, error)
+        if is_from_holder:
+            self._control.send(result.sender, answer)
+            if isinstance(job, SlotReady):
+                self._control.send(result.sender, SlotFree(slot=job.slot))
+        elif self._seat.holder is not None and result.slot_table is self._slot_table and not isinstance(job, Join):
+            self._control.send(self._seat.holder, SlotFree(slot=job.slot))  # the next publisher may have the slot
+
+    def _try_ready(self, job: SlotReady) -> InflightError | None:
+        """A newer version may have been announced while the checksum of this one was compared."""
+        try:
+            self._slot_table.ready(job)
+        except ProtocolError as overtaken:
+            return overtaken
+        return None

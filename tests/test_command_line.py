@@ -1,0 +1,119 @@
+"""A dataclass is a command: every field an option, with its type, its default and its help."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from inflight.bench import options as bench_options
+from inflight.cli import app
+from inflight.command_line import add_command
+from inflight.core.errors import InflightError
+from inflight.demo.options import DemoOptions
+
+BENCHES = [
+    made
+    for made in vars(bench_options).values()
+    if isinstance(made, type) and made.__module__ == bench_options.__name__
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Colors:
+    """Mix colors."""
+
+    first: Annotated[Literal["red", "blue"], typer.Option(help="The first color.")] = "red"
+    second: Annotated[Literal["red", "blue"] | None, typer.Option(help="The second color.")] = None
+    others: Annotated[tuple[Literal["red", "blue"], ...], typer.Option("--other", help="More colors.")] = ()
+    sizes: Annotated[tuple[int, ...], typer.Option(help="How large they are.")] = (1, 8)
+    seeds: Annotated[tuple[int, ...], typer.Option(min=0, help="Where they start.")] = ()
+    range: Annotated[tuple[int, int], typer.Option(help="How long they are.")] = (3, 9)
+    names: Annotated[tuple[str, ...], typer.Option(help="Who mixes them.")] = ("a", "b")
+    num_cups: Annotated[int, typer.Option(min=1, help="How many cups there are.")] = 2
+    file: Annotated[Path | None, typer.Option(help="Where they are poured.")] = None
+
+
+def run(*arguments: str):
+    command = typer.Typer()
+    add_command(command, "mix", lambda colors: print(json.dumps(asdict(colors), default=str)), Colors)
+    return CliRunner().invoke(command, arguments, env={"COLUMNS": "160"})
+
+
+def test_an_option_that_is_not_given_has_its_default():
+    assert json.loads(run().stdout) == json.loads(json.dumps(asdict(Colors())))
+
+
+def test_every_type_is_parsed():
+    given = [
+        "--first",
+        "blue",
+        "--second",
+        "red",
+        "--other",
+        "red",
+        "--other",
+        "red",
+        "--sizes",
+        "2,3",
+        "--seeds",
+        "0,7",
+    ]
+    given += ["--range", "5", "--names", "x, y,x", "--num-cups", "4", "--file", "cup"]
+    assert json.loads(run(*given).stdout) == {
+        "first": "blue", "second": "red", "others": ["red"], "sizes": [2, 3], "seeds": [0, 7], "range": [5, 5],
+        "names": ["x", "y"], "num_cups": 4, "file": "cup",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "0,1"], "--sizes must be one or more positive numbers such as 1,8,32, got '0,1'"),
+        (["--seeds", "x"], "--seeds must be one or more numbers such as 1,8,32, got 'x'"),
+        (["--range", "9-3"], "--range must be a positive number or two that rise, such as 100-1024, got '9-3'"),
+        (["--num-cups", "0"], "Invalid value for '--num-cups'"),
+        (["--other", "green"], "Invalid value for '--other'"),
+    ],
+)
+def test_a_bad_value_is_told_in_a_sentence(arguments, message):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_an_error_of_the_command_is_a_sentence_and_any_other_is_not_hidden():
+    command = typer.Typer()
+    errors = iter([InflightError("no more cups"), KeyError("a bug")])
+
+    def fail(colors: Colors) -> None:
+        raise next(errors)
+
+    add_command(command, "mix", fail, Colors)
+    done = CliRunner().invoke(command, [])
+    assert (done.exit_code, done.stderr) == (2, "error: no more cups\n")
+    assert isinstance(CliRunner().invoke(command, []).exception, KeyError)
+
+
+def test_help_has_every_option_with_its_sentence_and_default():
+    shown = " ".join(run("--help").stdout.replace("│", " ").split())
+    assert "Mix colors." in shown
+    assert "How large they are. [default: 1,8]" in shown
+    assert "How long they are. [default: 3-9]" in shown
+
+
+@pytest.mark.parametrize("options", [*BENCHES, DemoOptions], ids=lambda made: made.__name__)
+def test_every_option_of_every_command_has_help_and_every_command_a_line(options):
+    name = options.__name__.removesuffix("Options").lower()
+    arguments = [name] if name == "demo" else ["bench", name]
+    done = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert options.__doc__
+    for hint in options.__annotations__.values():
+        [option] = [part for part in hint.__metadata__ if hasattr(part, "help")]
+        assert option.help
+        assert option.help[0].isupper()
+        assert option.help.endswith(".")
