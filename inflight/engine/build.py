@@ -73,8 +73,9 @@ class Parts:
         del model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the weights as they were loaded; what is free now is the KV cache's
-        for module in modules if self.adapters is not None else ():
-            self.adapters.attach(module)
+        if self.adapters is not None:
+            for module in modules:
+                self.adapters.attach(module)
 
         self.memory = KVMemory(layers, backend, options, self.device)
         self.cache = KVCache(

@@ -248,12 +248,14 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
 
 def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
-    for names in MLP if activation is not None else ():
-        for parts in ((names.whole,), names.parts):
-            linears = [getattr(module, name, None) for name in (*parts, names.out)]
-            if all(isinstance(linear, nn.Linear) for linear in linears):
-                *gate_up, down = (_linear(linear) for linear in linears)
-                return _Mlp(_merge_linear(*gate_up), down, activation)
+    if activation is None:
+        return _Opaque(module)
+    for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
+        found = [getattr(module, name, None) for name in (*parts, out)]
+        linears = [linear for linear in found if isinstance(linear, nn.Linear)]
+        if len(linears) == len(found):
+            *gate_up, down = (_linear(linear) for linear in linears)
+            return _Mlp(_merge_linear(*gate_up), down, activation)
     return _Opaque(module)
 
 
