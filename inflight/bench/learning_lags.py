@@ -27,7 +27,7 @@ from inflight.engine.device import resolve_device
 
 
 def measure_lags(settings: LearningSettings, progress: Progress = lambda _: None) -> dict[str, Any]:
-    """Train once for each lag, correction and seed; modes, correction and target of the settings are not used.
+    """Train once for each lag, correction and seed; modes, objective and target of the settings are not used.
 
     `ablation` has the outcome of every run, `series` its curve; `final_reward` the means over seeds by correction and
     lag. Raises InflightError or ValueError.
@@ -38,7 +38,7 @@ def measure_lags(settings: LearningSettings, progress: Progress = lambda _: None
         with warm_start(settings, seed, progress) as start:
             for lag, correction in product(settings.lags, settings.corrections):
                 run = learn(
-                    replace(settings, correction=correction),
+                    replace(settings, objective=correction),
                     start,
                     schedule="sync",
                     threads=threads,
@@ -58,7 +58,7 @@ def measure_lags(settings: LearningSettings, progress: Progress = lambda _: None
                         "seconds": run.curve[-1].seconds,
                     }
                 )
-    unused = ("modes", "correction", "target")
+    unused = ("modes", "objective", "target")
     return {
         "bench": "learning",
         "task": TASK,

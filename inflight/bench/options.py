@@ -145,7 +145,12 @@ class LearningOptions:
         int, typer.Option(min=0, help="Tokens of an answer at most; 0 is what the task's longest answer needs.")
     ] = 0
     objective: Annotated[
-        str, typer.Option(help="The objective, which corrects for tokens of older versions, in all modes.")
+        str,
+        typer.Option(
+            "--objective",
+            "--correction",
+            help="The objective, which corrects for tokens of older versions, in all modes.",
+        ),
     ] = "tis"
     learning_rate: Annotated[
         float | None,

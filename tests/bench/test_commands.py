@@ -94,6 +94,10 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
         (["throughput", "--tokens", "9-3"], "--tokens must be a positive number or two that rise"),
         (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["scaling", "--contexts", "0"], "--contexts must be one or more positive numbers"),
+        (["learning", "--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
+        (["learning", "--sequences", "4"], "--sequences must be at least one group of 8, got 4"),
+        (["learning", "--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
+        (["learning", "--correction", "decoupled_ppo"], "is for several optimizer steps per batch"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(arguments, message):

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from inflight.core.layout import WeightLayout
 from inflight.engine.stall import StallClock
+from inflight.weights.slot_table import SlotTable
 
-WEIGHTS, ADAPTERS = object(), object()
+WEIGHTS, ADAPTERS = (SlotTable(WeightLayout.build([]), []) for _ in range(2))
 
 
 @pytest.fixture
