@@ -250,12 +250,12 @@ def _mlp(module: nn.Module) -> _Mlp | _Opaque:
     activation = _activation(getattr(module, "act_fn", None) or getattr(module, "activation_fn", None))
     if activation is None:
         return _Opaque(module)
-    for names in MLP:
-        for parts in ((names.whole,), names.parts):
-            linears = [getattr(module, name, None) for name in (*parts, names.out)]
-            if all(isinstance(linear, nn.Linear) for linear in linears):
-                *gate_up, down = (_linear(linear) for linear in linears if isinstance(linear, nn.Module))
-                return _Mlp(_merge_linear(*gate_up), down, activation)
+    for parts, out in ((parts, names.out) for names in MLP for parts in ((names.whole,), names.parts)):
+        found = [getattr(module, name, None) for name in (*parts, out)]
+        linears = [linear for linear in found if isinstance(linear, nn.Linear)]
+        if len(linears) == len(found):
+            *gate_up, down = (_linear(linear) for linear in linears)
+            return _Mlp(_merge_linear(*gate_up), down, activation)
     return _Opaque(module)
 
 

@@ -220,6 +220,10 @@ class KVCache:
         child.namespace, child.oldest, child.computed = parent.namespace, parent.oldest, length
         return True
 
+    def may_remember(self, holding: Holding) -> bool:
+        """Blocks have filled up that are not in the prefix cache yet."""
+        return (holding.num_remembered + 1) * self.block_size <= holding.computed
+
     def remember(self, holding: Holding, known: int, tokens: Callable[[int, int], tuple[int, ...]]) -> None:
         """Enter the blocks that have filled up since the last call into the prefix cache, if the whole sequence is of
         one namespace. Of two entries for the same tokens the one that newer weights computed stays.

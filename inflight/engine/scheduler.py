@@ -120,8 +120,9 @@ class Scheduler:
 
     def remember(self, chunks: Iterable[Chunk]) -> None:
         """Enter the blocks that have filled up, now that the ids of their tokens are known, into the prefix cache."""
-        for sequence in (chunk.sequence for chunk in chunks):
-            if not sequence.finished:
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if not sequence.finished and self._cache.may_remember(sequence.holding):
                 self._cache.remember(sequence.holding, sequence.num_known, sequence.token_slice)
 
     def schedule(self, version: int, *, live: bool = True, stamp: int | None = None) -> Schedule:
@@ -186,8 +187,9 @@ class Scheduler:
         return single, several
 
     def _advance(self, sequence: Sequence, count: int, version: int, stamp: int) -> Chunk:
-        start, (namespace, computed_by) = sequence.holding.computed, self._kv_namespace(sequence, version, stamp)
-        self._cache.advance(sequence.holding, count, namespace, computed_by)
+        holding, (namespace, computed_by) = sequence.holding, self._kv_namespace(sequence, version, stamp)
+        start = holding.computed
+        self._cache.advance(holding, count, namespace, computed_by)
         return Chunk(sequence, start, count)
 
     def _kv_namespace(self, sequence: Sequence, version: int, stamp: int) -> tuple[Namespace, int]:
