@@ -85,7 +85,7 @@ class Parts:
             max_blocks=self.memory.max_blocks,
             prefix_caching=options.prefix_caching,
         )
-        self.runner = ModelRunner(modules, self.memory, backend, options, self.device, self.adapters, unfused_reason)
+        self.runner = ModelRunner(modules, self.memory, options, self.adapters, unfused_reason)
         self.scheduler = Scheduler(self.cache, options, order)
         eos_ids = eos_token_ids(modules[0])
         self.stop = StopCondition(eos_ids, load_tokenizer(options.model))

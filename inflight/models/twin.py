@@ -86,10 +86,14 @@ def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
     return kind if issubclass(kind, PreTrainedModel) else type(model)  # pyright: ignore
 
 
+def row_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """The norm of the difference of each row of logits [T, V], as a part of the norm of their row: f32[T]."""
+    return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+
+
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference of a row of logits [T, V], as a part of the norm of that row. NaN where there is one."""
-    difference = (ours.float() - theirs.float()).norm(dim=-1)
-    return float((difference / theirs.float().norm(dim=-1).clamp(min=1e-12)).max())
+    """The largest of the rows' errors. NaN where there is one."""
+    return float(row_errors(ours, theirs).max())
 
 
 def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -16,8 +16,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
-from inflight.engine.kv_memory import KVMemory, LayerShape
+from inflight.engine.attention.backend import ForwardBatch, LayerShape
+from inflight.engine.kv_memory import KVMemory
 from inflight.models.masks import BOTH_SIDES, mask_note, noted
 
 ATTENTION_NAME = "inflight"
@@ -27,7 +27,6 @@ ATTENTION_NAME = "inflight"
 class _Pass:
     batch: ForwardBatch
     memory: KVMemory
-    backend: AttentionBackend
     calls: int = 0
 
 
@@ -45,9 +44,9 @@ _pass: ContextVar[_Pass | None] = ContextVar("inflight_pass", default=None)
 _recorder: ContextVar[list[AttentionCall] | None] = ContextVar("inflight_layer_recorder", default=None)
 
 
-def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend) -> torch.Tensor:
-    """The model's logits [M, V] for a batch that the backend has begun."""
-    token = _pass.set(_Pass(batch, memory, backend))
+def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+    """The model's logits [M, V] for a batch that the memory's backend has begun."""
+    token = _pass.set(_Pass(batch, memory))
     try:
         logits = model(
             input_ids=batch.token_ids[None],
@@ -127,7 +126,7 @@ def attend(
     where = (cache_index // memory.block_size, cache_index % memory.block_size)
     memory.keys[layer][where] = key[0].transpose(0, 1)
     memory.values[layer][where] = value[0].transpose(0, 1)
-    return current.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
+    return memory.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
