@@ -175,14 +175,11 @@ class _SmallOnly(TorchFunctionMode):
 def _randomize(model: nn.Module) -> None:
     """Weights of which each shows: no norm's is 1, no bias 0."""
     generator = torch.Generator().manual_seed(0)
-    for tensor in dict.fromkeys([*model.parameters(), *_persistent_floats(model)]):
+    state = model.state_dict(keep_vars=True)
+    floats = [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]
+    for tensor in dict.fromkeys([*model.parameters(), *floats]):
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
         if tensor.ndim >= 2:
             tensor.copy_(noise * _WEIGHT_STD)
         else:
             tensor.add_(noise * _STEP)
-
-
-def _persistent_floats(model: nn.Module) -> list[torch.Tensor]:
-    state = model.state_dict(keep_vars=True)
-    return [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]

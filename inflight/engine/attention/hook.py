@@ -4,8 +4,6 @@ The model sees one row of packed tokens, [1, T]. Which sequences they belong to,
 the ForwardBatch that is current while it runs. The n-th call of a pass belongs to the n-th attention layer.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -60,27 +58,19 @@ def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch
 
 
 def record_calls(model: nn.Module, **inputs: torch.Tensor) -> list[AttentionCall]:
-    """Run a probe forward and return its calls of attention, in their order."""
+    """Run a probe forward and return its calls of attention, in their order. Meanwhile Transformers asks us for masks,
+    which it does not do for an attention without a mask function: what reaches the layers is a note of what the mask
+    would show."""
     recorded: list[AttentionCall] = []
     token = _recorder.set(recorded)
-    try:
-        with _noting_masks():
-            model(**inputs, use_cache=False)
-    finally:
-        _recorder.reset(token)
-    return recorded
-
-
-@contextmanager
-def _noting_masks() -> Iterator[None]:
-    """Inside, Transformers asks us for masks, which it does not do for an attention without a mask function: what
-    reaches the layers is a note of what the mask would show."""
     functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # where Transformers itself looks
     functions[ATTENTION_NAME] = mask_note
     try:
-        yield
+        model(**inputs, use_cache=False)
     finally:
         del functions[ATTENTION_NAME]
+        _recorder.reset(token)
+    return recorded
 
 
 def attend(
