@@ -35,7 +35,7 @@ from inflight.core.messages import (
 from inflight.engine import log
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.process import EngineProcess
-from inflight.engine.seat import PublisherSeat
+from inflight.engine.publishing import PublisherSeat
 from inflight.engine.shapes import shape_config
 from inflight.stream.writer import StreamWriter
 from inflight.weights.link import EngineLink
