@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from inflight.core.connection import Answer, Connection
-from inflight.core.errors import EngineDiedError, EngineHungError, InflightError, ProtocolError
-from inflight.core.messages import Call, FromEngine, Hello, Result, Welcome, read, to_raw
+from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.messages import Call, FromEngine, Hello, Result, Welcome, expect, read, to_raw
 from inflight.core.waiting import Wait
 
 logger = logging.getLogger("inflight.client")
@@ -53,12 +53,10 @@ class EngineClient:
     def hello(self, *, timeout_s: float) -> Welcome:
         """Wait until the engine has loaded its model. Raises the error that kept it from doing so."""
         answer = self._connection.send(Hello(ticket=self._connection.ticket()))
-        welcome = self._wait_for(
+        answered = self._wait_for(
             answer, "has not loaded its model", timeout_s, "launch with timeout_s for another bound"
         )
-        if not isinstance(welcome, Welcome):
-            raise _unexpected(welcome, "Welcome")
-        return welcome
+        return expect(answered, Welcome)
 
     def call(
         self,
@@ -151,10 +149,4 @@ class EngineClient:
 
 
 def _value_of(answer: FromEngine, returns: type[Value]) -> Value:
-    if not isinstance(answer, Result):
-        raise _unexpected(answer, "Result")
-    return read(msgspec.msgpack.Decoder(returns), answer.value)
-
-
-def _unexpected(answer: FromEngine, expected: str) -> ProtocolError:
-    return ProtocolError(f"expected {expected} from the engine, got {type(answer).__name__}")
+    return read(msgspec.msgpack.Decoder(returns), expect(answer, Result).value)

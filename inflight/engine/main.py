@@ -18,8 +18,7 @@ from types import FrameType
 import msgspec
 
 from inflight.core.options import Startup
-from inflight.engine.directory import declare_alive
-from inflight.engine.log import log_to_stderr, trim_log
+from inflight.engine.directory import declare_alive, log_to_stderr, trim_log
 
 _LAUNCHER_S = 1.0
 _POLL_S = 0.5

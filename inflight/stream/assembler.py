@@ -9,9 +9,8 @@ import numpy as np
 
 from inflight.core.columns import COLUMNS, asked_columns
 from inflight.core.frames import GroupStart, TokenFrame
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
-from inflight.core.sampling_mask import SamplingMask
 
 _MASK = "sampling mask"
 """The rows of the mask among those of columns; no column can have this name."""
