@@ -15,11 +15,10 @@ from inflight.core.messages import CudaIpcDescriptor
 
 
 class CudaSlot:
-    """A slot of `nbytes` bytes of device memory, which `buffer` is, u8[nbytes]."""
+    """A slot of device memory, or a part of one: `buffer`, u8[n]."""
 
     def __init__(self, buffer: torch.Tensor):
         self.buffer = buffer
-        self.nbytes = buffer.numel()
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "CudaSlot":
@@ -39,13 +38,14 @@ class CudaSlot:
                 "launch with slots=1 or a smaller dtype"
             ) from error
 
-    @classmethod
-    def attach(cls, descriptor: CudaIpcDescriptor) -> "CudaSlot":
-        """Map a slot of another process, on the GPU where this one computes or on another of this machine; copies then
-        go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its memory."""
+    @staticmethod
+    def attach(descriptor: CudaIpcDescriptor) -> torch.Tensor:
+        """Map a slot of another process, u8[nbytes], on the GPU where this one computes or on another of this machine;
+        copies then go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its
+        memory."""
         device = _device_with_uuid(descriptor.device_uuid)
         try:
-            buffer = rebuild_cuda_tensor(
+            return rebuild_cuda_tensor(
                 torch.Tensor,
                 (descriptor.nbytes,),
                 (1,),
@@ -69,20 +69,18 @@ class CudaSlot:
                 "same IPC and PID namespaces (docker run --ipc=host --pid=host), and must see the GPU. Where that "
                 "cannot be, publish with transport=inflight.Broadcast()"
             ) from error
-        return cls(buffer)
 
     def descriptor(self) -> CudaIpcDescriptor:
         """Export the slot. Each export may be attached to once."""
         args: Any = reduce_tensor(self.buffer)[1]
         *_, handle, _, offset, _, counter, counter_offset, event, sync = args
         offset += self.buffer.storage_offset()  # what is exported is the storage, of which a split slot is a part
-        return CudaIpcDescriptor(
-            uuid_of(self.buffer.device), self.nbytes, handle, self.nbytes, offset, counter, counter_offset, event, sync
-        )
+        uuid, nbytes = uuid_of(self.buffer.device), len(self.buffer)
+        return CudaIpcDescriptor(uuid, nbytes, handle, nbytes, offset, counter, counter_offset, event, sync)
 
     def split(self, count: int) -> list["CudaSlot"]:
         """Return slots of equal size in the memory of this one."""
-        return [CudaSlot(part) for part in self.buffer.split(self.nbytes // count)]
+        return [CudaSlot(part) for part in self.buffer.split(len(self.buffer) // count)]
 
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""

@@ -119,6 +119,6 @@ class SlotSender(Sender):
 def map_slots(engine: EngineLink) -> list[torch.Tensor]:
     """Map an engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
     return [
-        (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot).buffer  # pyright: ignore
+        (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot)  # pyright: ignore
         for slot in engine.attached.slots
     ]
