@@ -85,8 +85,6 @@ class EngineLink:
         self._given_up = False
         self._keeps_slots_because = ""
         """What the engine's last status says about its slots."""
-        self._answers: dict[int, Answer] = {}
-        """Maps a ticket to the answer that `wait_for` waits for."""
         self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS)
         self._lock_file: int | None = None
         self._alive_file: int | None = None
@@ -157,20 +155,19 @@ class EngineLink:
         self.version = record.version
 
     def ticket(self) -> int:
-        """A number for a message whose answer `wait_for` waits for."""
+        """A number for a message that is to be answered."""
         return self._connection.ticket()
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> Answer:
         """Send a message in this thread, at once."""
         answer = self._connection.send(message)
         self._connection.flush()
-        if message.ticket:
-            self._answers[message.ticket] = answer
+        return answer
 
-    def wait_for(self, ticket: int, timeout_s: float) -> None:
+    def wait_for(self, answer: Answer, timeout_s: float) -> None:
         """Return when the engine has prepared or filled. Raises what kept it from that, EngineHungError or
         EngineBusyError."""
-        answer, setting = self._answers.pop(ticket), "timeout_s of the transport"
+        setting = "timeout_s of the transport"
         self._wait_until(answer.done, _EngineWait("has not taken the version", self._timeout_s, timeout_s, setting))
         answer.result()
 

@@ -88,8 +88,8 @@ class SharedMemorySlot:
         return [SharedMemorySlot(self.path, part, self.unlink) for part in parts]
 
     def descriptor(self) -> SharedMemoryDescriptor:
-        file_bytes = self.buffer.untyped_storage().nbytes()
-        return SharedMemoryDescriptor(str(self.path), len(self.buffer), self.buffer.storage_offset(), file_bytes)
+        offset, file_bytes = int(self.buffer.storage_offset()), self.buffer.untyped_storage().nbytes()
+        return SharedMemoryDescriptor(str(self.path), len(self.buffer), offset, file_bytes)
 
 
 def _map(file: int, nbytes: int) -> mmap.mmap:
