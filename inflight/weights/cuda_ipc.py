@@ -7,6 +7,7 @@ until its copy is done on the device before it announces a version: the engine's
 import os
 from typing import Any
 
+import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
@@ -43,28 +44,14 @@ class CudaSlot:
         """Map a slot of another process, u8[nbytes], on the GPU where this one computes or on another of this machine;
         copies then go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its
         memory."""
-        device = _device_with_uuid(descriptor.device_uuid)
+        uuid, nbytes, handle, storage_bytes, offset, *events = msgspec.structs.astuple(descriptor)
+        view = torch.Tensor, (nbytes,), (1,), 0
+        storage = torch.UntypedStorage, torch.uint8, _device_with_uuid(uuid), handle, storage_bytes, offset, False
         try:
-            return rebuild_cuda_tensor(
-                torch.Tensor,
-                (descriptor.nbytes,),
-                (1,),
-                0,
-                torch.UntypedStorage,
-                torch.uint8,
-                device,
-                descriptor.handle,
-                descriptor.storage_bytes,
-                descriptor.storage_offset_bytes,
-                False,
-                descriptor.ref_counter_handle,
-                descriptor.ref_counter_offset,
-                descriptor.event_handle,
-                descriptor.event_sync_required,
-            )
+            return rebuild_cuda_tensor(*view, *storage, *events)
         except RuntimeError as error:
             raise ProtocolError(
-                f"the engine's slot on GPU {descriptor.device_uuid} cannot be mapped by CUDA IPC "
+                f"the engine's slot on GPU {uuid} cannot be mapped by CUDA IPC "
                 f"({str(error).splitlines()[0]}). Trainer and engine must share a machine; in containers both need the "
                 "same IPC and PID namespaces (docker run --ipc=host --pid=host), and must see the GPU. Where that "
                 "cannot be, publish with transport=inflight.Broadcast()"

@@ -179,16 +179,15 @@ class Publisher:
         EngineBusyError after the bounds of this publisher.
         """
         with self._condition:
-            while not self._condition.wait_for(lambda: self._is_copied() or self._error is not None, _TELL_EVERY_S):
+            while not self._condition.wait_for(
+                lambda: (self._pending is None and not self._copying) or self._error is not None, _TELL_EVERY_S
+            ):
                 if self._copying:  # else the thread waits for an engine, and says so
                     logger.warning("waiting for version %d to be copied", self.version)
             self.check()
             copied, self._copied = self._copied, None
         if copied is not None and self._gpu is not None:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
-
-    def _is_copied(self) -> bool:
-        return self._pending is None and not self._copying
 
     def check(self) -> None:
         """Raise what made a publish fail, if one did."""
@@ -296,7 +295,9 @@ class Publisher:
         try:
             while self._wait_for_work():
                 slot = target.acquire()
-                record = self._claim()
+                with self._condition:  # take the newest version; a later publish() starts another round
+                    assert self._pending is not None
+                    record, self._pending, self._copying = self._pending, None, True
                 with span(f"publish copy, version {record.version}"):
                     self._copy(target.views[slot], record.version)
                 try:
@@ -323,13 +324,6 @@ class Publisher:
                     return self._pending is not None
             with self._handing:  # whoever hands weights over talks to the engine meanwhile
                 self._target.listen()
-
-    def _claim(self) -> Published:
-        """Take the newest version to be copied; a later publish() starts another round."""
-        with self._condition:
-            assert self._pending is not None
-            record, self._pending, self._copying = self._pending, None, True
-            return record
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
         """Fill a slot. The parameters may change again once the copy is done, or in order on their device."""

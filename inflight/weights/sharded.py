@@ -1,8 +1,7 @@
 """Models whose parameters are spread over the ranks of a trainer, published without ever being put together.
 
-Rank 0 talks to the engine. For every version each rank sends its part of one tensor after another, cast to what the
-engine holds, and rank 0 receives them where they belong in the slot. That happens in threads and in a process group of
-its own, so that it never mixes with what the training loop sends; the order of versions is rank 0's.
+Each rank sends its part of one tensor after another, cast to what the engine holds, and rank 0 receives them where they
+belong in the slot: in threads and in a process group of its own, so that it never mixes with what training sends.
 
 FSDP2 makes parameters DTensors, whose parts are rows. DeepSpeed ZeRO-3 leaves parameters empty between uses; a rank's
 part hangs on them as `ds_tensor`, flat and padded to the same length on every rank.
@@ -60,9 +59,6 @@ class ShardGroup(Source):
     def offer(self, welcome: Welcome) -> Offer:
         return Offer(self._layout)
 
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
-        self.introduce(engine)
-
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         self.command(version)
         self.receive(views)
@@ -70,7 +66,7 @@ class ShardGroup(Source):
     def close(self) -> None:
         self.command()
 
-    def introduce(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
+    def start(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
         """Return on every rank what rank 0 learned of the engine: the layout of its slots and its version. Raises what
         kept rank 0 from learning it."""
         box = [engine]
@@ -181,7 +177,7 @@ class ShardSender:
 
     def __init__(self, model: nn.Module):
         self._group = ShardGroup(model)
-        layout, version = self._group.introduce()
+        layout, version = self._group.start()
         self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in layout.tensors}
         self._condition = threading.Condition()
         self.version: int = version

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,7 @@ from inflight.core.messages import Welcome
 from inflight.weights.tensors import fill, layout_of, published_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a publisher offers to an engine: tensors of this layout, in the publisher's own dtypes."""
 
     layout: WeightLayout
@@ -33,7 +32,7 @@ class Source(ABC):
     def offer(self, welcome: Welcome) -> Offer:
         """Return what fits this engine. Raises LayoutMismatchError if nothing does."""
 
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:  # noqa: B027
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> object:  # noqa: B027
         """Tell other ranks the layout of the slots and the engine's version, or what kept the publisher from them."""
 
     @abstractmethod

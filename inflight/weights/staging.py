@@ -1,8 +1,7 @@
 """Versions wait here on their way to several engines, or to one that this process cannot write to.
 
-The trainer goes on once its parameters are copied to the staging buffer. A thread sends the newest version to all
-engines at once, and takes the next when each of them has it or is lost; what was staged meanwhile and is not the newest
-is never sent. The version that was sent last stays, for engines that come later and as the base of the next delta.
+A thread sends the newest version to all engines at once, and takes the next when each of them has it or is lost. The
+version that was sent last stays, for engines that come later and as the base of the next delta.
 """
 
 import logging
@@ -152,7 +151,11 @@ class StagingBuffer:
             arriving = list(self._arriving)
             newest, self._newest = self._newest, None
         for engine, transport in arriving:
-            self._sender_of(transport).add(engine)
+            shared = [] if transport.writes_to_slots else [s for own, s in self._senders if own == transport]
+            if not shared:
+                shared = [transport.sender()]
+                self._senders.append((transport, shared[0]))
+            shared[0].add(engine)
             with self._condition:
                 self._arriving.remove((engine, transport))
         if newest is None:
@@ -161,15 +164,6 @@ class StagingBuffer:
         slot, record = newest
         staged = StagedVersion(self._buffers[slot], record, checksum(self._buffers[slot]))
         return slot, staged, self._sent[1] if self._sent else None
-
-    def _sender_of(self, transport: Transport) -> Sender:
-        """Return the sender of these settings, or a new one."""
-        if not transport.writes_to_slots:
-            for settings, sender in self._senders:
-                if settings == transport:
-                    return sender
-        self._senders.append((transport, transport.sender()))
-        return self._senders[-1][1]
 
     def _account(self, slot: int, staged: StagedVersion) -> None:
         """Every engine has the version, or will not get it."""
