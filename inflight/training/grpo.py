@@ -18,6 +18,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import NonFiniteLossError
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
+from inflight.session import LaunchedEngine
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.dropped import Dropped
@@ -35,7 +36,6 @@ from inflight.training.schedules import (
     ROLLOUT_SCHEDULES,
     Admission,
     Example,
-    RolloutEngine,
     RolloutSchedule,
     WeightPublisher,
 )
@@ -146,7 +146,7 @@ _LEAST = {
 
 
 def grpo(
-    engine: RolloutEngine,
+    engine: LaunchedEngine,
     publisher: WeightPublisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -180,9 +180,9 @@ def grpo(
         with Admission(
             engine,
             publisher,
-            examples,
+            iter(examples),
             config.sampling,
-            score=score,
+            score,
             groups_per_step=config.groups_per_step,
             limit=config.admitted_groups,
         ) as admission:

@@ -17,7 +17,6 @@ from inflight.training.data.advantages import Advantages, group_advantages
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.dropped import Dropped
 from inflight.training.data.staleness_filter import StalenessRule, take_out_stale
-from inflight.training.objective.aggregation import StepTotals
 
 
 @dataclass(slots=True)
@@ -66,46 +65,35 @@ class ScoredGroups:
         batch's totals count them. Returns None if nothing is left. Raises ValueError for a reward that is None or not
         finite.
         """
-        uniform = [group for group in self.groups if skip_uniform and is_uniform(group)]
-        groups = [group for group in self.groups if not (skip_uniform and is_uniform(group))]
+        groups: list[list[Rollout]] = []
+        uniform: list[list[Rollout]] = []
+        for group in self.groups:
+            is_uniform = skip_uniform and len({rollout.reward for rollout in group}) == 1
+            (uniform if is_uniform else groups).append(group)
         self.dropped.num_uniform_groups += len(uniform)
         advantages = advantages_of([[rollout.reward for rollout in group] for group in groups])
         rollouts = [rollout for group in groups for rollout in group]
-        stay, included = take_out_stale(
-            rollouts, staleness, trainer_version=trainer_version, now_ns=now_ns(), dropped=self.dropped
-        )
-        if not stay:
+        included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
+        if not included:
             return None
         batch = pack(
-            [rollouts[index] for index in stay],
-            [advantages[index] for index in stay],
-            included=included if staleness else None,
+            [rollouts[index] for index in included],
+            [advantages[index] for index in included],
+            included=list(included.values()) if staleness else None,
             trainer_version=trainer_version,
         )
-        batch.totals = _with_groups(batch.totals, uniform)
+        batch.totals = replace(
+            batch.totals,
+            num_tokens=batch.totals.num_tokens + sum(len(rollout.token_ids) for group in uniform for rollout in group),
+            num_sequences=batch.totals.num_sequences + sum(map(len, uniform)),
+            num_groups=len(batch.totals.group_tokens) + len(uniform),
+        )
         return batch
 
 
 def ended_by_itself(group: list[Rollout]) -> bool:
     """Whether every sample of the group stopped or reached its maximum length."""
     return all(rollout.finish_reason in ("stop", "length") for rollout in group)
-
-
-def is_uniform(group: list[Rollout]) -> bool:
-    """Whether all samples of the group got the same reward, so that all their advantages are 0."""
-    return len({rollout.reward for rollout in group}) == 1
-
-
-def _with_groups(totals: StepTotals, groups: list[list[Rollout]]) -> StepTotals:
-    """Totals that count these groups too, which are not in the batch."""
-    if not groups:
-        return totals
-    return replace(
-        totals,
-        num_tokens=totals.num_tokens + sum(len(rollout.token_ids) for group in groups for rollout in group),
-        num_sequences=totals.num_sequences + sum(map(len, groups)),
-        num_groups=(totals.num_groups or len(totals.group_tokens)) + len(groups),
-    )
 
 
 def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:
