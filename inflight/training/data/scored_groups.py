@@ -1,11 +1,5 @@
-"""From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`.
-
-    add      failed groups and rollouts without a reward are left out
-    pack     groups of equal rewards may be left out; advantages; tokens that are too old are left out; one PackedBatch
-    measure_consumed   how old the batch's tokens were, once an optimizer step has consumed it
-
-Whatever is left out is counted in `ScoredGroups.dropped`.
-"""
+"""From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`. It adds, packs and, once an
+optimizer step has consumed the batch, measures how old its tokens were."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,9 +1,7 @@
 """Which tokens are too old to train on.
 
-Dropping what is old has a price that a mean reward does not show: long rollouts take longer to draw, so that they are
-older, so that a rule that drops rollouts favours short ones. `Dropped.length_bias` shows it. A bound on what is in
-flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, at the price of idling generators; rules
-and the bound may be used together.
+Rules that drop rollouts favour short ones, as long ones take longer to draw: `Dropped.length_bias` shows it. A bound on
+what is in flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, and idles generators.
 """
 
 from collections.abc import Sequence

@@ -11,13 +11,7 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.objective.aggregation import token_weights
 from inflight.training.objective.kl import kl_estimate
-from inflight.training.objective.objective import (
-    Objective,
-    loglinear_proximal,
-    policy_terms,
-    resolve,
-    terms_without_bounds,
-)
+from inflight.training.objective.objective import Objective, loglinear_proximal, resolve
 from inflight.training.objective.statistics import LossStats, RatioStats, ratio_sums
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
@@ -62,9 +56,9 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
         leaf = logprobs.detach().requires_grad_()
         tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
         weights = of_sequences[sequences]
-        value, gradient = _differentiated(policy_terms(objective, tokens), weights, leaf)
+        value, gradient = _differentiated(objective.policy_terms(tokens), weights, leaf)
         num_clipped = kl_sum = None
-        if (without_bounds := terms_without_bounds(objective, tokens)) is not None:
+        if (without_bounds := objective.terms_without_bounds(tokens)) is not None:
             _, expected = _differentiated(without_bounds, weights, leaf)
             num_clipped = ((gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()).sum()
         if objective.kl_weight:
