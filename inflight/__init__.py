@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from inflight.core.spans import span
     from inflight.engine.engine import Engine
     from inflight.session import LaunchedEngine, launch
-    from inflight.training.data.advantages import group_advantages
     from inflight.training.data.batch import PackedBatch, pack
-    from inflight.training.data.scored_groups import ScoredGroups
+    from inflight.training.data.scored_groups import ScoredGroups, group_advantages
     from inflight.training.data.scoring import Scorer
     from inflight.training.data.staleness_filter import StalenessRule
     from inflight.training.grpo import GRPOConfig, grpo
@@ -44,7 +43,7 @@ _HOME = {
     "Engine": "inflight.engine.engine",
     "LaunchedEngine": "inflight.session",
     "launch": "inflight.session",
-    "group_advantages": "inflight.training.data.advantages",
+    "group_advantages": "inflight.training.data.scored_groups",
     "PackedBatch": "inflight.training.data.batch",
     "pack": "inflight.training.data.batch",
     "GRPOConfig": "inflight.training.grpo",
