@@ -1,8 +1,5 @@
-"""Rewards, computed beside generation and training.
-
-An event loop in a thread of its own calls the score function as soon as a group has finished: coroutines are awaited
-there, other functions run in worker threads. The trainer waits for a reward only where none of its groups has one yet.
-"""
+"""Rewards, computed beside generation and training: an event loop in a thread of its own awaits coroutines, and has
+worker threads call other functions."""
 
 import asyncio
 import inspect
