@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_launches import SHARED_BYTES, launches_of, resources, sass
 from inflight_kernels import (
+    Norm,
     _activation_triton,
     _copy_triton,
     _linear_logprob_triton,
@@ -18,6 +19,7 @@ from inflight_kernels import (
     _sampling_triton,
     _selective_logprob_triton,
 )
+from inflight_kernels._sampling_mask import Head, Rows, Split
 from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
@@ -31,8 +33,8 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def norm(hidden: int, dtype: torch.dtype) -> None:
     x, weight = meta(256, hidden, dtype=dtype), meta(hidden, dtype=dtype)
-    _normalization_triton.rms_norm(x, weight, 1e-6, 0.0, True)
-    _normalization_triton.add_rms_norm(x, x, weight, 1e-6, 0.0, True)
+    for residual in (None, x):
+        _normalization_triton.add_rms_norm(x, residual, Norm(weight, 1e-6))
 
 
 def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
@@ -40,7 +42,6 @@ def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
 
 
 def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
-    weights = meta(2, 128, dtype=dtype).unbind() if norms else (None, None)
     _rotary_triton.rope_and_cache(
         meta(256, (q_heads + 2 * kv_heads) * 128, dtype=dtype),
         *meta(2, 40_960, 128, dtype=FP32).unbind(),
@@ -48,11 +49,7 @@ def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
         *meta(2, 5000, 16, kv_heads, 128, dtype=dtype).unbind(),
         q_heads=q_heads,
         kv_heads=kv_heads,
-        q_norm=weights[0],
-        k_norm=weights[1],
-        eps=1e-6,
-        offset=0.0,
-        cast_first=True,
+        norms=tuple(Norm(weight, 1e-6) for weight in meta(2, 128, dtype=dtype)) if norms else None,
     )
 
 
@@ -84,11 +81,10 @@ def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None,
     tokens, (temperatures, *others) = meta(rows, dtype=I64), meta(5, rows, dtype=FP32).unbind()
     if not entropy:
         others[2:] = None, None
-    _linear_logprob_triton.dense_forward(hidden_NH, weight_VH, None, tokens, temperatures, softcap, entropy)
+    _linear_logprob_triton.dense_forward(hidden_NH, Head(weight_VH, None, softcap), tokens, temperatures, entropy)
     begin = (vocabulary - 1) // columns * columns
-    _linear_logprob_triton.grad_logits(
-        hidden_NH, weight_VH[begin:], None, softcap, begin, tokens, temperatures, *others
-    )
+    piece = Head(weight_VH[begin:], None, softcap)
+    _linear_logprob_triton.grad_logits(hidden_NH, piece, begin, Rows(tokens, temperatures, *others))
 
 
 def masked_rows(dtype: torch.dtype) -> None:
@@ -96,9 +92,8 @@ def masked_rows(dtype: torch.dtype) -> None:
     hidden_KH, weight_VH = meta(rows, 4096, dtype=dtype), meta(131_072, 4096, dtype=dtype)
     (tokens, offsets), ids = (meta(rows, dtype=I64), meta(rows + 1, dtype=I64)), meta(entries, dtype=I64)
     temperatures, factors = meta(rows, dtype=FP32), meta(entries, dtype=FP32)
-    _linear_logprob_triton.masked_forward(
-        hidden_KH, weight_VH, None, tokens, temperatures, None, True, ids, offsets, ids
-    )
+    split = Split(token_ids=ids, offsets=offsets)
+    _linear_logprob_triton.masked_forward(hidden_KH, Head(weight_VH, None, None), tokens, temperatures, True, split)
     _linear_logprob_triton.segment_sum(factors, weight_VH, ids, offsets)
 
 

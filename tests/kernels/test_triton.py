@@ -22,7 +22,7 @@ from inflight_kernels import (
     selective_logprobs,
 )
 from inflight_kernels.activation import gated_activation, gated_activation_reference
-from inflight_kernels.normalization import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from inflight_kernels.normalization import Norm, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache, rope_and_cache_reference
 from inflight_kernels.sampling import draw, draw_reference, uniforms
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
@@ -129,8 +129,9 @@ def test_rms_norm_is_that_of_transformers(module, rounding, dtype):
     torch.nn.init.normal_(norm.weight)
     x, residual = torch.randn(2, 7, 48, dtype=dtype).unbind()
     with torch.no_grad():
-        assert torch.equal(rms_norm_reference(x, norm.weight, 1e-5, **rounding), norm(x))
-        y, s = add_rms_norm_reference(x, residual, norm.weight, 1e-5, **rounding)
+        ours = Norm(norm.weight, 1e-5, **rounding)
+        assert torch.equal(rms_norm_reference(x, ours), norm(x))
+        y, s = add_rms_norm_reference(x, residual, ours)
         assert torch.equal(s, x + residual)
         assert torch.equal(y, norm(x + residual))
 
@@ -145,7 +146,7 @@ def test_gated_activation_is_that_of_transformers(activation, name, dtype):
     torch.testing.assert_close(result, ACT2FN[name](gate) * up, atol=tolerance, rtol=tolerance)
 
 
-def rotate(qkv, table, config, rotated=None, attention=None, **options):
+def rotate(qkv, table, config, rotated=None, attention=None, **rounding):
     """Ours and Transformers' queries and keys, both [T, heads, D], and the values before and behind the cache."""
     q_heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     tokens, rotated = qkv.shape[0], rotated or head_dim
@@ -153,9 +154,11 @@ def rotate(qkv, table, config, rotated=None, attention=None, **options):
     positions = torch.randint(0, cos.shape[0], (tokens,))
     slots = torch.randperm(tokens)
     k_cache, v_cache = torch.zeros(2, 2, tokens // 2, kv_heads, head_dim, dtype=qkv.dtype).unbind()
-    norms = {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight} if attention else {}
+    norms = None
+    if attention:
+        norms = tuple(Norm(norm.weight, **rounding) for norm in (attention.q_norm, attention.k_norm))
     q = rope_and_cache_reference(
-        qkv, cos, sin, positions, slots, k_cache, v_cache, q_heads=q_heads, kv_heads=kv_heads, **norms, **options
+        qkv, cos, sin, positions, slots, k_cache, v_cache, q_heads=q_heads, kv_heads=kv_heads, norms=norms
     )
     k, v = (cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache))
     q_THD, k_THD, v_THD = qkv.view(tokens, -1, head_dim).split((q_heads, kv_heads, kv_heads), 1)
@@ -345,9 +348,9 @@ def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"expected logits \[N, V\].* got \[2, 3\], \[3\] and \[2\]"):
         selective_logprobs(zeros(2, 3), zeros(3, dtype=i64), torch.ones(2))
     with pytest.raises(ValueError, match=r"expected x \[T, D\] and weight \[D\], got \[2, 3\] and \[4\]"):
-        rms_norm(zeros(2, 3), zeros(4), 1e-6)
+        rms_norm(zeros(2, 3), Norm(zeros(4), 1e-6))
     with pytest.raises(ValueError, match=r"expected a residual like x, torch.float32 \[2, 3\], got .* \[2, 1\]"):
-        add_rms_norm(zeros(2, 3), zeros(2, 1), zeros(3), 1e-6)
+        add_rms_norm(zeros(2, 3), zeros(2, 1), Norm(zeros(3), 1e-6))
     with pytest.raises(ValueError, match=r"expected gate_up \[T, 2·I\], got \[2, 3\]"):
         gated_activation(zeros(2, 3), "silu")
     with pytest.raises(ValueError, match="expected activation 'silu' or 'gelu_tanh', got 'relu'"):
@@ -368,7 +371,8 @@ def test_shapes_that_do_not_fit_are_named():
 )
 def test_shapes_that_do_not_fit_a_rotation_are_named(wrong, message):
     shapes = {"qkv": (2, 64), "cos": (5, 8), "sin": (5, 8), "positions": (2,), "cache_index": (2,)}
-    shapes |= {"k_cache": (3, 4, 2, 8), "v_cache": (3, 4, 2, 8)} | wrong
+    shapes |= {"k_cache": (3, 4, 2, 8), "v_cache": (3, 4, 2, 8), "k_norm": (8,)} | wrong
     arguments = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    norms = Norm(torch.zeros(8), 1e-6), Norm(arguments.pop("k_norm"), 1e-6)
     with pytest.raises(ValueError, match=message):
-        rope_and_cache(**arguments, q_heads=4, kv_heads=2)
+        rope_and_cache(**arguments, q_heads=4, kv_heads=2, norms=norms)
