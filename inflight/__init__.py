@@ -17,7 +17,7 @@ _HOME = {
     "Engine": "inflight.engine.engine",
     "LaunchedEngine": "inflight.session",
     "launch": "inflight.session",
-    "group_advantages": "inflight.training.data.advantages",
+    "group_advantages": "inflight.training.data.scored_groups",
     "PackedBatch": "inflight.training.data.batch",
     "pack": "inflight.training.data.batch",
     "GRPOConfig": "inflight.training.grpo",
@@ -50,10 +50,10 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.engine.engine import Engine as Engine
     from inflight.session import LaunchedEngine as LaunchedEngine
     from inflight.session import launch as launch
-    from inflight.training.data.advantages import group_advantages as group_advantages
     from inflight.training.data.batch import PackedBatch as PackedBatch
     from inflight.training.data.batch import pack as pack
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups
+    from inflight.training.data.scored_groups import group_advantages as group_advantages
     from inflight.training.data.scoring import Scorer as Scorer
     from inflight.training.data.staleness_filter import StalenessRule as StalenessRule
     from inflight.training.grpo import GRPOConfig as GRPOConfig
