@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
@@ -80,6 +79,8 @@ class SlotFiller:
         match job:
             case Prepare():
                 receiver = self._get_receiver()
+                if receiver.setup is None:
+                    raise ProtocolError("the transport does not prepare")
                 receiver.prepare(_decode(job.setup, receiver.setup))
             case Fill():
                 self._fill(job)
@@ -119,8 +120,6 @@ class SlotFiller:
             )
 
 
-def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct] | None) -> Any:
+def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct]) -> msgspec.Struct:
     """Read what the sender of a transport says. Raises ProtocolError."""
-    if expected is None:
-        raise ProtocolError("the transport does not prepare")
     return read(msgspec.msgpack.Decoder(expected), raw)
