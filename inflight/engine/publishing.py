@@ -24,7 +24,7 @@ from inflight.engine.engine import Engine
 from inflight.weights.link import is_free
 from inflight.weights.slot_filler import Job, Result, SlotFiller
 from inflight.weights.slot_table import SlotTable
-from inflight.weights.transports.accepted import AcceptedTransports
+from inflight.weights.transports import AcceptedTransports
 
 FromPublisher = Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
 
