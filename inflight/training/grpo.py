@@ -17,8 +17,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
 from inflight.session import LaunchedEngine
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.dropped import Dropped
-from inflight.training.data.scored_groups import group_advantages, measure_consumed
+from inflight.training.data.scored_groups import Dropped, group_advantages, measure_consumed
 from inflight.training.data.scoring import Score, Scorer
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.model.forward import token_logprobs
