@@ -36,8 +36,8 @@ import inflight.training.model.packing as packing
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.attention import hook
+from inflight.engine.attention.backend import LayerShape
 from inflight.engine.engine import Engine
-from inflight.engine.kv_memory import LayerShape
 from inflight.models import masks, twin
 from inflight.models.shrink import shrink
 from inflight.models.twin import NoTwinError, twin_of

@@ -195,10 +195,11 @@ class RolloutStream:
             if isinstance(answer, list):
                 self._inbox.remove([answer[0].group_id])
             return answer
-        answer = self._inbox.take_any(wanted) if wanted else None
-        if isinstance(answer, list):
-            wanted.discard(answer[0].group_id)
-            return self._with_text(answer)
+        answer = self._inbox.take(wanted, 1) if wanted else None
+        if isinstance(answer, dict):
+            [(group_id, group)] = answer.items()
+            wanted.discard(group_id)
+            return self._with_text(group)
         return answer
 
     def _borrow(self, scorer: Scorer | None) -> "Group | Future[None] | None":
