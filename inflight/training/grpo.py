@@ -27,13 +27,7 @@ from inflight.training.objective.probe import VersionProbe
 from inflight.training.objective.statistics import LossStats
 from inflight.training.reference import ReferenceScorer, reference_scorer
 from inflight.training.report import StepReport
-from inflight.training.schedules import (
-    ROLLOUT_SCHEDULES,
-    Admission,
-    Example,
-    RolloutSchedule,
-    WeightPublisher,
-)
+from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example, RolloutSchedule, WeightPublisher
 from inflight.training.step import check_finite, clip_and_step
 
 logger = logging.getLogger(__name__)
