@@ -143,7 +143,7 @@ class _Run:
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
         self.interrupted = False
-        self._swaps: dict[str, int] = {}
+        self._swaps: dict[str, Any] = {}
         self._staleness: dict[str, Any] = {}
         self._num_tokens = 0
         self._dropped = Dropped()
