@@ -5,7 +5,7 @@ of the weights do: a publish fills the idle one, and the next forward pass reads
 so that a row's adapter is a number and a CUDA graph can go on reading the same addresses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from inflight.core.decoder import ATTENTION, MLP
 from inflight.core.errors import UnsupportedModelError
-from inflight.core.layout import DTYPE_BYTES, WeightLayout
+from inflight.core.layout import WeightLayout
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import AttentionBackend, GraphBackend
-from inflight.weights.slot_table import Slot, SlotTable
+from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import dtype_name
 
 SLOTS = 2
@@ -49,13 +49,7 @@ class AdapterBank:
     Zero to begin with. Raises UnsupportedModelError if the model has no such projections.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        options: EngineOptions,
-        make_slot: Callable[[int], Slot],
-        backend: AttentionBackend,
-    ):
+    def __init__(self, model: PreTrainedModel, options: EngineOptions, device: torch.device, backend: AttentionBackend):
         """Uses adapters, lora_rank, cuda_graphs and the numbers of sequences and prompt tokens in a pass. With CUDA
         graphs adapters are computed in passes that need none, too."""
         names, rank = options.adapters, options.lora_rank
@@ -68,18 +62,18 @@ class AdapterBank:
             raise UnsupportedModelError(f"{type(model).__name__} has none of {', '.join(_PROJECTIONS)} for adapters")
         self.names = {name: index for index, name in enumerate(names)}
         self.layout = _layout(targets, names, rank)
-        memory = make_slot(SLOTS * self.layout.total_bytes)
+        memory = make_slot(SLOTS * self.layout.total_bytes, device)
         self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
         max_tokens = options.max_sequences + options.max_prefill_tokens
-        self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=memory.buffer.device)
+        self.rows = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
         """The adapter, and its slot, that each token of the pass under way uses; −1 for none."""
         self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
-        first = next(iter(targets.values())).weight
-        words, size = memory.buffer.view(first.dtype), DTYPE_BYTES[dtype_name(first.dtype)]
-        stride = self.layout.total_bytes // len(names) // size
+        self._words = memory.buffer.view(next(iter(targets.values())).weight.dtype)
+        size = self._words.itemsize
+        self._stride = self.layout.total_bytes // len(names) // size
         self._places = {spec.name: (spec.offset // size, spec.shape) for spec in self.layout.tensors}
-        self._first_name, self._words, self._stride = names[0], words, stride
+        self._first_name = names[0]
 
     def attach(self, model: PreTrainedModel) -> None:
         """Let the projections of a module over some slot find their adapters: those that run as Transformers runs
@@ -135,16 +129,14 @@ def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
 
 
 def _layout(targets: dict[str, nn.Linear], names: Sequence[str], rank: int) -> WeightLayout:
-    tensors = []
-    for name in names:
-        for target, module in targets.items():
-            dtype = dtype_name(module.weight.dtype)
-            tensors.append((f"{name}.{target}.lora_A", (rank, module.in_features), dtype))
-            tensors.append((f"{name}.{target}.lora_B", (module.out_features, rank), dtype))
-    return WeightLayout.build(tensors)
+    return WeightLayout.build(
+        (f"{name}.{target}.lora_{part}", shape, dtype_name(module.weight.dtype))
+        for name in names
+        for target, module in targets.items()
+        for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank)))
+    )
 
 
 def _add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    lora = lora_of(module)
-    if lora is not None:
+    if (lora := lora_of(module)) is not None:
         lora.add(output.flatten(0, -2), args[0].flatten(0, -2))

@@ -1,7 +1,5 @@
 """From options to the parts of an engine."""
 
-from functools import partial
-
 import msgspec
 import torch
 from transformers import PretrainedConfig
@@ -15,13 +13,12 @@ from inflight.engine.device import resolve_device
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.kv_memory import KVMemory
 from inflight.engine.layers import probe_layers
-from inflight.engine.limits import Limits
 from inflight.engine.loading import (
     context_limit,
     eos_token_ids,
     load_model,
     load_tokenizer,
-    modules_over_slots,
+    module_over,
     prefill_limit,
     resolve_dtype,
 )
@@ -29,7 +26,7 @@ from inflight.engine.model_runner import ModelRunner
 from inflight.engine.order import load_order
 from inflight.engine.outputs import RoutedExpertsRecorder
 from inflight.engine.own_columns import load_columns
-from inflight.engine.requests import Requests
+from inflight.engine.requests import Limits, Requests
 from inflight.engine.sampler import Sampler
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.stopping import StopCondition
@@ -69,8 +66,8 @@ class Parts:
         self.attention = backend.name
         self.adapters: AdapterBank | None = None
         if options.lora_rank:
-            self.adapters = AdapterBank(model, options, partial(make_slot, device=self.device), backend)
-        modules = modules_over_slots(model, layout, slots)
+            self.adapters = AdapterBank(model, options, self.device, backend)
+        modules = [module_over(model, layout, slot.buffer) for slot in slots]
         del model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the weights as they were loaded; what is free now is the KV cache's
@@ -85,7 +82,7 @@ class Parts:
             max_blocks=self.memory.max_blocks,
             prefix_caching=options.prefix_caching,
         )
-        self.runner = ModelRunner(modules, self.memory, backend, options, self.device, self.adapters, unfused_reason)
+        self.runner = ModelRunner(modules, self.memory, options, self.adapters, unfused_reason)
         self.scheduler = Scheduler(self.cache, options, order)
         eos_ids = eos_token_ids(modules[0])
         self.stop = StopCondition(eos_ids, load_tokenizer(options.model))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inflight.core.clock import now_ns
-from inflight.core.frames import FrameHeader, Swap, TakenOver, TokenFrame
+from inflight.core.frames import FrameHeader, Swap, TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -62,8 +62,7 @@ class Engine(Parts):
         """Measures what swaps cost; whoever handles messages about slots tells it."""
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
-        self._last_served = 0
-        self._renew_kv_namespaces()
+        self.scheduler.renew_kv_namespaces(self.limits.adapters)
         self.paused = False
         self.asleep = False
         self._untold_swap: Swap | None = None
@@ -221,7 +220,7 @@ class Engine(Parts):
                     self.stall_clock.wait(began_ns if lacks_weights else None)
                 continue
             num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
-            self._renew_kv_namespaces()
+            self.scheduler.renew_kv_namespaces(self.limits.adapters)
             if self.options.kv_on_swap == "recompute":
                 self.scheduler.recompute_unpinned(adapted=slot_table is not self.slot_table)
             self.num_swaps += 1
@@ -236,7 +235,7 @@ class Engine(Parts):
         if self.blocked or not self.scheduler.has_work:
             return None
         live = self.slot_table.version
-        version = self._next_version(live)
+        version = self.scheduler.next_version(live)
         stamp = self.version if version == live else version
         self.memory.copy_blocks(self.cache.take_copies())  # of what earlier passes computed
         schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
@@ -289,64 +288,34 @@ class Engine(Parts):
 
     def _emit(self, launched: _Launched | None, rows: list[int]) -> TokenFrame | None:
         """The frame of a pass, of which these rows count; without a pass, one that brings news, if there are any."""
-        if launched is None:
-            if not self.requests.has_news and self._untold_swap is None:
-                return None
-            header = self._header(self.version, swap=self._untold_swap)
-            self._untold_swap = None
-            return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
-        schedule, samples = launched.schedule, launched.samples
-        header = self._header(
-            schedule.stamp,
+        if launched is not None:
+            schedule, samples, swap = launched.schedule, launched.samples, launched.swap
+        elif self.requests.has_news or self._untold_swap is not None:
+            schedule, samples = Schedule(self.version, self.version), Samples.none(torch.device("cpu"))
+            swap, self._untold_swap = self._untold_swap, None
+        else:
+            return None
+        groups, finishes = self.requests.take_news()
+        header = FrameHeader(
+            engine_id=self.engine_id,
+            sequence=self._num_frames,
+            version=schedule.stamp,
+            time_ns=now_ns(),
+            step=self.step_count,
             num_tokens=len(rows),
+            groups=groups,
             starts=[s.request_id for s in schedule.starts],
             taken_over=schedule.taken_over,
-            swap=launched.swap,
+            finishes=finishes,
+            swap=swap,
+            next_group_id=self.requests.next_group_id,
         )
+        self._num_frames += 1
         request_ids = np.array([s.request_id for s, _ in schedule.draws], np.uint64)
         tokens, logprobs = samples.tokens.numpy(), samples.logprobs.numpy()
         if len(rows) < len(request_ids):
             request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
         extras = token_columns(samples, rows)
-        if self.routed_experts is not None and launched.routed_experts is not None:
+        if self.routed_experts is not None and launched is not None and launched.routed_experts is not None:
             extras |= routed_experts_columns(schedule.chunks, launched.routed_experts, self.routed_experts.dtype)
         return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)
-
-    # ---- helpers ------------------------------------------------------------------------------------------------
-
-    def _next_version(self, live: int) -> int:
-        """Versions that have sequences take turns; there is one, unless requests are pinned."""
-        wanted = sorted(set(self.scheduler.versions) | ({live} if self.scheduler.has_unpinned else set()))
-        self._last_served = next((version for version in wanted if version > self._last_served), wanted[0])
-        return self._last_served
-
-    def _renew_kv_namespaces(self) -> None:
-        """Keys and values that an adapter computes from now on are not those that it computed before."""
-        if self.adapters is not None:
-            self.scheduler.renew_kv_namespaces(self.adapters.names)
-
-    def _header(
-        self,
-        version: int,
-        *,
-        swap: Swap | None,
-        num_tokens: int = 0,
-        starts: Seq[int] = (),
-        taken_over: Seq[TakenOver] = (),
-    ) -> FrameHeader:
-        groups, finishes = self.requests.take_news()
-        self._num_frames += 1
-        return FrameHeader(
-            engine_id=self.engine_id,
-            sequence=self._num_frames - 1,
-            version=version,
-            time_ns=now_ns(),
-            step=self.step_count,
-            num_tokens=num_tokens,
-            groups=groups,
-            starts=list(starts),
-            taken_over=list(taken_over),
-            finishes=finishes,
-            swap=swap,
-            next_group_id=self.requests.next_group_id,
-        )

@@ -12,6 +12,7 @@ T tokens, D head dimension, M rows that are drawn from, V vocabulary.
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
 from inflight.engine.adapters import Lora, lora_of, merge_lora
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
+from inflight.engine.attention.backend import ForwardBatch
 from inflight.engine.kv_memory import KVMemory
 
 
@@ -44,12 +45,8 @@ class _Linear:
         return y
 
 
-@dataclass(frozen=True, slots=True)
-class _Rope:
-    """Tables f32[max_context, R]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
+_Rope = tuple[torch.Tensor, torch.Tensor]
+"""The cosines and the sines f32[max_context, R]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,7 @@ class _Attention:
     """They norm all query heads together, and all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
 
-    def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
         qkv = self.qkv(x)
         if self.whole_norms is not None:
             q_norm, k_norm = self.whole_norms
@@ -77,8 +72,7 @@ class _Attention:
             qkv = torch.cat((rms_norm(q, q_norm), rms_norm(k, k_norm), v), 1)
         query = rope_and_cache(
             qkv,
-            self.rope.cos,
-            self.rope.sin,
+            *self.rope,
             batch.positions,
             batch.cache_index[memory.group_of[self.index]],
             memory.keys[self.index],
@@ -87,7 +81,7 @@ class _Attention:
             kv_heads=self.kv_heads,
             norms=self.head_norms,
         )
-        return self.out(backend.attend(self.index, query, self.sinks).flatten(1))
+        return self.out(memory.backend.attend(self.index, query, self.sinks).flatten(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +118,8 @@ class _Layer:
 class FusedDecoder:
     """A decoder over the weights of one slot. Raises UnknownPartError if a part of the model is not known."""
 
-    def __init__(self, model: PreTrainedModel, memory: KVMemory, backend: AttentionBackend, max_context: int):
-        self._memory, self._backend = memory, backend
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, max_context: int):
+        self._memory = memory
         body = _part(model, "model", nn.Module)
         self._embed = _part(body, "embed_tokens", nn.Module)
         ropes = _Ropes(_part(body, "rotary_emb", nn.Module), max_context)
@@ -135,7 +129,7 @@ class FusedDecoder:
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [M, V] for a batch that the backend has begun."""
+        """Logits [M, V] for a batch that the memory's backend has begun."""
         return self.logits(self.hidden(batch))
 
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
@@ -143,7 +137,7 @@ class FusedDecoder:
         residual = self._embed(batch.token_ids)
         x = residual if (first := self._layers[0].before_attention) is None else rms_norm(residual, first)
         for index, layer in enumerate(self._layers):
-            x = layer.attention(x, batch, self._memory, self._backend)
+            x = layer.attention(x, batch, self._memory)
             if layer.after_attention is not None:
                 x = rms_norm(x, layer.after_attention)
             x, residual = _add(x, residual, layer.before_mlp)
@@ -160,15 +154,6 @@ class FusedDecoder:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
-
-
-def agrees_with(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if two tensors of logits [M, V], of whatever dtype, differ by no more than rounding in the `dtype` of the
-    weights, at most rows: in 16 bits rounding sends some tokens to other experts. Wrong kernels make all rows differ by
-    their size; what is closer is told apart in fp32 (`agreement.py`)."""
-    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
-    difference = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
-    return bool(difference.median() < tolerance)
 
 
 def _add(x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,9 +189,9 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
-    linears = [_linear(_part(module, name, nn.Linear)) for name in parts]
+    qkv = _linear(*(_part(module, name, nn.Linear) for name in parts))
     out = _linear(_part(module, names.out, nn.Linear))
-    qkv, q_heads = _merge_linear(*linears), out.weight.shape[1] // head_dim
+    q_heads = out.weight.shape[1] // head_dim
     kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
     norms = None
     if hasattr(module, "q_norm"):
@@ -235,8 +220,7 @@ def _mlp(module: nn.Module) -> _Mlp | _Opaque:
         found = [getattr(module, name, None) for name in (*parts, out)]
         linears = [linear for linear in found if isinstance(linear, nn.Linear)]
         if len(linears) == len(found):
-            *gate_up, down = (_linear(linear) for linear in linears)
-            return _Mlp(_merge_linear(*gate_up), down, activation)
+            return _Mlp(_linear(*linears[:-1]), _linear(linears[-1]), activation)
     return _Opaque(module)
 
 
@@ -250,22 +234,19 @@ def _activation(function: Any) -> Literal["silu", "gelu_tanh"] | None:
     return "gelu_tanh" if torch.allclose(result, F.gelu(x, approximate="tanh"), atol=1e-6) else None
 
 
-def _linear(module: nn.Module) -> _Linear:
-    if type(module) is not nn.Linear:
-        raise UnknownPartError(f"{type(module).__name__} in place of a Linear")
-    return _Linear(module.weight, module.bias, lora_of(module))
-
-
-def _merge_linear(*parts: _Linear) -> _Linear:
+def _linear(*modules: nn.Linear) -> _Linear:
     """One product over weights that lie one after another in the slot."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    if biases and len(biases) < len(parts):
+    for module in modules:
+        if type(module) is not nn.Linear:
+            raise UnknownPartError(f"{type(module).__name__} in place of a Linear")
+    biases = [module.bias for module in modules if module.bias is not None]
+    if biases and len(biases) < len(modules):
         raise UnknownPartError("some of the sibling projections have a bias, others not")
-    weight = _cover([part.weight for part in parts])
-    return _Linear(weight, _cover(biases) if biases else None, merge_lora([part.lora for part in parts]))
+    weight = _cover([module.weight for module in modules])
+    return _Linear(weight, _cover(biases) if biases else None, merge_lora([lora_of(module) for module in modules]))
 
 
-def _cover(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The view [sum of rows, …] of tensors that lie one after another in memory."""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
@@ -310,7 +291,7 @@ class _Ropes:
         rope = self._table(kind, next(attention.parameters()).device)
         if getattr(attention, "use_rope", True):
             return rope
-        return _Rope(torch.ones_like(rope.cos), torch.zeros_like(rope.sin))  # SmolLM 3 rotates in some layers only
+        return torch.ones_like(rope[0]), torch.zeros_like(rope[1])  # SmolLM 3 rotates in some layers only
 
     def _table(self, kind: str | None, device: torch.device) -> _Rope:
         if kind not in self._made:
@@ -321,5 +302,5 @@ class _Ropes:
             half = cos.shape[-1] // 2
             if not torch.equal(cos[:, :half], cos[:, half:]):  # only the first half is given (gpt-oss)
                 cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-            self._made[kind] = _Rope(cos.contiguous(), sin.contiguous())
+            self._made[kind] = cos.contiguous(), sin.contiguous()
         return self._made[kind]

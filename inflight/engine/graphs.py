@@ -58,17 +58,10 @@ class DecodeGraphs:
     Rows beyond a batch's own compute a token of their own in block 0 of the cache, which belongs to nobody.
     """
 
-    def __init__(
-        self,
-        decoders: Seq[FusedDecoder],
-        memory: KVMemory,
-        backend: GraphBackend,
-        *,
-        max_sequences: int,
-        device: torch.device,
-    ):
+    def __init__(self, decoders: Seq[FusedDecoder], memory: KVMemory, backend: GraphBackend, max_sequences: int):
         """Records all graphs. Raises RuntimeError if a pass cannot be recorded."""
-        self._decoders, self._memory, self._backend = list(decoders), memory, backend
+        self._decoders, self._memory, self._backend = decoders, memory, backend
+        device = memory.device
         self._sizes = graph_sizes(max_sequences)
         self._inputs = torch.zeros(2 + len(memory.groups), max_sequences, dtype=torch.int64, device=device)
         """Token ids, positions, and the cache index of each group."""

@@ -6,46 +6,13 @@ sliding window.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from inflight.core.errors import DeviceMemoryError
 from inflight.core.options import EngineOptions
+from inflight.engine.attention.backend import AttentionBackend, LayerShape
 from inflight.engine.device import memory_left, to_device
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What one attention layer keeps per token, and how it attends.
-
-    `window` is the sliding window in tokens, None for full attention; `softcap` caps the scores; `sinks` tells whether
-    each head has an additional logit.
-    """
-
-    q_heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
-    dtype: torch.dtype
-    scale: float
-    softcap: float | None = None
-    sinks: bool = False
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-class CacheAllocator(Protocol):
-    """The attention backend's side of the cache: how large a block is, and how its memory lies."""
-
-    block_size: int
-
-    def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), strides as the backend likes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +28,22 @@ class KVMemory:
     """Keys and values of all layers, in blocks. Who holds which block is for `KVCache` to say."""
 
     def __init__(
-        self, layers: list[LayerShape], allocator: CacheAllocator, options: EngineOptions, device: torch.device
+        self, layers: list[LayerShape], backend: AttentionBackend, options: EngineOptions, device: torch.device
     ):
         """Takes room for max_sequences · max_context tokens (or kv_cache_tokens, if set), within kv_cache_fraction of
         the memory that is left. max_context and max_prefill_tokens of the options are numbers of tokens, not 0. Raises
         DeviceMemoryError, with the size needed and the size left, if not even one sequence fits."""
-        self.block_size = allocator.block_size
+        self.backend = backend
+        """Says how large a block is and how its memory lies, and computes attention over it."""
+        self.block_size = backend.block_size
         self.max_blocks = math.ceil(options.max_context / self.block_size)
         """Blocks that one sequence needs at most."""
-        self._layers, self._allocator, self._device = layers, allocator, device
-        windows = [_effective_window(layer, options.max_context) for layer in layers]
-        self.group_of = [list(dict.fromkeys(windows)).index(window) for window in windows]
+        self._layers, self.device = layers, device
+        windows = [w if w is not None and w < options.max_context else None for w in (s.window for s in layers)]
+        distinct = list(dict.fromkeys(windows))
+        self.group_of = [distinct.index(window) for window in windows]
         """The group of each layer."""
-        members = {window: [i for i, other in enumerate(windows) if other == window] for window in windows}
+        members = {window: [i for i, other in enumerate(windows) if other == window] for window in distinct}
         sizes = self._sizes(members, options)
         self.groups = [LayerGroup(*group, size) for group, size in zip(members.items(), sizes, strict=True)]
         self.nbytes = sum(self._block_bytes(group.layers) * group.num_blocks for group in self.groups)
@@ -89,23 +59,21 @@ class KVMemory:
     def allocate(self) -> None:
         """Take the memory (again). Raises DeviceMemoryError if it is not there; then nothing is held."""
         try:
-            for layer, shape in enumerate(self._layers):
-                keys, values = self._allocator.allocate(shape, self.groups[self.group_of[layer]].num_blocks)
+            for layer, group in zip(self._layers, self.group_of, strict=True):
+                keys, values = self.backend.allocate(layer, self.groups[group].num_blocks)
                 self.keys.append(keys)
                 self.values.append(values)
         except torch.OutOfMemoryError as error:
-            self.keys.clear()
-            self.values.clear()
-            torch.cuda.empty_cache()
+            self.free()
             raise DeviceMemoryError(
-                f"the KV cache needs {self.nbytes / 2**20:,.0f} MiB, and that much is not free on {self._device} now"
+                f"the KV cache needs {self.nbytes / 2**20:,.0f} MiB, and that much is not free on {self.device} now"
             ) from error
 
     def free(self) -> None:
         """Give the memory back."""
         self.keys.clear()
         self.values.clear()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
@@ -113,7 +81,7 @@ class KVMemory:
         """Copy blocks: for each group, to block → from block."""
         for group, pairs in zip(self.groups, copies, strict=True):
             if pairs:
-                to, source = (to_device(list(blocks), self._device) for blocks in (pairs, pairs.values()))
+                to, source = (to_device(list(blocks), self.device) for blocks in (pairs, pairs.values()))
                 for layer in group.layers:
                     self.keys[layer][to] = self.keys[layer][source]
                     self.values[layer][to] = self.values[layer][source]
@@ -123,28 +91,22 @@ class KVMemory:
 
     def _sizes(self, members: dict[int | None, list[int]], options: EngineOptions) -> list[int]:
         """The number of blocks of each group, given as window → layers."""
-        max_context, max_tokens, fraction = options.max_context, options.kv_cache_tokens, options.kv_cache_fraction
-        wanted, least = [], []
+        max_context, fraction = options.max_context, options.kv_cache_fraction
+        # A prompt is admitted only when all of it fits, so a group needs that much for one sequence at least.
+        least, wanted = self.max_blocks + 1, []
         for window in members:
             reach = max_context if window is None else min(max_context, window + options.max_prefill_tokens)
-            per_sequence = min(-(-reach // self.block_size) + (window is not None), self.max_blocks)
-            in_all = -(-max_tokens // self.block_size) if max_tokens else per_sequence * options.max_sequences
-            # A prompt is admitted only when all of it fits, so a group needs that much for one sequence at least.
-            least.append(self.max_blocks + 1)
-            wanted.append(max(in_all, self.max_blocks) + 1)
-        left = memory_left(self._device)
+            per_sequence = min(math.ceil(reach / self.block_size) + (window is not None), self.max_blocks)
+            in_all = math.ceil(options.kv_cache_tokens / self.block_size) or per_sequence * options.max_sequences
+            wanted.append(max(in_all + 1, least))
+        left = memory_left(self.device)
         block_bytes = [self._block_bytes(layers) for layers in members.values()]
-        needed = sum(size * n for size, n in zip(block_bytes, least, strict=True))
+        needed = sum(block_bytes) * least
         if needed > left * fraction:
             raise DeviceMemoryError(
                 f"the KV cache of a single sequence of {max_context} tokens needs {needed / 2**20:,.0f} MiB and "
-                f"{self._device} has {left / 2**20:,.0f} MiB left, of which the engine may use {fraction:.0%}; "
+                f"{self.device} has {left / 2**20:,.0f} MiB left, of which the engine may use {fraction:.0%}; "
                 "lower max_context or raise kv_cache_fraction"
             )
-        asked = sum(size * n for size, n in zip(block_bytes, wanted, strict=True))
-        scale = min(1.0, left * fraction / asked)
-        return [max(minimum, int(n * scale)) for n, minimum in zip(wanted, least, strict=True)]
-
-
-def _effective_window(layer: LayerShape, max_context: int) -> int | None:
-    return layer.window if layer.window is not None and layer.window < max_context else None
+        scale = min(1.0, left * fraction / sum(size * n for size, n in zip(block_bytes, wanted, strict=True)))
+        return [max(least, int(n * scale)) for n in wanted]

@@ -5,8 +5,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
+from inflight.engine.attention.backend import LayerShape
 from inflight.engine.attention.hook import record_calls
-from inflight.engine.kv_memory import LayerShape
 from inflight.models.twin import first_line
 
 

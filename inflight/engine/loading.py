@@ -2,7 +2,6 @@
 
 import copy
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from inflight.engine.attention.hook import ATTENTION_NAME
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.models.lengths import length_limit, row_limit
 from inflight.models.twin import first_line
-from inflight.weights.slot_table import Slot
 from inflight.weights.tensors import published_tensors, slot_views
 
 RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -163,16 +161,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def modules_over_slots(model: PreTrainedModel, layout: WeightLayout, slots: Sequence[Slot]) -> list[PreTrainedModel]:
-    """One module per slot whose parameters are views of the slot; all other buffers are shared with `model`."""
-    return [module_over(model, layout, slot.buffer) for slot in slots]
-
-
 def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tensor) -> PreTrainedModel:
-    """A module whose parameters are views of a slot's u8[total_bytes].
-
-    Nothing is copied: deepcopy is told that each parameter's copy is the view.
-    """
+    """A module whose parameters are views of a slot's u8[total_bytes]; it shares other buffers with `model`. Nothing is
+    copied: deepcopy is told that each parameter's copy is the view."""
     views = slot_views(buffer, layout)
     memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
     for name, tensor in published_tensors(model).items():
@@ -183,12 +174,10 @@ def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tens
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """End-of-sequence ids from the generation config, else from the model's config."""
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    if ids is None:
-        ids = getattr(model.config, "eos_token_id", None)
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    for config in (model.generation_config, model.config):
+        if (ids := getattr(config, "eos_token_id", None)) is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
 
 
 def _model_class(config: PretrainedConfig) -> str:

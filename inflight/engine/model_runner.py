@@ -9,16 +9,15 @@ from transformers import PreTrainedModel
 
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
-from inflight.engine.agreement import check_weights
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend
+from inflight.engine.agreement import agrees_with, check_weights, make_batch, why_unfused
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend
 from inflight.engine.attention.hook import run_packed
 from inflight.engine.device import to_device
-from inflight.engine.fused import FusedDecoder, UnknownPartError, agrees_with
+from inflight.engine.fused import FusedDecoder
 from inflight.engine.graphs import DecodeGraphs
 from inflight.engine.kv_cache import NO_BLOCK
 from inflight.engine.kv_memory import KVMemory
 from inflight.engine.sequence import Schedule
-from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
 
@@ -30,25 +29,23 @@ class ModelRunner:
         self,
         modules: Seq[PreTrainedModel],
         memory: KVMemory,
-        backend: AttentionBackend,
         options: EngineOptions,
-        device: torch.device,
         adapters: AdapterBank | None,
         unfused_reason: str | None,
     ):
         self._modules = list(modules)
         self._adapters = adapters
-        self._memory, self._backend, self._device = memory, backend, device
-        self._options = options
-        self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=device)
+        self._memory, self._options = memory, options
+        self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=memory.device)
         """The token drawn last in each batch row. It never visits the host on its way into the next pass."""
-        self.unfused_reason = unfused_reason
-        """Why the model runs as Transformers runs it; None where it runs fused."""
         self._decoders: list[FusedDecoder] = []
-        batch = self._probe(min(12, options.max_context))
-        check_weights(self._modules[0], batch, memory, backend)
-        if unfused_reason is None:
-            self._fuse(batch)
+        length = min(12, options.max_context)
+        ids = torch.arange(length, device=memory.device) * 7919 + 1
+        ids %= self._modules[0].config.get_text_config().vocab_size
+        batch = make_batch([ids], [(0, 0, length)], memory)  # in the first blocks of the cache, which nobody holds yet
+        logits = check_weights(self._modules[0], batch, memory)
+        self.unfused_reason = unfused_reason or why_unfused(lambda: self._fuse(batch, logits))
+        """Why the model runs as Transformers runs it; None where it runs fused."""
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
         self._tables = [_BlockTable(options.max_sequences, memory.max_blocks) for _ in memory.groups]
@@ -63,24 +60,21 @@ class ModelRunner:
 
     def capture(self) -> None:
         """Record the graphs of decoding passes, where the model is fused and the backend can be part of one."""
-        backend = self._backend
+        backend = self._memory.backend
         if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
             return
         try:
-            self._graphs = DecodeGraphs(
-                self._decoders, self._memory, backend, max_sequences=self._options.max_sequences, device=self._device
-            )
+            self._graphs = DecodeGraphs(self._decoders, self._memory, backend, self._options.max_sequences)
         except RuntimeError as error:  # a mixture of experts that asks the device how many tokens each of them has
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
             self._wants_graphs = False
-            backend.drop_graphs()
+            self.free_memory()
 
     def free_memory(self) -> None:
         """Drop the graphs and the memory that they hold."""
-        if self._graphs is not None:
-            self._graphs = None
-            assert isinstance(self._backend, GraphBackend)
-            self._backend.drop_graphs()
+        self._graphs = None
+        if isinstance(self._memory.backend, GraphBackend):
+            self._memory.backend.drop_graphs()
 
     @torch.inference_mode()
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
@@ -91,17 +85,15 @@ class ModelRunner:
         if self._graphs is not None and schedule.num_single == len(schedule.chunks):
             logits = self._graphs.run(slot, batch)
         else:
-            self._backend.begin(batch, self._memory)
-            logits = self._run(slot, batch)
+            self._memory.backend.begin(batch, self._memory)
+            if self._decoders:
+                logits = self._decoders[slot](batch)
+            else:
+                logits = run_packed(self._modules[slot], batch, self._memory)
         chunks = [chunk for _, chunk in schedule.draws]
         if len(set(chunks)) < len(chunks):  # samples of one prompt draw from the same row
-            logits = logits[self._to_device([np.array(_rank(chunks))])[0]]
+            logits = logits[self._to_device([np.unique(chunks, return_inverse=True)[1]])[0]]
         return logits
-
-    def _run(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
-        if self._decoders:
-            return self._decoders[slot](batch)
-        return run_packed(self._modules[slot], batch, self._memory, self._backend)
 
     def _batch(self, schedule: Schedule) -> ForwardBatch:
         chunks, size = schedule.chunks, self._memory.block_size
@@ -109,7 +101,10 @@ class ModelRunner:
         begins = np.array([chunk.start for chunk in chunks])
         starts = np.concatenate(([0], np.cumsum(counts)))
         positions = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
-        token_ids = self._known_tokens(schedule)
+        num_single = schedule.num_single
+        token_ids = [0] * num_single  # the last tokens of sequences, which are on the device
+        for chunk in chunks[num_single:]:
+            token_ids += chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
         drawing = sorted({chunk for _, chunk in schedule.draws})
         rows = starts[1:][drawing] - 1
         used = -(-int((begins + counts).max()) // size)
@@ -122,9 +117,8 @@ class ModelRunner:
             table = table_of_rows.blocks[rows_S, :used]
             cache_index.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
             tables.append(table)
-        num_single = schedule.num_single
         ids, positions, rows, batch_rows, *cache_index = self._to_device(
-            [token_ids, positions, rows, rows_S[:num_single], *cache_index]
+            [np.array(token_ids, np.int64), positions, rows, rows_S[:num_single], *cache_index]
         )
         ids[:num_single] = self.last_tokens[batch_rows]
         return ForwardBatch(
@@ -138,13 +132,6 @@ class ModelRunner:
             num_single=num_single,
         )
 
-    def _known_tokens(self, schedule: Schedule) -> np.ndarray:
-        """Token ids i64[T]; 0 for the single chunks, whose tokens are on the device."""
-        ids = [0] * schedule.num_single
-        for chunk in schedule.chunks[schedule.num_single :]:
-            ids += chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
-        return np.array(ids, np.int64)
-
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """Integer arrays as i64 tensors on the device, in one copy. Each begins at a multiple of 16 bytes: Triton
         compiles a kernel once more for pointers that do not."""
@@ -152,46 +139,18 @@ class ModelRunner:
         flat = np.zeros(starts[-1], np.int64)
         for array, start in zip(arrays, starts, strict=False):
             flat[start : start + len(array)] = array
-        on_device = to_device(torch.from_numpy(flat), self._device)
+        on_device = to_device(torch.from_numpy(flat), self._memory.device)
         return [on_device[start : start + len(array)] for array, start in zip(arrays, starts, strict=False)]
 
-    # ---- fusion -------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
-    def _fuse(self, batch: ForwardBatch) -> None:
+    def _fuse(self, batch: ForwardBatch, theirs: torch.Tensor) -> bool:
         """Use fused decoders if they compute over these weights, in this dtype and on this device, what the model
         computes. Their parts were compared closely before (`agreement.py`)."""
-        try:
-            decoders = [FusedDecoder(m, self._memory, self._backend, self._options.max_context) for m in self._modules]
-            self._backend.begin(batch, self._memory)
-            theirs = run_packed(self._modules[0], batch, self._memory, self._backend)
-            agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
-        except UnknownPartError as error:
-            self.unfused_reason = str(error)
-        except Exception as error:  # what is right as Transformers runs it does not fail because it cannot be fused
-            self.unfused_reason = f"fusing it failed ({type(error).__name__}: {first_line(error)})"
-        else:
-            if agree:
-                self._decoders = decoders
-                return
-            self.unfused_reason = "the fused decoder and the Transformers model give different logits"
-
-    def _probe(self, length: int) -> ForwardBatch:
-        """A batch of one sequence in the first blocks of the cache, which nobody holds yet."""
-        size = self._memory.block_size
-        positions = torch.arange(length, device=self._device)
-        vocabulary = self._modules[0].config.get_text_config().vocab_size
-        table = np.arange(1, -(-length // size) + 1, dtype=np.int32)[None]
-        groups = range(len(self._memory.groups))
-        return ForwardBatch(
-            token_ids=(positions * 7919 + 1) % vocabulary,
-            positions=positions,
-            rows=positions,
-            cache_index=[positions + size for _ in groups],
-            tables=[table for _ in groups],
-            starts=torch.tensor([0, length], dtype=torch.int32),
-            contexts=torch.tensor([length], dtype=torch.int32),
-        )
+        decoders = [FusedDecoder(module, self._memory, self._options.max_context) for module in self._modules]
+        self._memory.backend.begin(batch, self._memory)
+        agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
+        self._decoders = decoders if agree else []
+        return agree
 
 
 class _BlockTable:
@@ -211,9 +170,3 @@ class _BlockTable:
         if len(blocks) > known:
             self.blocks[batch_row, known : len(blocks)] = blocks[known:]
             self._lengths[batch_row] = len(blocks)
-
-
-def _rank(values: list[int]) -> list[int]:
-    """The index of each value among the distinct ones, sorted."""
-    order = {value: index for index, value in enumerate(sorted(set(values)))}
-    return [order[value] for value in values]

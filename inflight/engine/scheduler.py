@@ -34,6 +34,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._unfinished: dict[int | None, int] = {}
         """Maps pins to the number of their sequences."""
+        self._last_served = 0
         self._waiting_forks: dict[int, Sequence] = {}
         """Maps request ids to forks that wait with blocks of their parents."""
         self._kv_namespaces: dict[str, int] = {}
@@ -44,14 +45,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.num_waiting)
 
-    @property
-    def versions(self) -> list[int]:
-        """Versions to which unfinished sequences are pinned."""
-        return [pin for pin in self._unfinished if pin is not None]
-
-    @property
-    def has_unpinned(self) -> bool:
-        return UNPINNED in self._unfinished
+    def next_version(self, live: int) -> int:
+        """Versions that have sequences take turns; there is one, unless requests are pinned. There must be work."""
+        wanted = sorted({live if pin is None else pin for pin in self._unfinished})
+        self._last_served = next((version for version in wanted if version > self._last_served), wanted[0])
+        return self._last_served
 
     def add(self, leader: Sequence) -> None:
         """Queue a sequence and its followers."""

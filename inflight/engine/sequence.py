@@ -91,12 +91,12 @@ class Schedule:
     """The version of the weights that computes it."""
     stamp: int
     """The version that its tokens bear: `version`, or that of adapters published since."""
-    chunks: list[Chunk]
-    num_single: int
+    chunks: list[Chunk] = field(default_factory=list)
+    num_single: int = 0
     """Leading chunks that are the last token of a sequence; the others belong to prompts."""
-    draws: list[tuple[Sequence, int]]
+    draws: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences that draw a token, each with the index of the chunk after whose last token it does."""
-    starts: list[Sequence]
+    starts: list[Sequence] = field(default_factory=list)
     """Sequences that take part in a pass for the first time."""
-    taken_over: list[TakenOver]
+    taken_over: list[TakenOver] = field(default_factory=list)
     """Prompt tokens that did not have to be computed, of the sequences that joined."""

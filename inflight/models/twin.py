@@ -86,10 +86,14 @@ def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
     return kind if issubclass(kind, PreTrainedModel) else type(model)  # pyright: ignore
 
 
+def row_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """The norm of the difference of each row of logits [T, V], as a part of the norm of their row: f32[T]."""
+    return (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-12)
+
+
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference of a row of logits [T, V], as a part of the norm of that row. NaN where there is one."""
-    difference = (ours.float() - theirs.float()).norm(dim=-1)
-    return float((difference / theirs.float().norm(dim=-1).clamp(min=1e-12)).max())
+    """The largest of the rows' errors. NaN where there is one."""
+    return float(row_errors(ours, theirs).max())
 
 
 def try_sequences(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -171,14 +175,11 @@ class _SmallOnly(TorchFunctionMode):
 def _randomize(model: nn.Module) -> None:
     """Weights of which each shows: no norm's is 1, no bias 0."""
     generator = torch.Generator().manual_seed(0)
-    for tensor in dict.fromkeys([*model.parameters(), *_persistent_floats(model)]):
+    state = model.state_dict(keep_vars=True)
+    floats = [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]
+    for tensor in dict.fromkeys([*model.parameters(), *floats]):
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
         if tensor.ndim >= 2:
             tensor.copy_(noise * _WEIGHT_STD)
         else:
             tensor.add_(noise * _STEP)
-
-
-def _persistent_floats(model: nn.Module) -> list[torch.Tensor]:
-    state = model.state_dict(keep_vars=True)
-    return [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]

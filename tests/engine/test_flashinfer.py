@@ -18,11 +18,11 @@ from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention import flashinfer
+from inflight.engine.attention.backend import LayerShape
 from inflight.engine.attention.choose import choose_backend
 from inflight.engine.attention.flashinfer import FlashInferAttention, page_lists, why_not_flashinfer, workspace_bytes
 from inflight.engine.engine import Engine
 from inflight.engine.graphs import graph_sizes
-from inflight.engine.kv_memory import LayerShape
 from inflight.stream.assembler import Assembler
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
+from inflight.engine.agreement import agrees_with
 from inflight.engine.engine import Engine
-from inflight.engine.fused import agrees_with
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 

@@ -1,12 +1,34 @@
 """The seam behind which attention is computed: what a forward pass looks like to a backend."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from inflight.engine.kv_memory import CacheAllocator, KVMemory
+if TYPE_CHECKING:
+    from inflight.engine.kv_memory import KVMemory
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer keeps per token, and how it attends."""
+
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    """The sliding window in tokens, None for full attention."""
+    dtype: torch.dtype
+    scale: float
+    softcap: float | None = None
+    sinks: bool = False
+    """Each head has an additional logit."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -32,12 +54,18 @@ class ForwardBatch:
     """Leading chunks of one token."""
 
 
-class AttentionBackend(CacheAllocator, Protocol):
+class AttentionBackend(Protocol):
     """Computes attention over the cache of the engine, for one batch after another."""
 
     name: str
+    block_size: int
+    """Tokens in a block of the cache."""
 
-    def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
+    def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), strides as the backend likes."""
+        ...
+
+    def begin(self, batch: ForwardBatch, memory: "KVMemory") -> None:
         """What a pass needs to know once, before its first layer."""
         ...
 
@@ -51,11 +79,11 @@ class GraphBackend(AttentionBackend, Protocol):
     """A backend that can be part of a CUDA graph: `begin_graph` does on the host what `begin` does, and leaves what the
     kernels read at the same addresses for every batch of as many sequences of one token."""
 
-    def prepare_graphs(self, memory: KVMemory, max_sequences: int) -> None:
+    def prepare_graphs(self, memory: "KVMemory", max_sequences: int) -> None:
         """Take memory at fixed addresses for passes of up to max_sequences single tokens."""
         ...
 
-    def begin_graph(self, batch: ForwardBatch, memory: KVMemory) -> None: ...
+    def begin_graph(self, batch: ForwardBatch, memory: "KVMemory") -> None: ...
 
     def drop_graphs(self) -> None:
         """Give that memory back; no graph recorded since may be replayed any more."""

@@ -3,10 +3,9 @@
 import torch
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.backend import AttentionBackend
+from inflight.engine.attention.backend import AttentionBackend, LayerShape
 from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
 from inflight.engine.attention.paged import CpuAttention, TorchAttention
-from inflight.engine.kv_memory import LayerShape
 
 
 def choose_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:

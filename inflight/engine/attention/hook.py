@@ -4,8 +4,6 @@ The model sees one row of packed tokens, [1, T]. Which sequences they belong to,
 the ForwardBatch that is current while it runs. The n-th call of a pass belongs to the n-th attention layer.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.backend import AttentionBackend, ForwardBatch
-from inflight.engine.kv_memory import KVMemory, LayerShape
+from inflight.engine.attention.backend import ForwardBatch, LayerShape
+from inflight.engine.kv_memory import KVMemory
 from inflight.models.masks import BOTH_SIDES, mask_note, noted
 
 ATTENTION_NAME = "inflight"
@@ -27,7 +25,6 @@ ATTENTION_NAME = "inflight"
 class _Pass:
     batch: ForwardBatch
     memory: KVMemory
-    backend: AttentionBackend
     calls: int = 0
 
 
@@ -45,9 +42,9 @@ _pass: ContextVar[_Pass | None] = ContextVar("inflight_pass", default=None)
 _recorder: ContextVar[list[AttentionCall] | None] = ContextVar("inflight_layer_recorder", default=None)
 
 
-def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory, backend: AttentionBackend) -> torch.Tensor:
-    """The model's logits [M, V] for a batch that the backend has begun."""
-    token = _pass.set(_Pass(batch, memory, backend))
+def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
+    """The model's logits [M, V] for a batch that the memory's backend has begun."""
+    token = _pass.set(_Pass(batch, memory))
     try:
         logits = model(
             input_ids=batch.token_ids[None],
@@ -61,27 +58,19 @@ def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory, backend:
 
 
 def record_calls(model: nn.Module, **inputs: torch.Tensor) -> list[AttentionCall]:
-    """Run a probe forward and return its calls of attention, in their order."""
+    """Run a probe forward and return its calls of attention, in their order. Meanwhile Transformers asks us for masks,
+    which it does not do for an attention without a mask function: what reaches the layers is a note of what the mask
+    would show."""
     recorded: list[AttentionCall] = []
     token = _recorder.set(recorded)
-    try:
-        with _noting_masks():
-            model(**inputs, use_cache=False)
-    finally:
-        _recorder.reset(token)
-    return recorded
-
-
-@contextmanager
-def _noting_masks() -> Iterator[None]:
-    """Inside, Transformers asks us for masks, which it does not do for an attention without a mask function: what
-    reaches the layers is a note of what the mask would show."""
     functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # where Transformers itself looks
     functions[ATTENTION_NAME] = mask_note
     try:
-        yield
+        model(**inputs, use_cache=False)
     finally:
         del functions[ATTENTION_NAME]
+        _recorder.reset(token)
+    return recorded
 
 
 def attend(
@@ -127,7 +116,7 @@ def attend(
     where = (cache_index // memory.block_size, cache_index % memory.block_size)
     memory.keys[layer][where] = key[0].transpose(0, 1)
     memory.values[layer][where] = value[0].transpose(0, 1)
-    return current.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
+    return memory.backend.attend(layer, query[0].transpose(0, 1), s_aux)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -1,0 +1,71 @@
+"""The diffs of docs/extending.md, applied to a copy of inflight: they are all that it takes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import ApertusConfig, AutoModelForCausalLM
+
+import inflight
+from inflight.core.options import EngineOptions
+from inflight.engine.engine import Engine
+
+PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+
+USES_THE_VERB = """
+import inflight
+
+with inflight.launch("tiny", device="cpu", lora_rank=2, adapters=("judge",), threads=1, max_context=64) as engine:
+    engine.pause()
+    engine.submit([[1, 2, 3]], inflight.SamplingParams(n=3, max_tokens=4), adapter="judge")
+    print(engine.num_unfinished("judge"), engine.num_unfinished("nobody"))
+"""
+
+ASKS_WHETHER_IT_IS_FUSED = """
+from inflight.core.options import EngineOptions
+from inflight.engine.engine import Engine
+
+with Engine(EngineOptions(model="MODEL", device="cpu")) as engine:
+    print(engine.runner.unfused_reason)
+"""
+
+
+def diff_of(heading: str) -> str:
+    """The diff of a section."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    [diff] = re.findall(r"^```diff\n(--- .*?)^```", section, flags=re.DOTALL | re.MULTILINE)
+    return diff
+
+
+def run_with(diff: str, program: str, directory: Path) -> str:
+    """What a program prints that imports a copy of inflight to which the diff was applied."""
+    shutil.copytree(Path(inflight.__file__).parent, directory / "inflight")
+    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=directory, check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(directory), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_control_verb_is_added_in_two_places(tmp_path):
+    diff = diff_of("A control verb")
+    assert diff.count("@@ -") == 2
+    assert run_with(diff, USES_THE_VERB, tmp_path) == "3 0"
+
+
+def test_an_architecture_is_fused_by_an_entry_in_one_place(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=99, max_position_embeddings=64)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    with Engine(EngineOptions(model=str(tmp_path / "model"), device="cpu")) as engine:
+        assert "attention_layernorm" in str(engine.runner.unfused_reason)
+    diff = diff_of("An architecture in the fused decoder")
+    assert diff.count("@@ -") == 1
+    program = ASKS_WHETHER_IT_IS_FUSED.replace("MODEL", str(tmp_path / "model"))
+    assert run_with(diff, program, tmp_path) == "None"
