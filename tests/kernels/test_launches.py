@@ -84,8 +84,8 @@ def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None,
     head = Head(weight_VH, None if softcap is None else meta(vocabulary, dtype=dtype), softcap)
     _linear_logprob_triton.dense_forward(hidden_NH, head, tokens, temperatures, entropy)
     begin = (vocabulary - 1) // columns * columns
-    rows = Rows(tokens, temperatures, *others)
-    _linear_logprob_triton.grad_logits(hidden_NH, head.columns(slice(begin, None)), begin, rows)
+    piece, row_values = head.columns(slice(begin, None)), Rows(tokens, temperatures, *others)
+    _linear_logprob_triton.grad_logits(hidden_NH, piece, begin, row_values)
 
 
 def masked_rows(dtype: torch.dtype) -> None:
