@@ -203,12 +203,11 @@ class LinearLogprobs(torch.autograd.Function):
         grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
         by_token = None
         if split.masked is not None:
-            masked_KH = hidden_NH[split.masked]
             grad_E = _masked_grad_logits(logits_E, split, ctx.softcap, all_rows.take(split.masked))
             if grad_hidden_NH is not None:
                 grad_KH = backend.segment_sum(grad_E, weight_VH, split.token_ids, split.offsets)
                 grad_hidden_NH[split.masked] = grad_KH.to(hidden_NH.dtype)
-            by_token = _ByToken.sort(backend, grad_E, split, len(weight_VH))
+            by_token = _ByToken.sort(backend, grad_E, split, hidden_NH[split.masked], len(weight_VH))
 
         dense = slice(0) if split.dense is None else split.dense
         dense_NH, dense_rows = hidden_NH[dense], all_rows.take(dense)
@@ -218,8 +217,8 @@ class LinearLogprobs(torch.autograd.Function):
             piece = head.columns(columns)
             grad_CH = grad_C = None
             if by_token is not None:
-                grad_CH = by_token.sum(masked_KH, columns) if wants_weight else None
-                grad_C = by_token.sum(masked_KH.new_ones(len(masked_KH), 1), columns)[:, 0] if wants_bias else None
+                grad_CH = by_token.sum(by_token.hidden_KH, columns) if wants_weight else None
+                grad_C = by_token.sum(torch.ones_like(by_token.hidden_KH[:, :1]), columns)[:, 0] if wants_bias else None
             for first in range(0, len(dense_NH), backend.ROWS):
                 rows = slice(first, first + backend.ROWS)
                 grad_NC = backend.grad_logits(dense_NH[rows], piece, begin, dense_rows.take(rows))
@@ -263,14 +262,17 @@ class _ByToken(NamedTuple):
     row_E: torch.Tensor
     offsets: torch.Tensor
     """i64[V + 1]: where the entries of each token of the vocabulary begin."""
+    hidden_KH: torch.Tensor
 
     @classmethod
-    def sort(cls, backend: ModuleType, grad_E: torch.Tensor, split: Split, vocabulary: int) -> "_ByToken":
+    def sort(
+        cls, backend: ModuleType, grad_E: torch.Tensor, split: Split, hidden_KH: torch.Tensor, vocabulary: int
+    ) -> "_ByToken":
         assert split.token_ids is not None
         assert split.row_E is not None
         ids_E, order_E = split.token_ids.sort(stable=True)
         bounds = torch.arange(vocabulary + 1, device=ids_E.device)
-        return cls(backend, grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds))
+        return cls(backend, grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds), hidden_KH)
 
     def sum(self, table: torch.Tensor, columns: slice) -> torch.Tensor:
         """[C, width]: for these columns of the vocabulary, gradients times rows of the table [K, width]."""

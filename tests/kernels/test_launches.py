@@ -81,10 +81,11 @@ def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None,
     tokens, (temperatures, *others) = meta(rows, dtype=I64), meta(5, rows, dtype=FP32).unbind()
     if not entropy:
         others[2:] = None, None
-    _linear_logprob_triton.dense_forward(hidden_NH, Head(weight_VH, None, softcap), tokens, temperatures, entropy)
+    head = Head(weight_VH, None if softcap is None else meta(vocabulary, dtype=dtype), softcap)
+    _linear_logprob_triton.dense_forward(hidden_NH, head, tokens, temperatures, entropy)
     begin = (vocabulary - 1) // columns * columns
-    piece = Head(weight_VH[begin:], None, softcap)
-    _linear_logprob_triton.grad_logits(hidden_NH, piece, begin, Rows(tokens, temperatures, *others))
+    piece, row_values = head.columns(slice(begin, None)), Rows(tokens, temperatures, *others)
+    _linear_logprob_triton.grad_logits(hidden_NH, piece, begin, row_values)
 
 
 def masked_rows(dtype: torch.dtype) -> None:
@@ -93,7 +94,8 @@ def masked_rows(dtype: torch.dtype) -> None:
     (tokens, offsets), ids = (meta(rows, dtype=I64), meta(rows + 1, dtype=I64)), meta(entries, dtype=I64)
     temperatures, factors = meta(rows, dtype=FP32), meta(entries, dtype=FP32)
     split = Split(token_ids=ids, offsets=offsets)
-    _linear_logprob_triton.masked_forward(hidden_KH, Head(weight_VH, None, None), tokens, temperatures, True, split)
+    for head in (Head(weight_VH, None, None), Head(weight_VH, meta(131_072, dtype=dtype), 30.0)):
+        _linear_logprob_triton.masked_forward(hidden_KH, head, tokens, temperatures, True, split)
     _linear_logprob_triton.segment_sum(factors, weight_VH, ids, offsets)
 
 
@@ -117,11 +119,11 @@ CASES: dict[str, Callable[..., None]] = {
 WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel")
 """Kernels that are nothing but loads and stores."""
 PRODUCT = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x256x16.F32.BF16"}
+PRODUCT_IN_PTX = {80: "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 80), (BF16, 90), (FP32, 90)], ids=["80", "90", "90 fp32"])
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
+def compiled_launches(case, dtype, capability, monkeypatch):
+    """Each launch of the case and what it compiles to, within the limits of every GPU of this compute capability."""
     monkeypatch.setattr(_linear_logprob_triton, "capability_of", lambda _: divmod(capability, 10))
     launches = launches_of(CASES[case], dtype)
     assert launches
@@ -129,6 +131,24 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
         assert launch.grid[0] < 2**31
         assert all(programs < 2**16 for programs in launch.grid[1:])
         compiled = launch.compiled(capability)
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
+        ptx = compiled.asm["ptx"]
+        if dtype == FP32:
+            assert "tf32" not in ptx, launch.name
+        elif is_product(case) and "softcap" not in case:
+            assert PRODUCT_IN_PTX[capability] in ptx, launch.name
+            assert "cp.async" in ptx, launch.name
+        yield launch, compiled
+
+
+def is_product(case):
+    return case.startswith("linear_logprobs") and case != "linear_logprobs, masked"
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 80), (BF16, 90), (FP32, 90)], ids=["80", "90", "90 fp32"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
+    for launch, compiled in compiled_launches(case, dtype, capability, monkeypatch):
         used = resources(compiled, tmp_path)
         assert used.shared_bytes <= SHARED_BYTES[capability], launch.name
         assert used.spilled_bytes <= SPILLED_BYTES, launch.name
@@ -136,7 +156,17 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
         if launch.name in WIDE:
             assert re.search(r"\bLDG\.E\.(\w+\.)*128\b", code), launch.name
             assert re.search(r"\bSTG\.E\.(\w+\.)*128\b", code) or launch.name == "block_kernel", launch.name
-        if dtype == BF16 and case.startswith("linear_logprobs") and case != "linear_logprobs, masked":
+        if dtype == BF16 and is_product(case):
             assert PRODUCT[capability] in code or "softcap" in case, launch.name
             if launch.name == "grad_logits_kernel":
                 assert not re.search(r"\bSTG\.E\.U16\b", code)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability"), [(FP32, 80), (BF16, 100), (FP32, 100)], ids=["80 fp32", "100", "100 fp32"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_launched_compiles_for_the_gpu(case, dtype, capability, monkeypatch):
+    for launch, compiled in compiled_launches(case, dtype, capability, monkeypatch):
+        assert f"sm_{capability}" in compiled.asm["ptx"], launch.name
+        assert len(compiled.asm["cubin"]) > 1000, launch.name

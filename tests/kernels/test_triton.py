@@ -1,5 +1,5 @@
-"""Kernels without a GPU: the references equal Transformers, the Triton kernels equal the references in the interpreter
-and compile for every supported GPU."""
+"""Kernels without a GPU: the references equal Transformers, the Triton kernels equal the references in the
+interpreter."""
 
 import os
 import subprocess
@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import triton
 from inflight_kernels import (
-    _activation_triton,
-    _copy_triton,
-    _lora_triton,
-    _normalization_triton,
-    _rotary_triton,
-    _sampling_triton,
-    _selective_logprob_triton,
     sampling,
     selective_logprobs,
 )
@@ -33,8 +25,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 PARITY = Path(__file__).parents[1] / "helpers" / "kernel_parity.py"
 
@@ -46,68 +36,6 @@ def test_kernels_equal_their_references_in_the_interpreter():
 @pytest.mark.gpu
 def test_kernels_equal_their_references_on_the_gpu():
     subprocess.run([sys.executable, PARITY, "cuda"], check=True)
-
-
-# Each kernel with its constants. An optional argument that is None is one of them.
-LOGITS = {"V": 151_936}
-NORM = {"D": 896, "BLOCK": 1024}
-HEADS = {"Q_HEADS": 14, "KV_HEADS": 2, "D": 80, "R": 32, "BLOCK_SIZE": 16, "BLOCK_Q": 16, "BLOCK_KV": 2, "BLOCK_D": 128}
-ADAPTERS = {"P": 192, "BLOCK_T": 32}
-BLOCKS = LOGITS | {"BLOCKS": 149, "BLOCK": sampling.BLOCK}
-KERNELS = {
-    "selective_logprobs": (
-        _selective_logprob_triton.forward_kernel,
-        LOGITS | {"BLOCK": _selective_logprob_triton.BLOCK_V},
-    ),
-    "selective_logprobs backward": (
-        _selective_logprob_triton.backward_kernel,
-        LOGITS | {"BLOCK": _selective_logprob_triton.BLOCK_V},
-    ),
-    "rms_norm": (_normalization_triton.rms_norm_kernel, NORM | {"residual": None, "s": None, "CAST_FIRST": False}),
-    "add_rms_norm": (_normalization_triton.rms_norm_kernel, NORM | {"CAST_FIRST": True}),
-    "silu": (_activation_triton.gated_activation_kernel, {"I": 4864, "GELU": False, "BLOCK": _activation_triton.BLOCK}),
-    "gelu": (_activation_triton.gated_activation_kernel, {"I": 4864, "GELU": True, "BLOCK": _activation_triton.BLOCK}),
-    "rope_and_cache": (
-        _rotary_triton.rope_and_cache_kernel,
-        HEADS | {"q_norm": None, "k_norm": None, "CAST_FIRST": True},
-    ),
-    "rope_and_cache with norms": (_rotary_triton.rope_and_cache_kernel, HEADS | {"CAST_FIRST": True}),
-    "draw, blocks": (_sampling_triton.block_kernel, BLOCKS),
-    "draw": (_sampling_triton.draw_kernel, BLOCKS | {"BLOCK_B": 256}),
-    "copy_all": (_copy_triton.copy_kernel, {"BLOCK": _copy_triton.BLOCK, "TAIL": _copy_triton.TAIL}),
-    "add_lora, x · Aᵀ": (
-        _lora_triton.shrink_kernel,
-        ADAPTERS | {"K": 4096, "PIECE": _lora_triton.PIECE, "BLOCK_K": _lora_triton.BLOCK_K, "BLOCK_P": 32},
-    ),
-    "add_lora": (
-        _lora_triton.expand_kernel,
-        ADAPTERS | {"WIDTHS": (4096, 1024, 1024), "R": 64, "PIECES": 4, "BLOCK_R": 32, "BLOCK_N": _lora_triton.BLOCK_N},
-    ),
-}
-F32_POINTERS = ["cos", "sin", "temperatures", "logprobs", "entropies", "lses", "grads", "peaks", "totals", "moments"]
-F32_POINTERS += ["shrunk"]
-I64_POINTERS = ["tokens", "seeds", "positions", "cache_index", "table"]
-I64_SCALARS = ["stride_n", "stride_m", "stride_x", "stride_residual", "stride_t", "stride_y", "stride_a", "stride_b"]
-I64_SCALARS += ["stride_source", "stride_destination"]
-I64_SCALARS += [f"{cache}_{step}" for cache in "kv" for step in ("block", "index", "head", "dim")]
-TYPES = dict.fromkeys(F32_POINTERS, "*fp32") | dict.fromkeys(I64_POINTERS, "*i64") | dict.fromkeys(I64_SCALARS, "i64")
-TYPES |= {"eps": "fp32", "offset": "fp32", "num_tokens": "i32", "adapters": "*i32", "owners": "*i32"}
-TYPES |= {"destination": "*u8"}
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_for_the_gpu(name, dtype, capability):
-    kernel, constants = KERNELS[name]
-    signature = {
-        argument: "constexpr" if argument in constants else TYPES.get(argument, f"*{dtype}")
-        for argument in kernel.arg_names
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert f"sm_{capability}" in compiled.asm["ptx"]
-    assert len(compiled.asm["cubin"]) > 1000
 
 
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
