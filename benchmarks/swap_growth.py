@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from inflight.bench.options import DtypeName, SwapOptions
-from inflight.bench.plots import new_figure, save_figure
 from inflight.bench.swap import measure as measure_swap
 from inflight.engine.shapes import shape_config
 from inflight.observability.environment import write_result
+from inflight.observability.plots import new_figure, save_figure
 
 
 class Size(NamedTuple):

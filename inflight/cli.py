@@ -46,8 +46,8 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
     """What runs `inflight bench NAME`: a module of that name has `measure`, `table` and, if it can draw, `plot`."""
 
     def run(options: Any, output: Output) -> None:
-        from inflight.bench.plots import require_matplotlib
         from inflight.observability.environment import write_result
+        from inflight.observability.plots import require_matplotlib
 
         plot = output.plot if isinstance(output, PlottedOutput) else None
         if plot:

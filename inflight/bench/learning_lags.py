@@ -25,9 +25,9 @@ from inflight.bench.learning_run import (
     warm_start,
 )
 from inflight.bench.options import Progress
-from inflight.bench.plots import new_figure, new_table, save_figure
 from inflight.demo.trainer import split_cores
 from inflight.engine.device import resolve_device
+from inflight.observability.plots import new_figure, new_table, save_figure
 
 
 def measure(settings: LearningSettings, progress: Progress) -> dict[str, Any]:

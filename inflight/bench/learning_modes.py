@@ -37,9 +37,9 @@ from inflight.bench.learning_run import (
     warm_start,
 )
 from inflight.bench.options import Progress
-from inflight.bench.plots import new_figure, new_table, save_figure
 from inflight.demo.trainer import Threads, split_cores
 from inflight.engine.device import resolve_device
+from inflight.observability.plots import new_figure, new_table, save_figure
 from inflight.training.schedules import RolloutSchedule
 
 COLORS = {"inflight": "tab:blue", "one_step_off": "tab:green", "sync": "tab:orange"}

@@ -20,8 +20,8 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 from inflight.bench.options import LossOptions, Progress
-from inflight.bench.plots import new_table
 from inflight.engine.device import resolve_device
+from inflight.observability.plots import new_table
 
 REFERENCE_ROWS = 256
 """Rows whose logits exist in float64 at a time."""

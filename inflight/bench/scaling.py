@@ -13,7 +13,6 @@ from rich.table import Table
 
 from inflight.bench.options import Progress, ScalingOptions
 from inflight.bench.peers import engine_dtype
-from inflight.bench.plots import draw_sizes, new_figure, new_table, save_figure
 from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
@@ -22,6 +21,7 @@ from inflight.demo.trainer import without_full_collections
 from inflight.engine.device import resolve_device
 from inflight.engine.engine import Engine
 from inflight.engine.loading import load_config
+from inflight.observability.plots import draw_sizes, new_figure, new_table, save_figure
 
 CONTEXT_SEQUENCES = 16
 """Sequences at each context length."""

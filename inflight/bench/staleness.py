@@ -10,12 +10,12 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from inflight.bench.options import Progress, StalenessOptions, TraceOptions
-from inflight.bench.plots import new_table
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import load_trainer, split_cores, torch_threads
 from inflight.engine.device import resolve_device
+from inflight.observability.plots import new_table
 from inflight.session import LaunchedEngine, launch
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.objective.loss import policy_loss

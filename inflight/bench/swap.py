@@ -24,7 +24,6 @@ from rich.table import Table
 from inflight.bench.options import Progress, SwapOptions
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import OURS, Worker, interpreter, make_setup
-from inflight.bench.plots import new_table
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
@@ -34,6 +33,7 @@ from inflight.demo.trainer import torch_threads
 from inflight.engine.device import resolve_device
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.loading import load_model
+from inflight.observability.plots import new_table
 from inflight.stream.reader import StreamReader
 from inflight.weights.link import EngineEndpoint
 from inflight.weights.publisher import Publisher

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from inflight.bench.options import Progress, ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.bench.peers import OURS, Worker, interpreter, make_setup
-from inflight.bench.plots import draw_sizes, new_figure, new_table, save_figure
 from inflight.engine.loading import load_config
+from inflight.observability.plots import draw_sizes, new_figure, new_table, save_figure
 
 SETTLE_S = 0.5
 """Pause between two runs, in which the threads of the side that just ran fall asleep."""

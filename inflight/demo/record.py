@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inflight.bench.plots import save_figure
+from inflight.observability.plots import save_figure
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import NonFiniteLossError
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
-from inflight.session import LaunchedEngine
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped, group_advantages, measure_consumed
 from inflight.training.data.scoring import Score, Scorer
@@ -27,7 +26,14 @@ from inflight.training.objective.probe import VersionProbe
 from inflight.training.objective.statistics import LossStats
 from inflight.training.reference import ReferenceScorer, reference_scorer
 from inflight.training.report import StepReport
-from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example, RolloutSchedule, WeightPublisher
+from inflight.training.schedules import (
+    ROLLOUT_SCHEDULES,
+    Admission,
+    Example,
+    RolloutEngine,
+    RolloutSchedule,
+    WeightPublisher,
+)
 from inflight.training.step import check_finite, clip_and_step
 
 logger = logging.getLogger(__name__)
@@ -119,7 +125,7 @@ _LEAST |= dict.fromkeys(("groups_in_flight", "probe_every", "micro_batch_tokens"
 
 
 def grpo(
-    engine: LaunchedEngine,
+    engine: RolloutEngine,
     publisher: WeightPublisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -24,7 +24,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.core.sampling import SamplingParams
-from inflight.session import LaunchedEngine
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import Score, Scorer
 
@@ -34,6 +35,20 @@ class Example(NamedTuple):
 
     prompt: Any
     metadata: Mapping[str, Any]
+
+
+class RolloutEngine(Protocol):
+    """What a training loop asks of an engine; `inflight.launch` returns one."""
+
+    @property
+    def stream(self) -> RolloutStream: ...
+    @property
+    def staleness(self) -> StalenessMeter: ...
+    def submit(
+        self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None
+    ) -> list[int]: ...
+    def cancel(self, group_ids: list[int] | None = None) -> None: ...
+    def wait_for_version(self, version: int) -> None: ...
 
 
 class WeightPublisher(Protocol):
@@ -54,7 +69,7 @@ class Admission:
     As a context manager it cancels, at the end, what is still in flight.
     """
 
-    engine: LaunchedEngine
+    engine: RolloutEngine
     publisher: WeightPublisher
     examples: Iterator[Example]
     sampling: SamplingParams
