@@ -17,7 +17,7 @@ import torch
 
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import ForwardBatch, LayerShape
-from inflight.engine.attention.paged import TorchAttention
+from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.kv_memory import KVMemory
 from inflight.models.twin import first_line
 
@@ -352,7 +352,7 @@ def _difference(layers: list[LayerShape], device: torch.device) -> float:
         kv_cache_fraction=1.0,
         kv_cache_tokens=int(used.sum()) * BLOCK_SIZE,
     )
-    ours, theirs = FlashInferAttention(layers, device), TorchAttention(layers, device)
+    ours, theirs = FlashInferAttention(layers, device), PagedAttention(layers, device)
     memory = KVMemory(layers, ours, options, device)
     nothing = torch.empty(0)
     batch = ForwardBatch(
