@@ -1,8 +1,7 @@
 """Checks that the engine computes what a model does: in fp32, on a twin of it, and on its own weights if it is small.
 
-Three ways to compute the logits of the same sequences are held against each other: Transformers' own (eager) attention,
-one sequence at a time; the same module with our attention over a paged cache, several sequences to a pass, prompts in
-chunks; and the fused decoder. A model whose module differs is refused, a fused decoder that differs is not used.
+Logits of Transformers' eager attention, sequence by sequence, are held against those of the same module with our
+attention over a paged cache, which must agree, and those of the fused decoder, which is not used if it differs.
 """
 
 import copy

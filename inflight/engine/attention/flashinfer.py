@@ -285,20 +285,20 @@ class FlashInferAttention:
             (group, replace(layer, window=memory.groups[group].window))
             for group, layer in zip(memory.group_of, self._layers, strict=True)
         ]
-        plans_of = {kind: self._new_plans(*kind) for kind in dict.fromkeys(kinds)}
+        lib, workspace = self._lib, self._workspace
+        plans_of: dict[tuple[int, LayerShape], _Plans] = {}
+        for kind in dict.fromkeys(kinds):
+            decode = lib.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=_TENSOR_CORES, backend=_BACKEND
+            )
+            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_BACKEND)
+            plans_of[kind] = _Plans(*kind, decode, prefill)
         self._plans = list(plans_of.values())
         self._plans_of = [plans_of[kind] for kind in kinds]
 
     def _mark_staged(self) -> None:
         if self._staged is not None:
             self._staged.record(torch.cuda.current_stream(self._device))
-
-    def _new_plans(self, group: int, layer: LayerShape) -> _Plans:
-        lib, workspace = self._lib, self._workspace
-        decode = lib.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=_TENSOR_CORES, backend=_BACKEND
-        )
-        return _Plans(group, layer, decode, lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_BACKEND))
 
     def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
         num_sms = 0
