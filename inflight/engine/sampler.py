@@ -58,8 +58,6 @@ class Samples:
 
     def to_host(self) -> "Samples":
         """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
-        if self.tokens.device.type == "cpu":
-            return self
         tokens, logprobs, *columns = (
             tensor.to("cpu", non_blocking=True) for tensor in (self.tokens, self.logprobs, *self.columns.values())
         )
@@ -146,7 +144,6 @@ class Sampler:
         key = [s.request_id * 65536 + s.batch_row for s in sequences]
         if self._rows is None or self._rows.key != key:
             params = [s.params for s in sequences]
-            own = {name: f for name, f in self._own_columns.items() if any(name in p.columns for p in params)}
             self._rows = _Rows(
                 key=key,
                 temperatures=self._tensor([p.temperature for p in params], torch.float32),
@@ -156,7 +153,7 @@ class Sampler:
                 filtered=[i for i, p in enumerate(params) if p.filtered],
                 entropy=any(p.return_entropy for p in params),
                 top=max(p.top_logprobs for p in params),
-                own=own,
+                own={name: f for name, f in self._own_columns.items() if any(name in p.columns for p in params)},
             )
         return self._rows
 

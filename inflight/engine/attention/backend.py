@@ -63,15 +63,12 @@ class AttentionBackend(Protocol):
 
     def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), strides as the backend likes."""
-        ...
 
     def begin(self, batch: ForwardBatch, memory: "KVMemory") -> None:
         """What a pass needs to know once, before its first layer."""
-        ...
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """query [T, Hq, D] → [T, Hq, Dv]; the batch's keys and values are in the cache already."""
-        ...
 
 
 @runtime_checkable
@@ -81,10 +78,8 @@ class GraphBackend(AttentionBackend, Protocol):
 
     def prepare_graphs(self, memory: "KVMemory", max_sequences: int) -> None:
         """Take memory at fixed addresses for passes of up to max_sequences single tokens."""
-        ...
 
     def begin_graph(self, batch: ForwardBatch, memory: "KVMemory") -> None: ...
 
     def drop_graphs(self) -> None:
         """Give that memory back; no graph recorded since may be replayed any more."""
-        ...
