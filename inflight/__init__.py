@@ -8,33 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from inflight.core.errors import InflightError
-    from inflight.core.options import EngineOptions
-    from inflight.core.rollout import Rollout
-    from inflight.core.sampling import SamplingParams
-    from inflight.core.spans import span
-    from inflight.engine.engine import Engine
-    from inflight.session import LaunchedEngine, launch
-    from inflight.training.data.advantages import group_advantages
-    from inflight.training.data.batch import PackedBatch, pack
-    from inflight.training.data.scored_groups import ScoredGroups
-    from inflight.training.data.scoring import Scorer
-    from inflight.training.data.staleness_filter import StalenessRule
-    from inflight.training.grpo import GRPOConfig, grpo
-    from inflight.training.model.forward import score_tokens, token_logprobs
-    from inflight.training.model.replay import replay_routed_experts
-    from inflight.training.objective.loss import policy_loss
-    from inflight.training.objective.objective import Objective
-    from inflight.training.objective.probe import VersionProbe
-    from inflight.training.objective.statistics import LossStats
-    from inflight.training.step import clip_and_step
-    from inflight.weights.publisher import Publisher
-    from inflight.weights.sharded import ShardSender
-    from inflight.weights.transports.broadcast import Broadcast
-    from inflight.weights.transports.files import Files
-    from inflight.weights.transports.slots import Slots
-
 _HOME = {
     "InflightError": "inflight.core.errors",
     "EngineOptions": "inflight.core.options",
@@ -44,7 +17,7 @@ _HOME = {
     "Engine": "inflight.engine.engine",
     "LaunchedEngine": "inflight.session",
     "launch": "inflight.session",
-    "group_advantages": "inflight.training.data.advantages",
+    "group_advantages": "inflight.training.data.scored_groups",
     "PackedBatch": "inflight.training.data.batch",
     "pack": "inflight.training.data.batch",
     "GRPOConfig": "inflight.training.grpo",
@@ -66,38 +39,40 @@ _HOME = {
     "Files": "inflight.weights.transports.files",
     "Slots": "inflight.weights.transports.slots",
 }
+"""Maps each public name to the module that it is loaded from."""
 
-__all__ = [
-    "Broadcast",
-    "Engine",
-    "EngineOptions",
-    "Files",
-    "GRPOConfig",
-    "InflightError",
-    "LaunchedEngine",
-    "LossStats",
-    "Objective",
-    "PackedBatch",
-    "Publisher",
-    "Rollout",
-    "SamplingParams",
-    "ScoredGroups",
-    "Scorer",
-    "ShardSender",
-    "Slots",
-    "StalenessRule",
-    "VersionProbe",
-    "clip_and_step",
-    "group_advantages",
-    "grpo",
-    "launch",
-    "pack",
-    "policy_loss",
-    "replay_routed_experts",
-    "score_tokens",
-    "span",
-    "token_logprobs",
-]
+if TYPE_CHECKING:  # the same names, for editors and type checkers
+    from inflight.core.errors import InflightError as InflightError
+    from inflight.core.options import EngineOptions as EngineOptions
+    from inflight.core.rollout import Rollout as Rollout
+    from inflight.core.sampling import SamplingParams as SamplingParams
+    from inflight.core.spans import span as span
+    from inflight.engine.engine import Engine as Engine
+    from inflight.session import LaunchedEngine as LaunchedEngine
+    from inflight.session import launch as launch
+    from inflight.training.data.batch import PackedBatch as PackedBatch
+    from inflight.training.data.batch import pack as pack
+    from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups
+    from inflight.training.data.scored_groups import group_advantages as group_advantages
+    from inflight.training.data.scoring import Scorer as Scorer
+    from inflight.training.data.staleness_filter import StalenessRule as StalenessRule
+    from inflight.training.grpo import GRPOConfig as GRPOConfig
+    from inflight.training.grpo import grpo as grpo
+    from inflight.training.model.forward import score_tokens as score_tokens
+    from inflight.training.model.forward import token_logprobs as token_logprobs
+    from inflight.training.model.replay import replay_routed_experts as replay_routed_experts
+    from inflight.training.objective.loss import policy_loss as policy_loss
+    from inflight.training.objective.objective import Objective as Objective
+    from inflight.training.objective.probe import VersionProbe as VersionProbe
+    from inflight.training.objective.statistics import LossStats as LossStats
+    from inflight.training.step import clip_and_step as clip_and_step
+    from inflight.weights.publisher import Publisher as Publisher
+    from inflight.weights.sharded import ShardSender as ShardSender
+    from inflight.weights.transports.broadcast import Broadcast as Broadcast
+    from inflight.weights.transports.files import Files as Files
+    from inflight.weights.transports.slots import Slots as Slots
+else:
+    __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Commands whose options are the fields of dataclasses: an option is written once, where its value is kept.
 
-A field reads `name: Annotated[type, typer.Option(help="…")] = default`, and `name` becomes `--name`. The docstring of
-the dataclass is the help of the command. Beside the types that typer knows, a field may have:
+A field reads `name: type = option(default, "What it is.")`, and `name` becomes `--name`. The docstring of the
+dataclass is the help of the command. Beside the types that typer knows, a field may have:
 
     Literal["a", "b"]                one of these choices
     tuple[Literal["a", "b"], ...]    choices, by an option that may be given several times
@@ -13,11 +13,10 @@ the dataclass is the help of the command. Beside the types that typer knows, a f
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import EllipsisType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
@@ -27,42 +26,58 @@ from inflight.core.errors import InflightError
 
 errors = Console(stderr=True)
 
-Model = Annotated[
-    str,
-    typer.Option(help="A built-in shape, a directory or a Hugging Face hub id.", rich_help_panel="Model"),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option(help="The device that everything runs on.", rich_help_panel="Model")
-]
-Seed = Annotated[int, typer.Option(min=0, help="The seed of weights, data and draws.")]
+
+def option(
+    default: Any,
+    help: str,
+    *names: str,
+    panel: str | None = None,
+    min: float | None = None,
+    max: float | None = None,
+    shown: str | bool = True,
+    metavar: str | None = None,
+) -> Any:
+    """Make a field that is an option. `names` replace its own; `shown` is what help gives as its default."""
+    about = typer.Option(
+        *names, help=help, rich_help_panel=panel, min=min, max=max, show_default=shown, metavar=metavar
+    )
+    return field(default=default, metadata={"option": about})
+
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+DEVICE_HELP = "The device that everything runs on."
+SEED_HELP = "The seed of weights, data and draws."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """The options of commands that run a model."""
+
+    model: str = option("tiny", "A built-in shape, a directory or a Hugging Face hub id.", panel="Model")
+    device: DeviceName = option("auto", DEVICE_HELP, panel="Model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """Where a command leaves its result, beside the line of JSON that it prints last."""
 
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", help="Write the result and its environment to this JSON file.", rich_help_panel="Output"
-        ),
-    ] = None
+    json_file: Path | None = option(
+        None, "Write the result and its environment to this JSON file.", "--json", panel="Output"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedOutput(Output):
     """The same, of commands that can draw it."""
 
-    plot: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.", rich_help_panel="Output")] = (
-        None
-    )
+    plot: Path | None = option(None, "Draw the result into this PNG file.", panel="Output")
 
 
 class _Spelling(NamedTuple):
     """How a field stands on a command line."""
 
     type: Any
-    """What typer parses, with the option."""
+    """What typer parses."""
     default: Any
     read: Callable[[Any], Any]
     """Makes the field's value of what typer parsed. Raises ValueError."""
@@ -73,27 +88,31 @@ def add_command(app: typer.Typer, name: str, run: Callable[..., None], *groups: 
 
     The first dataclass describes the command. An error that a user can cause is told in a sentence, with exit code 2.
     """
-    hints = {group: get_type_hints(group, include_extras=True) for group in groups}
-    spellings = {
-        group: {field.name: _spelling(field, hints[group][field.name]) for field in fields(group)} for group in groups
-    }
+    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
+    options = [field for group in groups for field in fields(group)]
+    spellings = {field.name: _spelling(field, hints[field.name]) for field in options}
 
+    @_reported()
     def command(**given: Any) -> None:
-        with reported():
-            run(*(group(**{name: of.read(given[name]) for name, of in spellings[group].items()}) for group in groups))
+        values = {name: spelling.read(given[name]) for name, spelling in spellings.items()}
+        run(*(group(**{field.name: values[field.name] for field in fields(group)}) for group in groups))
 
-    parameters = {
-        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=of.default, annotation=of.type)
-        for group in groups
-        for name, of in spellings[group].items()
-    }
-    command.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-    vars(command)["__signature__"] = inspect.Signature(list(parameters.values()))
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=spellings[field.name].default,
+            annotation=Annotated[spellings[field.name].type, field.metadata["option"]],
+        )
+        for field in options
+    ]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(command)["__signature__"] = inspect.Signature(parameters)
     app.command(name, help=inspect.getdoc(groups[0]))(command)
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def _reported() -> Iterator[None]:
     """Tell an error that a user can cause in a sentence, without a traceback, and exit with code 2."""
     try:
         yield
@@ -104,31 +123,26 @@ def reported() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-def _spelling(field: Field, hint: Any) -> _Spelling:
-    kind, option = get_args(hint)
-    name = option.param_decls[0] if option.param_decls else f"--{field.name.replace('_', '-')}"
+def _spelling(field: Field, kind: Any) -> _Spelling:
     default: Any = field.default
-    is_tuple = get_origin(kind) is tuple
+    items = get_args(kind) if get_origin(kind) is tuple else ()
     literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
     if literal is not None:
         choice = StrEnum("Choice", {value: value for value in get_args(literal)})
-        if is_tuple:
-            return _Spelling(Annotated[list[choice], option], list(default), _distinct)
+        if items:
+            return _Spelling(list[choice], list(default), lambda given: tuple(dict.fromkeys(map(str, given))))
         optional: Any = choice if default is not None else choice | None  # pyright: ignore[reportOperatorIssue]
-        return _Spelling(Annotated[optional, option], default, lambda given: given and given.value)
-    if not is_tuple:
-        return _Spelling(hint, default, lambda given: given)
-    separator, read = ",", partial(_numbers, name, least=1 if option.min is None else option.min)
-    if get_args(kind)[0] is str:
+        return _Spelling(optional, default, lambda given: given and given.value)
+    if not items:
+        return _Spelling(kind, default, lambda given: given)
+    name, least = f"--{field.name.replace('_', '-')}", field.metadata["option"].min
+    separator, read = ",", partial(_numbers, name, least=1 if least is None else least)
+    if items[0] is str:
         read = _names
-    elif not isinstance(get_args(kind)[1], EllipsisType):
+    elif items[1] is int:
         separator, read = "-", partial(_lengths, name)
     text = separator.join(map(str, dict.fromkeys(default))) if default else None
-    return _Spelling(Annotated[str | None, option], text, lambda given: () if given is None else read(given))
-
-
-def _distinct(values: list[StrEnum]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(value.value for value in values))
+    return _Spelling(str | None, text, lambda given: () if given is None else read(given))
 
 
 def _names(text: str) -> tuple[str, ...]:

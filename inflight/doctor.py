@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, NamedTuple
 
@@ -38,51 +39,30 @@ def print_report(console: Console) -> int:
 
 def examine() -> list[Finding]:
     """Run every check of this machine, the most basic first."""
-    gpu = [_gpu(), _sharing()] if torch.cuda.is_available() else [_gpu()]
-    return [
-        _python(),
-        *_packages(),
-        _cores(),
-        _kernels(),
-        _shared_memory(),
-        _leftovers(),
-        *gpu,
-        *_optional(),
-        _shapes(),
-    ]
+    basic = [_python(), *_packages(), _cores(), _kernels(), _shared_memory(), _leftovers(), _gpu()]
+    return [*basic, *([_sharing()] if torch.cuda.is_available() else []), *_optional(), _shapes()]
 
 
 def _python() -> Finding:
     return Finding("ok", "python", ".".join(map(str, sys.version_info[:3])))  # pip refuses versions before 3.11
 
 
-def _packages() -> list[Finding]:
-    findings = []
+def _packages() -> Iterator[Finding]:
     for name, least in (("torch", (2, 11)), ("transformers", (5, 17))):
         found = version(name)
-        numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-        if numbers >= least:
-            findings.append(Finding("ok", name, found))
+        if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) >= least:
+            yield Finding("ok", name, found)
         else:
             wanted = ".".join(map(str, least))
-            findings.append(
-                Finding(
-                    "fail",
-                    name,
-                    f"{found} is too old; inflight needs {wanted} or later: pip install '{name}>={wanted}'",
-                )
-            )
-    return findings
+            advice = f"inflight needs {wanted} or later: pip install '{name}>={wanted}'"
+            yield Finding("fail", name, f"{found} is too old; {advice}")
 
 
 def _cores() -> Finding:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     if cores < 2:
-        return Finding(
-            "note",
-            "cpu",
-            "there is 1 core, on which trainer and generator take turns; with 2 they run at the same time",
-        )
+        text = "there is 1 core, on which trainer and generator take turns; with 2 they run at the same time"
+        return Finding("note", "cpu", text)
     if threads > cores:
         return Finding("note", "cpu", f"torch uses {threads} threads on {cores} cores; set OMP_NUM_THREADS={cores}")
     return Finding("ok", "cpu", f"{cores} cores; on a CPU the demo gives half to the trainer, half to the generator")
@@ -105,10 +85,8 @@ def _shared_memory() -> Finding:
     except InflightError as error:
         return Finding("fail", "shared memory", str(error))
     if str(directory) != "/dev/shm":
-        advice = "it may be a disk; make /dev/shm writable"
-        return Finding(
-            "note", "shared memory", f"/dev/shm cannot be written to; the weights lie in {directory}, {advice}"
-        )
+        text = f"the weights lie in {directory}, it may be a disk; make /dev/shm writable"
+        return Finding("note", "shared memory", f"/dev/shm cannot be written to; {text}")
     text = f"{directory}, {left / 2**30:.1f} GiB left: two slots of up to {left / 2**32:.1f} B parameters in bf16"
     if left < 1 << 30:
         return Finding("note", "shared memory", f"{text}; enlarge it for larger models (--shm-size for a container)")
@@ -147,23 +125,19 @@ def _sharing() -> Finding:
     return Finding("note", "gpu sharing", f"trainer and engine on one GPU take turns, some ms each; {advice}")
 
 
-def _optional() -> list[Finding]:
-    findings = []
+def _optional() -> Iterator[Finding]:
     for package, extra, purpose in (
         ("reasoning-gym", "demo", "the demo's tasks"),
         ("matplotlib", "demo", "the demo's plot"),
         ("trl", "trl", "inflight.integrations.trl"),
     ):
         try:
-            findings.append(Finding("ok", package, version(package)))
+            yield Finding("ok", package, version(package))
         except PackageNotFoundError:
-            findings.append(Finding("note", package, f"not installed; for {purpose}: pip install 'inflight[{extra}]'"))
-    return findings
+            yield Finding("note", package, f"not installed; for {purpose}: pip install 'inflight[{extra}]'")
 
 
 def _shapes() -> Finding:
-    described = []
-    for name in SHAPES:
-        config = shape_config(name)
-        described.append(f"{name} ({config.num_hidden_layers} layers, hidden {config.hidden_size})")
+    configs = {name: shape_config(name) for name in SHAPES}
+    described = (f"{name} ({c.num_hidden_layers} layers, hidden {c.hidden_size})" for name, c in configs.items())
     return Finding("ok", "built-in shapes", ", ".join(described))

@@ -272,18 +272,12 @@ class LaunchedEngine:
         timeout_s: float | None = None,
         slot_timeout_s: float = 3600.0,
     ) -> "Publisher":
-        """A publisher of this model's parameters to the engine. At most one lives at a time.
+        """An `inflight.Publisher` of this model's parameters to the engine, at most one at a time; its arguments are
+        described there.
 
-        Without a model, each `publish(weights)` is handed the weights: pairs of a name and a tensor, a mapping, or the
-        path of a checkpoint (`Publisher.publish` tells more); what stands here in place of a model, or what a function
-        that stands here returns, is published where it is handed none.
-        transport: `inflight.Slots()` by default, which writes straight to the engine's memory.
-        check_finite: refuse versions with NaN or infinite weights; the engine keeps those that it has, and the next
-        `publish()` or optimizer step raises NonFiniteWeightsError.
-        timeout_s: how long the engine may be silent while it is waited for, before EngineHungError is raised; None: the
-        `answer_timeout_s` that it was launched with. slot_timeout_s: how long an engine that answers may lend no slot,
-        because requests are pinned to versions, before EngineBusyError is raised.
-        Raises LayoutMismatchError, naming the tensors that differ, or PublisherConflictError.
+        Without a model, each `publish(weights)` is handed the weights. timeout_s: None takes the `answer_timeout_s`
+        that the engine was launched with. Raises LayoutMismatchError, naming the tensors that differ, or
+        PublisherConflictError.
         """
         from inflight.weights.publisher import Publisher
 

@@ -1,9 +1,9 @@
 """A dataclass is a command: every field an option, with its type, its default and its help."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import pytest
 import typer
@@ -11,14 +11,12 @@ from typer.testing import CliRunner
 
 from inflight.bench import options as bench_options
 from inflight.cli import app
-from inflight.command_line import add_command
+from inflight.command_line import add_command, option
 from inflight.core.errors import InflightError
 from inflight.demo.options import DemoOptions
 
 BENCHES = [
-    made
-    for made in vars(bench_options).values()
-    if isinstance(made, type) and made.__module__ == bench_options.__name__
+    made for made in vars(bench_options).values() if isinstance(made, type) and made.__name__.endswith("Options")
 ]
 
 
@@ -26,15 +24,15 @@ BENCHES = [
 class Colors:
     """Mix colors."""
 
-    first: Annotated[Literal["red", "blue"], typer.Option(help="The first color.")] = "red"
-    second: Annotated[Literal["red", "blue"] | None, typer.Option(help="The second color.")] = None
-    others: Annotated[tuple[Literal["red", "blue"], ...], typer.Option("--other", help="More colors.")] = ()
-    sizes: Annotated[tuple[int, ...], typer.Option(help="How large they are.")] = (1, 8)
-    seeds: Annotated[tuple[int, ...], typer.Option(min=0, help="Where they start.")] = ()
-    range: Annotated[tuple[int, int], typer.Option(help="How long they are.")] = (3, 9)
-    names: Annotated[tuple[str, ...], typer.Option(help="Who mixes them.")] = ("a", "b")
-    num_cups: Annotated[int, typer.Option(min=1, help="How many cups there are.")] = 2
-    file: Annotated[Path | None, typer.Option(help="Where they are poured.")] = None
+    first: Literal["red", "blue"] = option("red", "The first color.")
+    second: Literal["red", "blue"] | None = option(None, "The second color.")
+    others: tuple[Literal["red", "blue"], ...] = option((), "More colors.", "--other")
+    sizes: tuple[int, ...] = option((1, 8), "How large they are.")
+    seeds: tuple[int, ...] = option((), "Where they start.", min=0)
+    range: tuple[int, int] = option((3, 9), "How long they are.")
+    names: tuple[str, ...] = option(("a", "b"), "Who mixes them.")
+    num_cups: int = option(2, "How many cups there are.", min=1)
+    file: Path | None = option(None, "Where they are poured.")
 
 
 def run(*arguments: str):
@@ -112,8 +110,7 @@ def test_every_option_of_every_command_has_help_and_every_command_a_line(options
     done = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
     assert options.__doc__
-    for hint in options.__annotations__.values():
-        [option] = [part for part in hint.__metadata__ if hasattr(part, "help")]
-        assert option.help
-        assert option.help[0].isupper()
-        assert option.help.endswith(".")
+    for field in fields(options):
+        help = field.metadata["option"].help
+        assert help[0].isupper()
+        assert help.endswith(".")

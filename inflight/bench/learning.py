@@ -6,11 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
-from inflight.bench.learning_lags import lags_table, measure_lags
-from inflight.bench.learning_modes import measure_modes, modes_table
-from inflight.bench.learning_plots import plot_lags, plot_modes
-from inflight.bench.learning_run import GROUP_SIZE, LearningSettings, Progress
-from inflight.bench.options import LearningOptions
+from inflight.bench import learning_lags, learning_modes
+from inflight.bench.learning_run import GROUP_SIZE, LearningSettings
+from inflight.bench.options import LearningOptions, Progress
 from inflight.training.objective.objective import resolve
 from inflight.training.schedules import ROLLOUT_SCHEDULES
 
@@ -23,7 +21,7 @@ def measure(options: LearningOptions, progress: Progress = lambda _: None) -> di
     given = {name: value for name, value in asdict(options).items() if value is not None}
     settings = LearningSettings(**(LAG_DEFAULTS if options.lags else {}) | given)
     check(settings)
-    return (measure_lags if settings.lags else measure_modes)(settings, progress)
+    return (learning_lags if settings.lags else learning_modes).measure(settings, progress)
 
 
 def check(settings: LearningSettings) -> None:
@@ -42,8 +40,8 @@ def check(settings: LearningSettings) -> None:
 
 
 def table(result: dict[str, Any]) -> Table:
-    return (lags_table if "lags" in result else modes_table)(result)
+    return (learning_lags if "lags" in result else learning_modes).table(result)
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:
-    (plot_lags if "lags" in result else plot_modes)(path, result)
+    (learning_lags if "lags" in result else learning_modes).plot(path, result)

@@ -13,9 +13,11 @@ that an alternating trainer can have on the same machine.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.table import Table
 
@@ -25,23 +27,27 @@ from inflight.bench.learning_run import (
     TARGET_SHARE,
     TASK,
     LearningSettings,
-    Progress,
     Run,
     Start,
     learn,
     learning_title,
+    mean_line,
+    reward_line,
     rounded_points,
     warm_start,
 )
+from inflight.bench.options import Progress
+from inflight.bench.plots import new_figure, new_table, save_figure
 from inflight.demo.trainer import Threads, split_cores
 from inflight.engine.device import resolve_device
 from inflight.training.schedules import RolloutSchedule
 
+COLORS = {"inflight": "tab:blue", "one_step_off": "tab:green", "sync": "tab:orange"}
 TRIAL_STEPS = 10
 """Optimizer steps of a trial of numbers of threads."""
 
 
-def measure_modes(settings: LearningSettings, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: LearningSettings, progress: Progress) -> dict[str, Any]:
     """Run every mode from the same start, for each seed, in an order that differs from seed to seed.
 
     Per mode: seconds_to_target and tokens_to_target (median over seeds; None if a seed did not reach its target),
@@ -87,16 +93,15 @@ def rotated(items: Sequence[Any], turn: int) -> list[Any]:
     return [*items[turn:], *items[:turn]]
 
 
-def modes_table(result: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> Table:
     """Show what each mode came to."""
-    table = Table(title=learning_title(result), title_justify="left", caption_justify="left")
     on_gpu = any(result[mode]["gpu_busy"] is not None for mode in result["modes"])
     names = ("mode", "seconds to target", "tokens to target", "final reward", "held-out accuracy", "seconds")
-    for name in (*names, *(["GPU busy"] if on_gpu else [])):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    shown = new_table(learning_title(result), *names, *(["GPU busy"] if on_gpu else []), left="mode")
+    shown.caption_justify = "left"
     for mode in result["modes"]:
         of = result[mode]
-        table.add_row(
+        shown.add_row(
             mode,
             _number(of["seconds_to_target"], "{:.1f}"),
             _number(of["tokens_to_target"], "{:,.0f}"),
@@ -106,8 +111,37 @@ def modes_table(result: dict[str, Any]) -> Table:
             *([_number(of["gpu_busy"], "{:.0%}")] if on_gpu else []),
         )
     if result["ratio"]:
-        table.caption = f"sync / inflight, seconds to target: {result['ratio']:.2f} (median of seeds)"
-    return table
+        shown.caption = f"sync / inflight, seconds to target: {result['ratio']:.2f} (median of seeds)"
+    return shown
+
+
+def plot(path: Path, result: dict[str, Any]) -> None:
+    """Draw smoothed reward against seconds and against tokens: thin lines are seeds, with a dot where each reached its
+    target, thick ones their mean. `path` is a PNG file."""
+    figure, panels = new_figure(2)
+    for axes, name, unit in zip(panels, ("seconds", "tokens"), (1, 1e6), strict=True):
+        for mode in result["modes"]:
+            seeds = [curve for curve in result["series"] if curve["mode"] == mode]
+            lines = [reward_line(curve["points"], name, unit) for curve in seeds]
+            for curve, (x, rewards) in zip(seeds, lines, strict=True):
+                axes.plot(x, rewards, color=COLORS[mode], alpha=0.35, linewidth=0.8)
+                target = result["target"][str(curve["seed"])]
+                reached = np.flatnonzero(rewards >= (np.inf if target is None else target))[:1]
+                axes.plot(x[reached], rewards[reached], "o", color=COLORS[mode], markersize=4, zorder=4)
+            axes.plot(*mean_line(lines), color=COLORS[mode], linewidth=2.5, label=mode, zorder=3)
+        axes.set_ylabel(f"reward, mean of {result['smoothing_steps']} steps")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    panels[0].set_xlabel("seconds of reinforcement learning")
+    panels[1].set_xlabel("million tokens trained on")
+    panels[0].set_title(learning_title(result), loc="left", fontsize=10)
+    ratio = f"; sync / inflight {result['ratio']:.2f} ×" if result["ratio"] else ""
+    seeds = len(result["seeds"])
+    subtitle = f"{seeds} seed{'s' * (seeds > 1)}, dots: target reached{ratio}"
+    panels[1].set_title(subtitle, loc="left", fontsize=10)
+    panels[0].legend(loc="lower right")
+    save_figure(path, figure)
 
 
 def _target(settings: LearningSettings, runs: Sequence[Run]) -> float | None:

@@ -1,18 +1,19 @@
 """One run of GRPO from a warmed-up start: `inflight bench learning` compares many of them."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from inflight.bench.gpu_meter import BusyMeter
+from inflight.bench.gpu_meter import gpu_busy
 from inflight.bench.lagged_publisher import LaggedPublisher
-from inflight.bench.options import LearningOptions
+from inflight.bench.options import LearningOptions, Progress
 from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
 from inflight.demo.run import held_out_accuracy, longest
@@ -22,7 +23,7 @@ from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.session import launch
-from inflight.training.grpo import GRPOConfig, StepReport, grpo
+from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import RolloutSchedule
 
 TASK = "spell_backward"
@@ -32,7 +33,6 @@ ENGINE_SEQUENCES = 128
 SMOOTHING_STEPS = 10
 """A smoothed reward is the mean over the last so many steps; the final reward is the last smoothed one."""
 TARGET_SHARE = 0.9
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def learn(
     threads: Threads,
     lag: int = 0,
     label: str = "",
-    progress: Progress = lambda _: None,
+    progress: Progress,
 ) -> Run:
     """Run GRPO once.
 
@@ -161,10 +161,19 @@ def learn(
         examples = start.task.shuffled(start.seed)
         publisher = LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)
         curve: list[Point] = []
-        with publisher, BusyMeter(device) as meter:
+        with publisher, gpu_busy(device) as busy:
             began_ns = now_ns()
             for report in grpo(engine, publisher, model, optimizer, examples, start.task.score, config, scheduler):
-                curve.append(_point(report, began_ns, curve))
+                curve.append(
+                    Point(
+                        step=report.step,
+                        seconds=(report.finished_ns - began_ns) / 1e9,
+                        tokens=report.num_tokens + (curve[-1].tokens if curve else 0),
+                        reward=report.reward,
+                        ess=report.stats.ess if report.stats else None,
+                        version_lag=float(report.staleness.version_lag.mean()) if report.staleness else None,
+                    )
+                )
                 progress(f"seed {start.seed}, {label or schedule}, step {report.step}: reward {report.reward:.3f}")
         with engine.publisher(model) as publisher:  # the trainer's last weights, however late the others were
             engine.wait_for_version(publisher.publish())
@@ -175,7 +184,7 @@ def learn(
             accuracy_after=after,
             staleness=engine.staleness.summary(),
             engine=engine.info.execution(),
-            gpu_busy=meter.share,
+            gpu_busy=fmean(busy) / 100 if busy else None,
         )
 
 
@@ -185,6 +194,16 @@ def smoothed(rewards: Sequence[float]) -> np.ndarray:
     ends = np.arange(1, len(rewards) + 1)
     begins = np.maximum(0, ends - SMOOTHING_STEPS)
     return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def reward_line(points: list[dict[str, Any]], name: str, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([point[name] / unit for point in points]), smoothed([point["reward"] for point in points])
+
+
+def mean_line(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean over lines where all of them are known."""
+    grid = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), 200)
+    return grid, np.mean([np.interp(grid, x, rewards) for x, rewards in lines], axis=0)
 
 
 def rounded_points(curve: list[Point]) -> list[dict[str, Any]]:
@@ -197,14 +216,3 @@ def rounded_points(curve: list[Point]) -> list[dict[str, Any]]:
 
 def learning_title(result: dict[str, Any]) -> str:
     return f"{result['task']}, {result['model']} on {result['device']}, {result['sequences']} rollouts per step"
-
-
-def _point(report: StepReport, began_ns: int, before: list[Point]) -> Point:
-    return Point(
-        step=report.step,
-        seconds=(report.finished_ns - began_ns) / 1e9,
-        tokens=report.num_tokens + (before[-1].tokens if before else 0),
-        reward=report.reward,
-        ess=report.stats.ess if report.stats else None,
-        version_lag=float(report.staleness.version_lag.mean()) if report.staleness else None,
-    )

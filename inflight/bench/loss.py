@@ -19,7 +19,8 @@ from inflight_kernels import linear_logprobs, linear_logprobs_reference
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
-from inflight.bench.options import LossOptions
+from inflight.bench.options import LossOptions, Progress
+from inflight.bench.plots import new_table
 from inflight.engine.device import resolve_device
 
 REFERENCE_ROWS = 256
@@ -42,7 +43,10 @@ class _Problem:
         return self.hidden_NH, self.weight_VH
 
 
-def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+_Variant = Callable[[_Problem], torch.Tensor]
+
+
+def measure(settings: LossOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Time, memory and error of ours, time and memory of the naive way.
 
     max_abs_err, grad_max_abs_err: of log-probabilities and of the gradients of hidden and weight, against float64.
@@ -59,9 +63,7 @@ def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: N
     if settings.sampling_mask > settings.vocab:
         raise ValueError(f"--sampling-mask {settings.sampling_mask} is more than the vocabulary of {settings.vocab}")
     device = resolve_device(settings.device)
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = {"cpu": "float32"}.get(device.type, "bfloat16") if settings.dtype == "auto" else settings.dtype
     problem = _make_problem(settings, device, getattr(torch, dtype))
 
     progress("memory")
@@ -69,7 +71,7 @@ def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: N
     progress("errors against float64")
     error, grad_error = _errors(problem)
     matmul_tflops = None
-    peers: dict[str, Callable[[_Problem], torch.Tensor]] = {}
+    peers: dict[str, _Variant] = {}
     if device.type == "cuda" and not settings.sampling_mask:
         matmul_tflops = _matmul_tflops(problem)
         peers = {"liger": _liger, "liger cross entropy": _liger_cross_entropy, "compiled": _compiled}
@@ -111,14 +113,11 @@ def measure(settings: LossOptions, progress: Callable[[str], None] = lambda _: N
 
 def table(result: dict[str, Any]) -> Table:
     masks = f", sampling masks of {result['sampling_mask']}" if result["sampling_mask"] else ""
-    shown = Table(
-        title=f"log-probabilities of {result['tokens']:,} tokens, hidden {result['hidden']:,}, vocabulary "
-        f"{result['vocab']:,}{masks}, {result['dtype']} on {result['device']}: forward and backward",
-        title_justify="left",
+    title = (
+        f"log-probabilities of {result['tokens']:,} tokens, hidden {result['hidden']:,}, vocabulary "
+        f"{result['vocab']:,}{masks}, {result['dtype']} on {result['device']}: forward and backward"
     )
-    shown.add_column("")
-    shown.add_column("ms", justify="right")
-    shown.add_column("extra MiB", justify="right")
+    shown = new_table(title, "", "ms", "extra MiB", left="")
     shown.add_row("linear_logprobs", f"{result['ours_ms']:,.1f}", f"{result['peak_mb']:,.0f}")
     shown.add_row("all logits at once", f"{result['naive_ms']:,.1f}", f"{result['naive_peak_mb']:,.0f}")
     for name, ms in result["peer_ms"].items():
@@ -133,9 +132,6 @@ def table(result: dict[str, Any]) -> Table:
             "the product alone"
         )
     return shown
-
-
-# ---- what is compared -----------------------------------------------------------------------------------------------
 
 
 def _make_problem(settings: LossOptions, device: torch.device, dtype: torch.dtype) -> _Problem:
@@ -153,13 +149,8 @@ def _make_problem(settings: LossOptions, device: torch.device, dtype: torch.dtyp
         steps = 1 + torch.randperm(vocabulary - 1, **on)[: settings.sampling_mask - 1]
         ids = (tokens_N[:, None] + torch.cat((steps.new_zeros(1), steps))) % vocabulary
         mask = torch.arange(rows + 1) * settings.sampling_mask, ids.flatten()
-    return _Problem(
-        hidden_NH.to(dtype).requires_grad_(),
-        weight_VH.to(dtype).requires_grad_(),
-        tokens_N,
-        temperatures_N,
-        mask,
-    )
+    hidden_NH, weight_VH = hidden_NH.to(dtype).requires_grad_(), weight_VH.to(dtype).requires_grad_()
+    return _Problem(hidden_NH, weight_VH, tokens_N, temperatures_N, mask)
 
 
 def _ours(problem: _Problem) -> torch.Tensor:
@@ -177,7 +168,7 @@ def _naive(problem: _Problem) -> torch.Tensor:
     return torch.log_softmax(scaled_NV, -1).gather(1, problem.tokens_N[:, None])[:, 0]
 
 
-VARIANTS: dict[str, Callable[[_Problem], torch.Tensor]] = {"naive": _naive, "ours": _ours}
+VARIANTS: dict[str, _Variant] = {"naive": _naive, "ours": _ours}
 
 
 def _liger(problem: _Problem) -> torch.Tensor:
@@ -218,14 +209,11 @@ def _compiled(problem: _Problem) -> torch.Tensor:
     return torch.cat([run(hidden, problem.weight_VH, tokens, taus) for hidden, tokens, taus in pieces])
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
-
-
-def _step(variant: Callable[[_Problem], torch.Tensor], problem: _Problem) -> tuple[torch.Tensor, ...]:
+def _step(variant: _Variant, problem: _Problem) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(-variant(problem).mean(), problem.leaves())
 
 
-def _timed_ms(variant: Callable[[_Problem], torch.Tensor], problem: _Problem) -> float:
+def _timed_ms(variant: _Variant, problem: _Problem) -> float:
     _synchronize(problem)
     began = time.perf_counter()
     grads = _step(variant, problem)
@@ -308,10 +296,10 @@ def _status_bytes(name: str) -> int:
 
 
 def _measure_peers(
-    peers: dict[str, Callable[[_Problem], torch.Tensor]],
+    peers: dict[str, _Variant],
     problem: _Problem,
     runs: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """(milliseconds by peer, or None; why a peer did not run)."""
     times_ms: dict[str, float | None] = {}

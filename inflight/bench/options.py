@@ -3,194 +3,138 @@
 The docstring of a class is what `inflight bench NAME --help` begins with. Importing this module loads nothing heavy.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-import typer
-
-from inflight.command_line import Device, Model, Seed
+from inflight.command_line import DEVICE_HELP, SEED_HELP, DeviceName, ModelChoice, option
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Dtype = Annotated[DtypeName, typer.Option(help="The dtype of the engine's weights.", rich_help_panel="Model")]
-PromptTokens = Annotated[int, typer.Option(min=1, help="The length of every prompt, in tokens.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads of each engine; 0 leaves torch's own choice.")]
-Pairs = Annotated[int, typer.Option(min=1, help="How often the runs that are compared alternate.")]
+Progress = Callable[[str], Any]
+"""What a benchmark tells about its progress is passed to such a function."""
+
+PROMPT_HELP = "The length of every prompt, in tokens."
+THREADS_HELP = "CPU threads of each engine; 0 leaves torch's own choice."
+PAIRS_HELP = "How often the runs that are compared alternate."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputOptions:
+class EngineChoice(ModelChoice):
+    """The model, the device and the dtype of an engine."""
+
+    dtype: DtypeName = option("auto", "The dtype of the engine's weights.", panel="Model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions(EngineChoice):
     """How many tokens per second does the engine draw, and how many does another engine draw on the same weights?"""
 
-    model: Model = "tiny"
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    sequences: Annotated[
-        tuple[int, ...], typer.Option(help="Sequences drawn at a time; several numbers, as in 1,8,32, make a sweep.")
-    ] = (32,)
-    tokens: Annotated[
-        tuple[int, int], typer.Option(help="Tokens drawn per sequence; a range, as in 100-1024, draws it uniformly.")
-    ] = (128, 128)
-    prompt_tokens: Annotated[
-        tuple[int, int], typer.Option(help="Tokens of each prompt; a range, as in 100-1024, draws it uniformly.")
-    ] = (32, 32)
-    peers: Annotated[
-        tuple[Literal["vllm", "transformers"], ...],
-        typer.Option("--peer", help="An engine to measure in alternation with ours; may be given twice."),
-    ] = ()
-    pairs: Pairs = 3
-    threads: Threads = 0
-    seed: Seed = 0
+    sequences: tuple[int, ...] = option(
+        (32,), "Sequences drawn at a time; several numbers, as in 1,8,32, make a sweep."
+    )
+    tokens: tuple[int, int] = option(
+        (128, 128), "Tokens drawn per sequence; a range, as in 100-1024, draws it uniformly."
+    )
+    prompt_tokens: tuple[int, int] = option(
+        (32, 32), "Tokens of each prompt; a range, as in 100-1024, draws it uniformly."
+    )
+    peers: tuple[Literal["vllm", "transformers"], ...] = option(
+        (), "An engine to measure in alternation with ours; may be given twice.", "--peer"
+    )
+    pairs: int = option(3, PAIRS_HELP, min=1)
+    threads: int = option(0, THREADS_HELP, min=0)
+    seed: int = option(0, SEED_HELP, min=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapOptions:
+class SwapOptions(EngineChoice):
     """What does a running generator feel of new weights?"""
 
-    model: Model = "tiny"
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    masters: Annotated[
-        DtypeName,
-        typer.Option(help="The dtype of the trainer's parameters; auto takes the engine's.", rich_help_panel="Model"),
-    ] = "auto"
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences in flight while weights are published.")] = 32
-    tokens: Annotated[
-        int, typer.Option(min=64, help="Tokens drawn per sequence, after which all sequences begin anew.")
-    ] = 512
-    prompt_tokens: PromptTokens = 32
-    publishes: Annotated[int, typer.Option(min=1, help="How often weights are published, at least.")] = 200
-    window: Annotated[
-        int, typer.Option(min=1, help="Publishes one after another, before passes without any to compare with.")
-    ] = 5
-    slots: Annotated[int, typer.Option(min=1, max=8, help="Copies of the weights that the engine holds.")] = 2
-    peer: Annotated[
-        Literal["vllm"] | None,
-        typer.Option(help="An engine whose pause, load and resume are measured in the same run."),
-    ] = None
-    seed: Seed = 0
+    masters: DtypeName = option(
+        "auto", "The dtype of the trainer's parameters; auto takes the engine's.", panel="Model"
+    )
+    sequences: int = option(32, "Sequences in flight while weights are published.", min=1)
+    tokens: int = option(512, "Tokens drawn per sequence, after which all sequences begin anew.", min=64)
+    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
+    publishes: int = option(200, "How often weights are published, at least.", min=1)
+    window: int = option(5, "Publishes one after another, before passes without any to compare with.", min=1)
+    slots: int = option(2, "Copies of the weights that the engine holds.", min=1, max=8)
+    peer: Literal["vllm"] | None = option(None, "An engine whose pause, load and resume are measured in the same run.")
+    seed: int = option(0, SEED_HELP, min=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StalenessOptions:
+class StalenessOptions(EngineChoice):
     """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean."""
 
-    model: Model = "tiny"
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences drawn at a time, and consumed per step.")] = 32
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens drawn per sequence.")] = 64
-    prompt_tokens: PromptTokens = 32
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, each followed by a publish.")] = 40
-    slots: Annotated[int, typer.Option(min=1, help="Copies of the weights that the engine holds.")] = 2
-    seed: Seed = 0
+    sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=1)
+    tokens: int = option(64, "Tokens drawn per sequence.", min=1)
+    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
+    steps: int = option(40, "Optimizer steps, each followed by a publish.", min=1)
+    slots: int = option(2, "Copies of the weights that the engine holds.", min=1)
+    seed: int = option(0, SEED_HELP, min=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingOptions:
+class ScalingOptions(EngineChoice):
     """What does a decode step cost with more sequences, with longer ones, and with a long queue behind it?"""
 
-    model: Model = "tiny"
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    sequences: Annotated[tuple[int, ...], typer.Option(help="Numbers of sequences to measure a decode step with.")] = (
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-        64,
-        128,
-        256,
+    sequences: tuple[int, ...] = option(
+        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Numbers of sequences to measure a decode step with."
     )
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="The context of each of those sequences, in tokens.")] = 256
-    contexts: Annotated[
-        tuple[int, ...], typer.Option(help="Lengths of context to measure a decode step of 16 sequences with.")
-    ] = (64, 128, 256, 512, 1024, 2048)
-    tokens: Annotated[int, typer.Option(min=1, help="Decode steps that are measured at each point.")] = 32
-    queued: Annotated[int, typer.Option(min=0, help="Requests that wait in the queue; 0 leaves this part out.")] = (
-        10_000
+    prompt_tokens: int = option(256, "The context of each of those sequences, in tokens.", min=1)
+    contexts: tuple[int, ...] = option(
+        (64, 128, 256, 512, 1024, 2048), "Lengths of context to measure a decode step of 16 sequences with."
     )
-    pairs: Annotated[int, typer.Option(min=1, help="How often runs without and with that queue alternate.")] = 5
-    threads: Threads = 0
-    seed: Seed = 0
+    tokens: int = option(32, "Decode steps that are measured at each point.", min=1)
+    queued: int = option(10_000, "Requests that wait in the queue; 0 leaves this part out.", min=0)
+    pairs: int = option(5, "How often runs without and with that queue alternate.", min=1)
+    threads: int = option(0, THREADS_HELP, min=0)
+    seed: int = option(0, SEED_HELP, min=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearningOptions:
+class LearningOptions(EngineChoice):
     """How soon does reward rise, with a generator that never stops and with schedules in which it does?
 
     With --lags it compares corrections instead, on tokens of a known age.
     """
 
-    model: Model = "tiny"
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    modes: Annotated[tuple[str, ...], typer.Option(help="The schedules to compare.")] = (
-        "inflight",
-        "sync",
-        "one_step_off",
+    modes: tuple[str, ...] = option(("inflight", "sync", "one_step_off"), "The schedules to compare.")
+    seeds: tuple[int, ...] = option((0, 1, 2), "Seeds; each has a warm-up from which all of its runs begin.", min=0)
+    steps: int | None = option(None, "Optimizer steps of a run.", min=1, shown="200; 120 with --lags")
+    sequences: int | None = option(
+        None, "Rollouts of an optimizer step, in groups of 8.", min=1, shown="512; 256 with --lags"
     )
-    seeds: Annotated[
-        tuple[int, ...], typer.Option(min=0, help="Seeds; each has a warm-up from which all of its runs begin.")
-    ] = (0, 1, 2)
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps of a run.", show_default="200; 120 with --lags")
-    ] = None
-    sequences: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rollouts of an optimizer step, in groups of 8.", show_default="512; 256 with --lags"),
-    ] = None
-    tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of an answer at most; 0 is what the task's longest answer needs.")
-    ] = 0
-    objective: Annotated[
-        str,
-        typer.Option(
-            "--objective",
-            "--correction",
-            help="The objective, which corrects for tokens of older versions, in all modes.",
-        ),
-    ] = "tis"
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="The peak learning rate of reinforcement learning.", show_default="3e-4; 2e-4 with --lags"
-        ),
-    ] = None
-    warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Supervised steps before it; only built-in shapes take them.")
-    ] = 250
-    warmup_learning_rate: Annotated[
-        float, typer.Option(min=0, help="The peak learning rate of the supervised steps.")
-    ] = 2e-3
-    demonstrations: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Worked examples that the supervised steps see, over and over. A large model learns a few by heart "
-            "and nothing else.",
-        ),
-    ] = 300
-    target: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="The reward whose time is measured.",
-            show_default="0.9 of the least final reward of the modes, per seed",
-        ),
-    ] = None
-    lags: Annotated[
-        tuple[int, ...],
-        typer.Option(min=0, help="Compare corrections at these forced ages of every token, in versions, as in 1,4,16."),
-    ] = ()
-    corrections: Annotated[tuple[str, ...], typer.Option(help="The corrections that --lags compares.")] = (
-        "none",
+    tokens: int = option(0, "Tokens of an answer at most; 0 is what the task's longest answer needs.", min=0)
+    objective: str = option(
         "tis",
-        "icepop",
-        "ppo_clip",
-        "gspo",
-        "second_moment",
+        "The objective, which corrects for tokens of older versions, in all modes.",
+        "--objective",
+        "--correction",
+    )
+    learning_rate: float | None = option(
+        None, "The peak learning rate of reinforcement learning.", min=0, shown="3e-4; 2e-4 with --lags"
+    )
+    warmup_steps: int = option(250, "Supervised steps before it; only built-in shapes take them.", min=0)
+    warmup_learning_rate: float = option(2e-3, "The peak learning rate of the supervised steps.", min=0)
+    demonstrations: int = option(
+        300,
+        "Worked examples that the supervised steps see, over and over. A large model learns a few by heart and nothing "
+        "else.",
+        min=1,
+    )
+    target: float | None = option(
+        None,
+        "The reward whose time is measured.",
+        min=0,
+        shown="0.9 of the least final reward of the modes, per seed",
+    )
+    lags: tuple[int, ...] = option(
+        (), "Compare corrections at these forced ages of every token, in versions, as in 1,4,16.", min=0
+    )
+    corrections: tuple[str, ...] = option(
+        ("none", "tis", "icepop", "ppo_clip", "gspo", "second_moment"), "The corrections that --lags compares."
     )
 
 
@@ -198,43 +142,32 @@ class LearningOptions:
 class LossOptions:
     """What do log-probabilities cost without holding the logits?"""
 
-    device: Device = "auto"
-    dtype: Annotated[
-        DtypeName, typer.Option(help="The dtype of hidden states and output weight.", rich_help_panel="Model")
-    ] = "auto"
-    hidden: Annotated[int, typer.Option(min=1, help="The width of a hidden state.", rich_help_panel="Model")] = 512
-    vocab: Annotated[int, typer.Option(min=2, help="The size of the vocabulary.", rich_help_panel="Model")] = 32_768
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens, which are rows of hidden states.")] = 4096
-    sampling_mask: Annotated[
-        int, typer.Option(min=0, help="Tokens in the sampling mask of each row; 0 leaves sampling masks out.")
-    ] = 0
-    pairs: Pairs = 5
-    seed: Seed = 0
+    device: DeviceName = option("auto", DEVICE_HELP, panel="Model")
+    dtype: DtypeName = option("auto", "The dtype of hidden states and output weight.", panel="Model")
+    hidden: int = option(512, "The width of a hidden state.", min=1, panel="Model")
+    vocab: int = option(32_768, "The size of the vocabulary.", min=2, panel="Model")
+    tokens: int = option(4096, "Tokens, which are rows of hidden states.", min=1)
+    sampling_mask: int = option(0, "Tokens in the sampling mask of each row; 0 leaves sampling masks out.", min=0)
+    pairs: int = option(5, PAIRS_HELP, min=1)
+    seed: int = option(0, SEED_HELP, min=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOptions:
+class TraceOptions(EngineChoice):
     """What do decoding, publishing and training do at the same time? Writes a trace for ui.perfetto.dev."""
 
-    model: Model = "tiny"
-    device: Device = "auto"
-    dtype: Annotated[
-        DtypeName,
-        typer.Option(help="The dtype of the weights of both engine and trainer.", rich_help_panel="Model"),
-    ] = "auto"
-    sequences: Annotated[int, typer.Option(min=4, help="Sequences drawn at a time, and consumed per step.")] = 32
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens drawn per sequence.")] = 128
-    prompt_tokens: PromptTokens = 32
-    seconds: Annotated[float, typer.Option(min=0.01, help="How many seconds are traced.")] = 2.0
-    warmup_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps before the trace begins.")] = 5
-    micro_batch_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a training pass at most; 0 sets no bound.")
-    ] = 8192
-    out: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH", help="The file of the trace, which ends in .json or .json.gz.", rich_help_panel="Output"
-        ),
-    ] = "trace.json.gz"
-    details: Annotated[bool, typer.Option(help="Trace every torch operator and CUDA call too.")] = False
-    seed: Seed = 0
+    dtype: DtypeName = option("auto", "The dtype of the weights of both engine and trainer.", panel="Model")
+    sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=4)
+    tokens: int = option(128, "Tokens drawn per sequence.", min=1)
+    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
+    seconds: float = option(2.0, "How many seconds are traced.", min=0.01)
+    warmup_steps: int = option(5, "Optimizer steps before the trace begins.", min=1)
+    micro_batch_tokens: int = option(8192, "Tokens of a training pass at most; 0 sets no bound.", min=0)
+    out: str = option(
+        "trace.json.gz",
+        "The file of the trace, which ends in .json or .json.gz.",
+        metavar="PATH",
+        panel="Output",
+    )
+    details: bool = option(False, "Trace every torch operator and CUDA call too.")
+    seed: int = option(0, SEED_HELP, min=0)

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Says what a worker loads; as JSON it is the only argument of its command line."""
+    """Says what a worker loads; as JSON it is the first argument of its command line, before the side's name."""
 
     model: str
     """A directory or a hub id; the same weights for every worker."""

@@ -9,9 +9,18 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
 import inflight
+from inflight.bench.options import EngineChoice, SwapOptions, ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup, random_requests
 from inflight.core.errors import InflightError
+from inflight.engine.device import resolve_device
+from inflight.engine.loading import load_config, resolve_dtype
+from inflight.engine.shapes import SHAPES
+
+OURS = "inflight"
 
 _PACKAGE = Path(inflight.__file__).parent
 _NUM_LOG_LINES = 15
@@ -28,8 +37,9 @@ class Worker:
         self.name, self.device = name, setup.device
         self._log = directory / f"{name}.log"
         with open(self._log, "wb") as log:
+            module = f"inflight.bench.peer_{name.partition('_')[0]}"
             self._process = subprocess.Popen(
-                [interpreter(name), "-m", f"inflight.bench.peer_{name}", json.dumps(asdict(setup))],
+                [interpreter(name), "-m", module, json.dumps(asdict(setup)), name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -86,6 +96,43 @@ class Worker:
         with open(self._log, errors="replace") as log:
             tail = "".join(deque(log, _NUM_LOG_LINES)).rstrip()
         raise InflightError(f"{self.name} ended with code {code} while {self._task}. Its log ends:\n{tail}")
+
+
+def make_setup(
+    settings: SwapOptions | ThroughputOptions, sequences: int, context: int, *, threads: int, directory: Path | None
+) -> Setup:
+    """Return what all sides load. A built-in shape is saved to `directory`, where there is one, so that all have the
+    same weights."""
+    config = load_config(settings.model)
+    dtype, device = engine_dtype(settings, config), resolve_device(settings.device).type
+    path = Path(settings.model)
+    if settings.model in SHAPES and directory is not None:
+        path = directory / settings.model
+        torch.manual_seed(settings.seed)
+        with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
+            AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the workers measure what is free
+    text = config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Setup(
+        model=str(path.resolve()) if path.is_dir() else settings.model,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=text.vocab_size,
+        max_sequences=sequences,
+        max_context=context,
+        kv_bytes_per_token=2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize,
+        threads=threads,
+        seed=settings.seed,
+    )
+
+
+def engine_dtype(settings: EngineChoice, config: PretrainedConfig) -> torch.dtype:
+    """Return the dtype that our engine takes, since "auto" means something else to the peers."""
+    dtype = resolve_dtype(settings.dtype, model=settings.model, device=resolve_device(settings.device))
+    return dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
 
 
 def interpreter(name: str) -> str:

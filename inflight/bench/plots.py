@@ -1,8 +1,10 @@
-"""Figures and axes that the plots of the benchmarks share."""
+"""Tables, figures and axes that the benchmarks share."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from inflight.core.errors import InflightError
 
@@ -15,6 +17,14 @@ def require_matplotlib() -> None:
     """Raise InflightError if there is no matplotlib; it is called before minutes of measuring."""
     if find_spec("matplotlib") is None:
         raise InflightError("--plot needs matplotlib; install it with: pip install 'inflight[demo]'")
+
+
+def new_table(title: str, *columns: str, left: str | None = None) -> Table:
+    """Make a table of numbers, which stand on the right, beside the column `left`."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == left else "right")
+    return table
 
 
 def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
-from inflight.bench.options import ScalingOptions
-from inflight.bench.plots import draw_sizes, new_figure, save_figure
-from inflight.bench.throughput import checkpoint_dtype
+from inflight.bench.options import Progress, ScalingOptions
+from inflight.bench.peers import engine_dtype
+from inflight.bench.plots import draw_sizes, new_figure, new_table, save_figure
 from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
@@ -38,7 +38,7 @@ QUEUE_WARMUP_STEPS = 4
 QUEUE_STEPS = 256
 
 
-def measure(settings: ScalingOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: ScalingOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Time decode steps in an engine of this process.
 
     by_sequences, by_context: the median over the steps that drew a token for every sequence and started none. The
@@ -49,9 +49,7 @@ def measure(settings: ScalingOptions, progress: Callable[[str], None] = lambda _
     """
     sizes, contexts = sorted(set(settings.sequences)), sorted(set(settings.contexts))
     by_sequences, by_context = [], []
-    device = resolve_device(settings.device)
-    config = load_config(settings.model)
-    dtype = checkpoint_dtype(settings.dtype, settings.model, config, device)
+    dtype = engine_dtype(settings, load_config(settings.model))
     with _engine(settings, sizes[-1], settings.prompt_tokens) as engine:
         for size in sizes:
             progress(f"{size} sequences of {settings.prompt_tokens} tokens")
@@ -63,7 +61,7 @@ def measure(settings: ScalingOptions, progress: Callable[[str], None] = lambda _
     return {
         "bench": "scaling",
         **asdict(settings),
-        "device": device.type,
+        "device": resolve_device(settings.device).type,
         "dtype": str(dtype).removeprefix("torch."),
         "by_sequences": by_sequences,
         "by_context": by_context,
@@ -73,9 +71,8 @@ def measure(settings: ScalingOptions, progress: Callable[[str], None] = lambda _
 
 def table(result: dict[str, Any]) -> Table:
     """Show both curves, and below them the price of the queue."""
-    shown = Table(title=_title(result), title_justify="left", caption_justify="left")
-    for name in ("sequences", "context", "step ms (p50)", "tokens/s of decoding"):
-        shown.add_column(name, justify="right")
+    shown = new_table(_title(result), "sequences", "context", "step ms (p50)", "tokens/s of decoding")
+    shown.caption_justify = "left"
     for curve in ("by_sequences", "by_context"):
         for point in result[curve]:
             step_ms, speed = point["step_ms"]["p50"], point["tokens_per_s"]
@@ -162,7 +159,7 @@ def _measure_steps(engine: Engine, settings: ScalingOptions, sequences: int, con
     }
 
 
-def _measure_queue(settings: ScalingOptions, progress: Callable[[str], None]) -> dict[str, Any]:
+def _measure_queue(settings: ScalingOptions, progress: Progress) -> dict[str, Any]:
     without, behind = [], []
     with _engine(settings, QUEUE_SEQUENCES, QUEUE_PROMPT_TOKENS + QUEUE_TOKENS[1]) as engine:
         progress("warming up the queue's engine")

@@ -1,13 +1,13 @@
 """`inflight bench staleness`: the ages of tokens in a running loop of generating, training and publishing."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from inflight.bench.options import StalenessOptions
+from inflight.bench.options import Progress, StalenessOptions
+from inflight.bench.plots import new_table
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -18,9 +18,10 @@ from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.objective.loss import policy_loss
 
 GROUP_SIZE = 4
+POINTS = ("p50", "p90", "p99", "max")
 
 
-def measure(settings: StalenessOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Train on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a time.
 
     On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice
@@ -96,16 +97,11 @@ def measure(settings: StalenessOptions, progress: Callable[[str], None] = lambda
 
 def table(result: dict[str, Any]) -> Table:
     """Show the distribution of every age."""
-    shown = Table(
-        title=f"{result['model']}: {result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
-        f"{result['tokens_per_s']:,.0f} tokens/s",
-        title_justify="left",
-    )
-    for name in ("", "p50", "p90", "p99", "max"):
-        shown.add_column(name, justify="right" if name else "left")
+    title = f"{result['model']}: {result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
+    shown = new_table(f"{title}{result['tokens_per_s']:,.0f} tokens/s", "", *POINTS, left="")
     for name in ("swap_ms", "weight_lag_ms", "token_age_ms", "policy_age_ms", "version_lag"):
         values = result[name] or {}
-        shown.add_row(name, *(f"{values[key]:,.2f}" if key in values else "" for key in ("p50", "p90", "p99", "max")))
+        shown.add_row(name, *(f"{values[key]:,.2f}" if key in values else "" for key in POINTS))
     return shown
 
 

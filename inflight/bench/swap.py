@@ -10,8 +10,9 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 import zmq
 from rich.table import Table
 
-from inflight.bench.options import SwapOptions
+from inflight.bench.options import Progress, SwapOptions
 from inflight.bench.peer_worker import Job, Setup
-from inflight.bench.peers import Worker, interpreter
+from inflight.bench.peers import OURS, Worker, interpreter, make_setup
 from inflight.bench.pinning import halves_of_cores, pinned_to_halves
-from inflight.bench.throughput import OURS, kv_bytes_per_token, prepare_model
+from inflight.bench.plots import new_table
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
@@ -66,7 +67,7 @@ class _Samples:
     memcpys_gb_s: list[float] = field(default_factory=list)
 
 
-def measure(settings: SwapOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: SwapOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Publish `publishes` times while the engine draws, and compare with passes between which nothing happens.
 
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
@@ -80,28 +81,25 @@ def measure(settings: SwapOptions, progress: Callable[[str], None] = lambda _: N
     """
     if settings.peer:
         interpreter(settings.peer)
-    device = resolve_device(settings.device).type
+    device = resolve_device(settings.device)
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary:
         progress("saving the model")
-        model = prepare_model(
-            settings.model, settings.dtype, settings.seed, device, Path(temporary) if settings.peer else None
+        setup = make_setup(
+            settings,
+            settings.sequences,
+            settings.prompt_tokens + settings.tokens,
+            threads=len(halves_of_cores()[0]) if device.type == "cpu" else 0,
+            directory=Path(temporary) if settings.peer else None,
         )
-        setup = Setup(
-            model=model.path,
-            device=device,
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.config.get_text_config().vocab_size,
-            max_sequences=settings.sequences,
-            max_context=settings.prompt_tokens + settings.tokens,
-            kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
-            threads=len(halves_of_cores()[0]) if device == "cpu" else 0,
-            seed=settings.seed,
-        )
-        with pinned_to_halves(device) as (engine_side, trainer_side):
-            samples, read_bytes, written_bytes, run = _measure_ours(
-                settings, setup, engine_side, trainer_side, progress
-            )
-            peer = _measure_peer(settings, setup, engine_side, Path(temporary), progress)
+        with pinned_to_halves(setup.device) as (engine_side, trainer_side):
+            progress(f"{OURS} is loading the model")
+            zmq.Context.instance().socket(zmq.DEALER).close()  # its threads begin here, on both halves
+            engine_side()
+            with _Ours(settings, setup, device, trainer_side) as ours:
+                run = ours.measure(progress)
+            engine_side()
+            peer = _measure_peer(settings, setup, Path(temporary), progress)
+    samples, written_bytes = ours.samples, ours.written_bytes
     copy_s = float(np.median(samples.copies_s))
     quiet, across = percentiles(samples.quiet_gaps), percentiles(samples.swap_gaps)
     return {
@@ -118,7 +116,7 @@ def measure(settings: SwapOptions, progress: Callable[[str], None] = lambda _: N
         "gap_ratio": across["p99"] / quiet["p99"],
         "weight_bytes": written_bytes,
         "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
-        "copy_gb_s": (read_bytes + written_bytes) / copy_s / 1e9,
+        "copy_gb_s": (ours.read_bytes + written_bytes) / copy_s / 1e9,
         "memcpy_gb_s": float(np.median(samples.memcpys_gb_s)),
         **run,
         **peer,
@@ -131,13 +129,8 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> Table:
-    shown = Table(
-        title=f"{result['model']} {result['dtype']} on {result['device']}: {result['num_swaps']} publishes, "
-        f"{result['sequences']} sequences in flight",
-        title_justify="left",
-    )
-    for name in ("ms", "p50", "p99"):
-        shown.add_column(name, justify="left" if name == "ms" else "right")
+    title = f"{result['model']} {result['dtype']} on {result['device']}: {result['num_swaps']} publishes, "
+    shown = new_table(f"{title}{result['sequences']} sequences in flight", "ms", "p50", "p99", left="ms")
 
     def row(name: str, values: dict[str, float] | None) -> None:
         if values:
@@ -158,23 +151,16 @@ def table(result: dict[str, Any]) -> Table:
     return shown
 
 
-# ---- ours -----------------------------------------------------------------------------------------------------------
+class _Ours(ExitStack):
+    """Our engine, which draws in a process of its own, and its trainer: this process receives its frames and publishes.
 
+    `on_trainer_side` is called between the starts of the two.
+    """
 
-def _measure_ours(
-    settings: SwapOptions,
-    setup: Setup,
-    engine_side: Callable[[], None],
-    trainer_side: Callable[[], None],
-    progress: Callable[[str], None],
-) -> tuple[_Samples, int, int, dict[str, Any]]:
-    """Return (samples, bytes that a publish reads, bytes that it writes, and how the engine runs, how many rounds of
-    prompts it took, what has grown meanwhile)."""
-    samples = _Samples()
-    with ExitStack() as stack:
-        progress(f"{OURS} is loading the model")
-        zmq.Context.instance().socket(zmq.DEALER).close()  # its threads begin here, on both halves
-        engine_side()
+    def __init__(self, settings: SwapOptions, setup: Setup, device: torch.device, on_trainer_side: Callable[[], None]):
+        super().__init__()
+        self._settings, self._setup, self._device = settings, setup, device
+        self.samples = _Samples()
         options = EngineOptions(
             model=setup.model,
             device=setup.device,
@@ -185,175 +171,129 @@ def _measure_ours(
             threads=setup.threads,
             seed=settings.seed,
         )
-        launcher = EngineLauncher(options)
-        stack.callback(launcher.close)
-        trainer_side()
-        reader = StreamReader(launcher.welcome.stream_endpoint)
-        stack.callback(reader.close)
-        masters = setup.dtype if settings.masters == "auto" else settings.masters
-        dtype, device = getattr(torch, masters), resolve_device(setup.device)
+        self._launcher = self.enter_context(closing(EngineLauncher(options)))
+        on_trainer_side()
+        self._reader = self.enter_context(closing(StreamReader(self._launcher.welcome.stream_endpoint)))
+        dtype = getattr(torch, setup.dtype if settings.masters == "auto" else settings.masters)
         trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
-        publisher = stack.enter_context(
-            Publisher(EngineEndpoint(launcher.client.endpoint, launcher.check), trainer, timeout_s=600)
-        )
-        read_bytes, written_bytes = copied_bytes(trainer, getattr(torch, setup.dtype))
-        source = torch.ones(min(written_bytes, _MOST_COPIED_BYTES), dtype=torch.uint8, device=setup.device)
-        target = torch.empty_like(source).copy_(source)
-        rounds, held = 0, {}
-        while len(samples.swaps) < settings.publishes:
-            before = len(samples.swaps)
+        endpoint = EngineEndpoint(self._launcher.client.endpoint, self._launcher.check)
+        self._publisher = self.enter_context(Publisher(endpoint, trainer, timeout_s=600))
+        parameters, slot_dtype = list(trainer.parameters()), getattr(torch, setup.dtype)
+        self.read_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.written_bytes = sum(parameter.numel() * slot_dtype.itemsize for parameter in parameters)
+        copied_bytes = min(self.written_bytes, _MOST_COPIED_BYTES)
+        self._source = torch.ones(copied_bytes, dtype=torch.uint8, device=setup.device)
+        self._target = torch.empty_like(self._source).copy_(self._source)
+
+    def measure(self, progress: Progress) -> dict[str, Any]:
+        """Return how the engine runs, how many rounds of prompts it took, and what has grown meanwhile."""
+        settings, rounds, held = self._settings, 0, {}
+        while (before := len(self.samples.swaps)) < settings.publishes:
             progress(f"{before} of {settings.publishes} publishes")
-            _round(settings, setup, launcher, reader, publisher, (source, target), samples, seed=rounds)
+            self._round(seed=rounds)
             rounds += 1
-            if rounds == 1:
-                held = _held(launcher.pid, device)
-            if len(samples.swaps) == before:
+            held = held or self._held()
+            if len(self.samples.swaps) == before:
                 raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
-        grown = {name: value - held[name] for name, value in _held(launcher.pid, device).items()}
-        how = launcher.welcome.execution()
+        grown = {name: value - held[name] for name, value in self._held().items()}
         progress("pause, publish and resume")
-        _pausing_round(settings, setup, launcher, reader, publisher, samples)
-    return samples, read_bytes, written_bytes, {"engine": how, "num_rounds": rounds, "grown": grown}
+        self._pausing_round()
+        return {"engine": self._launcher.welcome.execution(), "num_rounds": rounds, "grown": grown}
 
+    def _held(self) -> dict[str, int]:
+        """Count what a leak would make grow."""
+        held = {
+            "engine_open_files": len(os.listdir(f"/proc/{self._launcher.pid}/fd")),
+            "trainer_open_files": len(os.listdir("/proc/self/fd")),
+            "shared_memory_files": len(os.listdir(default_directory())),
+            "trainer_mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            held |= {"device_bytes": total - free, "trainer_allocated_bytes": torch.cuda.memory_allocated(self._device)}
+        return held
 
-def _held(engine_pid: int, device: torch.device) -> dict[str, int]:
-    """Count what a leak would make grow."""
-    held = {
-        "engine_open_files": len(os.listdir(f"/proc/{engine_pid}/fd")),
-        "trainer_open_files": len(os.listdir("/proc/self/fd")),
-        "shared_memory_files": len(os.listdir(default_directory())),
-        "trainer_mappings": len(Path("/proc/self/maps").read_text().splitlines()),
-    }
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        held |= {"device_bytes": total - free, "trainer_allocated_bytes": torch.cuda.memory_allocated(device)}
-    return held
+    def _round(self, *, seed: int) -> None:
+        """Draw all sequences from their prompts to their ends, and publish in every other window."""
+        samples = self.samples
+        windows = cycle([("quiet", WARM_UP_PASSES + QUIET_PASSES), ("publishes", self._settings.window)])
+        window, left = next(windows)  # what happens, and for how many passes or publishes
+        last: TokenFrame | None = None
+        awaited = 0
+        """The version that was published and is not live yet."""
+        for frame in self._full_passes(seed):
+            gap = (frame.header.time_ns - last.header.time_ns) / NS_PER_MS if last else 0.0
+            last, swap = frame, frame.header.swap
+            if swap is not None and swap.version == awaited:
+                awaited = 0
+                left -= 1
+                samples.swap_gaps.append(gap)
+                samples.stalls.append(swap.stall_ns / NS_PER_MS)
+                samples.swaps.append((frame.header.time_ns - swap.published_ns) / NS_PER_MS)
+                samples.copies_s.append(self._publisher.last_copy_s)
+            elif awaited:
+                samples.copy_gaps.append(gap)
+            elif window == "quiet":
+                left -= 1
+                if left < QUIET_PASSES:
+                    samples.quiet_gaps.append(gap)
+            if not left:
+                if window == "publishes":
+                    samples.memcpys_gb_s.append(self._timed_copy())  # passes that felt it are the next window's warm-up
+                window, left = next(windows)
+            if window == "publishes" and not awaited:
+                awaited = self._publisher.publish()
 
+    def _pausing_round(self) -> None:
+        """Measure what it would cost to stop for new weights: the same engine, the same copy, the same sequences in
+        flight."""
+        client, stalls = self._launcher.client, self.samples.paused_stalls
+        for passes, _ in enumerate(self._full_passes(seed=-1), start=1):
+            if passes % PASSES_BETWEEN_PAUSES or len(stalls) == PEER_PUBLISHES:
+                continue
+            began = time.perf_counter()
+            client.call("pause")
+            version = self._publisher.publish()
+            while client.call("status", returns=Status).version < version:
+                self._publisher.check()
+            client.call("resume")
+            stalls.append((time.perf_counter() - began) * 1e3)
 
-def _round(
-    settings: SwapOptions,
-    setup: Setup,
-    launcher: EngineLauncher,
-    reader: StreamReader,
-    publisher: Publisher,
-    buffers: tuple[torch.Tensor, torch.Tensor],
-    samples: _Samples,
-    *,
-    seed: int,
-) -> None:
-    """Draw all sequences from their prompts to their ends, and publish in every other window."""
-    _submit(settings, setup, launcher, seed=seed)
-    windows = _windows(settings.window)
-    window, left = next(windows)
-    last: TokenFrame | None = None
-    awaited = 0
-    """The version that was published and is not live yet."""
-    for frame in _full_passes(launcher, reader, settings.sequences):
-        gap = (frame.header.time_ns - last.header.time_ns) / NS_PER_MS if last else 0.0
-        last, swap = frame, frame.header.swap
-        if swap is not None and swap.version == awaited:
-            awaited = 0
-            left -= 1
-            samples.swap_gaps.append(gap)
-            samples.stalls.append(swap.stall_ns / NS_PER_MS)
-            samples.swaps.append((frame.header.time_ns - swap.published_ns) / NS_PER_MS)
-            samples.copies_s.append(publisher.last_copy_s)
-        elif awaited:
-            samples.copy_gaps.append(gap)
-        elif window == "quiet":
-            left -= 1
-            if left < QUIET_PASSES:
-                samples.quiet_gaps.append(gap)
-        if not left:
-            if window == "publishes":
-                samples.memcpys_gb_s.append(_timed_copy(*buffers))  # passes that felt it are the next window's warm-up
-            window, left = next(windows)
-        if window == "publishes" and not awaited:
-            awaited = publisher.publish()
+    def _full_passes(self, seed: int) -> Iterator[TokenFrame]:
+        """Submit random prompts, and yield the frames of passes that drew a token for each and started none, until all
+        have ended."""
+        settings = self._settings
+        draw = random.Random(settings.seed * 1_000_003 + seed)
+        params = SamplingParams(max_tokens=settings.tokens, ignore_eos=True, seed=draw.getrandbits(32))
+        prompts = [
+            Prompt([draw.randrange(self._setup.vocab_size) for _ in range(settings.prompt_tokens)], params)
+            for _ in range(settings.sequences)
+        ]
+        self._launcher.client.call("submit", {"prompts": prompts}, list[int])
+        num_finished = 0
+        while num_finished < settings.sequences:
+            frame = self._reader.receive(_TIMEOUT_MS)
+            if frame is None:
+                self._launcher.check()
+                raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
+            header = frame.header
+            num_finished += len(header.finishes)
+            if header.num_tokens == settings.sequences and not header.starts and not header.finishes:
+                yield frame
 
-
-def _pausing_round(
-    settings: SwapOptions,
-    setup: Setup,
-    launcher: EngineLauncher,
-    reader: StreamReader,
-    publisher: Publisher,
-    samples: _Samples,
-) -> None:
-    """Measure what it would cost to stop for new weights: the same engine, the same copy, the same sequences in
-    flight."""
-    _submit(settings, setup, launcher, seed=-1)
-    for passes, _ in enumerate(_full_passes(launcher, reader, settings.sequences), start=1):
-        if passes % PASSES_BETWEEN_PAUSES or len(samples.paused_stalls) == PEER_PUBLISHES:
-            continue
+    def _timed_copy(self) -> float:
+        """Return the GB/s of a copy, counting bytes read and bytes written."""
         began = time.perf_counter()
-        launcher.client.call("pause")
-        version = publisher.publish()
-        while launcher.client.call("status", returns=Status).version < version:
-            publisher.check()
-        launcher.client.call("resume")
-        samples.paused_stalls.append((time.perf_counter() - began) * 1e3)
+        self._target.copy_(self._source)
+        if self._source.is_cuda:
+            torch.cuda.synchronize()
+        return 2 * self._source.nbytes / (time.perf_counter() - began) / 1e9
 
 
-def _submit(settings: SwapOptions, setup: Setup, launcher: EngineLauncher, *, seed: int) -> None:
-    draw = random.Random(settings.seed * 1_000_003 + seed)
-    params = SamplingParams(max_tokens=settings.tokens, ignore_eos=True, seed=draw.getrandbits(32))
-    prompts = [
-        Prompt([draw.randrange(setup.vocab_size) for _ in range(settings.prompt_tokens)], params)
-        for _ in range(settings.sequences)
-    ]
-    launcher.client.call("submit", {"prompts": prompts}, list[int])
-
-
-def copied_bytes(model: torch.nn.Module, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes that a publish of all parameters into slots of this dtype reads and writes."""
-    parameters = list(model.parameters())
-    return sum(p.nbytes for p in parameters), sum(p.numel() * dtype.itemsize for p in parameters)
-
-
-def _windows(publishes: int) -> Iterator[tuple[str, int]]:
-    """Yield (what happens, how many passes or publishes it lasts), in alternation."""
-    while True:
-        yield "quiet", WARM_UP_PASSES + QUIET_PASSES
-        yield "publishes", publishes
-
-
-def _full_passes(launcher: EngineLauncher, reader: StreamReader, sequences: int) -> Iterator[TokenFrame]:
-    """Yield the frames of passes that drew a token for each sequence and started none, until all have ended."""
-    num_finished = 0
-    while num_finished < sequences:
-        frame = reader.receive(_TIMEOUT_MS)
-        if frame is None:
-            launcher.check()
-            raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
-        num_finished += len(frame.header.finishes)
-        if frame.header.num_tokens == sequences and not frame.header.starts and not frame.header.finishes:
-            yield frame
-
-
-def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Return the GB/s of a copy, counting bytes read and bytes written."""
-    began = time.perf_counter()
-    target.copy_(source)
-    if source.is_cuda:
-        torch.cuda.synchronize()
-    return 2 * source.nbytes / (time.perf_counter() - began) / 1e9
-
-
-# ---- the peer -------------------------------------------------------------------------------------------------------
-
-
-def _measure_peer(
-    settings: SwapOptions,
-    setup: Setup,
-    engine_side: Callable[[], None],
-    directory: Path,
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
+def _measure_peer(settings: SwapOptions, setup: Setup, directory: Path, progress: Progress) -> dict[str, Any]:
     if not settings.peer:
         return {"peer_stall_ms": None, "peer_mode": None, "peer_versions": None}
     progress(f"{settings.peer} is loading the model")
-    engine_side()
     with Worker(f"{settings.peer}_swap", setup, directory) as worker:
         hello = worker.wait_until_ready()
         progress(f"{settings.peer}: {PEER_PUBLISHES} times pause, load and resume")

@@ -7,9 +7,8 @@ one at a time: ours, peer, ours, peer, … A ratio is the median over such pairs
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -19,17 +18,14 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from inflight.bench.options import ThroughputOptions
+from inflight.bench.options import Progress, ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
-from inflight.bench.peers import Worker, interpreter
-from inflight.bench.plots import draw_sizes, new_figure, save_figure
-from inflight.engine.device import resolve_device
-from inflight.engine.loading import load_config, resolve_dtype
-from inflight.engine.shapes import SHAPES
+from inflight.bench.peers import OURS, Worker, interpreter, make_setup
+from inflight.bench.plots import draw_sizes, new_figure, new_table, save_figure
+from inflight.engine.loading import load_config
 
 SETTLE_S = 0.5
 """Pause between two runs, in which the threads of the side that just ran fall asleep."""
-OURS = "inflight"
 WARM_UP_TOKENS = 64
 """Tokens per sequence, at most, of each side's first run on a GPU; on a CPU it is a run like the others."""
 
@@ -39,7 +35,7 @@ MAX_LOGPROB_GAP = 0.1
 """Relative difference of mean log-probabilities, which are means over different draws, before a remark says so."""
 
 
-def measure(settings: ThroughputOptions, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def measure(settings: ThroughputOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Measure tokens per second of our engine and of each peer, for each number of sequences.
 
     Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
@@ -51,22 +47,11 @@ def measure(settings: ThroughputOptions, progress: Callable[[str], None] = lambd
     for peer in settings.peers:
         interpreter(peer)
     sizes = sorted(set(settings.sequences))
-    device = resolve_device(settings.device).type
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary, ExitStack() as stack:
         directory = Path(temporary)
         progress("saving the model")
-        model = prepare_model(settings.model, settings.dtype, settings.seed, device, directory)
-        setup = Setup(
-            model=model.path,
-            device=device,
-            dtype=str(model.dtype).removeprefix("torch."),
-            vocab_size=model.config.get_text_config().vocab_size,
-            max_sequences=sizes[-1],
-            max_context=settings.prompt_tokens[1] + settings.tokens[1],
-            kv_bytes_per_token=kv_bytes_per_token(model.config, model.dtype),
-            threads=settings.threads,
-            seed=settings.seed,
-        )
+        lengths = settings.prompt_tokens[1] + settings.tokens[1]
+        setup = make_setup(settings, sizes[-1], lengths, threads=settings.threads, directory=directory)
         workers: dict[str, Worker] = {}
         hellos: dict[str, Hello] = {}
         for name in (OURS, *settings.peers):
@@ -76,9 +61,9 @@ def measure(settings: ThroughputOptions, progress: Callable[[str], None] = lambd
         seeds = count(settings.seed * 1_000_000, 1_000)
         points = [_measure_point(settings, size, workers, seeds, progress) for size in sizes]
     for point in points:
-        if device == "cuda":  # a worker's own processes would be counted as others
+        if setup.device == "cuda":  # a worker's own processes would be counted as others
             point["other_cpu"] = None
-        point["mbu"] = _mbu(point, model, hellos[OURS])
+        point["mbu"] = _mbu(point, load_config(settings.model), setup, hellos[OURS])
     last = points[-1]
     first_peer = settings.peers[0] if settings.peers else None
     return {
@@ -105,11 +90,9 @@ def measure(settings: ThroughputOptions, progress: Callable[[str], None] = lambd
 
 def table(result: dict[str, Any]) -> Table:
     """Show a row for each number of sequences and engine."""
-    shown = Table(title=f"{_title(result)}, median of {result['pairs']}", title_justify="left")
-    shown.add_column("sequences", justify="right")
-    shown.add_column("engine")
-    for name in ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU"):
-        shown.add_column(name, justify="right")
+    names = ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU")
+    title = f"{_title(result)}, median of {result['pairs']}"
+    shown = new_table(title, "sequences", "engine", *names, left="engine")
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -167,46 +150,12 @@ def _as_given(lengths: tuple[int, int]) -> int | list[int]:
     return lengths[0] if lengths[0] == lengths[1] else list(lengths)
 
 
-@dataclass(frozen=True, slots=True)
-class BenchModel:
-    """The model that all sides of a comparison load."""
-
-    path: str
-    """A directory or a hub id."""
-    config: PretrainedConfig
-    dtype: torch.dtype
-
-
-def checkpoint_dtype(name: str, model: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that our engine takes, since "auto" means something else to the peers."""
-    return resolve_dtype(name, model=model, device=device) or getattr(
-        torch, str(config.dtype or "float32").removeprefix("torch.")
-    )
-
-
-def prepare_model(name: str, dtype_name: str, seed: int, device: str, directory: Path | None) -> BenchModel:
-    """Save a built-in shape to `directory`, where there is one, so that all sides have the same weights."""
-    config = load_config(name)
-    dtype = checkpoint_dtype(dtype_name, name, config, torch.device(device))
-    path = Path(name)
-    if name in SHAPES and directory is not None:
-        path = directory / name
-        torch.manual_seed(seed)
-        with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
-            made = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        made.save_pretrained(path)
-        del made
-        if device == "cuda":
-            torch.cuda.empty_cache()  # the workers measure what is free
-    return BenchModel(str(path.resolve()) if path.is_dir() else name, config, dtype)
-
-
 def _measure_point(
     settings: ThroughputOptions,
     sequences: int,
     workers: dict[str, Worker],
     seeds: "count[int]",
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     ours: list[Run] = []
     others: list[float] = []
@@ -277,14 +226,6 @@ def _busy_cpu_s() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def kv_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that keys and values of a token take over all layers."""
-    text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * kv_heads * head_dim * dtype.itemsize
-
-
 def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Count every weight once, save an input embedding that is not also the output's: a step reads few of its rows."""
     with torch.device("meta"):
@@ -296,17 +237,17 @@ def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return num_weights * dtype.itemsize
 
 
-def _mbu(point: dict[str, Any], model: BenchModel, hello: Hello) -> float | None:
+def _mbu(point: dict[str, Any], config: PretrainedConfig, setup: Setup, hello: Hello) -> float | None:
     """Return the model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's
     bandwidth.
 
     A copy's bytes are those read and those written. None on a CPU, and where what a step reads depends on more than
     that: mixtures of experts, sliding windows.
     """
-    text = model.config.get_text_config()
+    text = config.get_text_config()
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
     if not hello.copy_gb_s or not point["decode_step_s"] or has_experts or getattr(text, "sliding_window", None):
         return None
-    kv_bytes = point["context_tokens"] * kv_bytes_per_token(model.config, model.dtype)
-    read_bytes = _weight_bytes_per_step(model.config, model.dtype) + kv_bytes
+    kv_bytes = point["context_tokens"] * setup.kv_bytes_per_token
+    read_bytes = _weight_bytes_per_step(config, getattr(torch, setup.dtype)) + kv_bytes
     return read_bytes / point["decode_step_s"] / (hello.copy_gb_s * 1e9)

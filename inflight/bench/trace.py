@@ -1,6 +1,6 @@
 """`inflight bench trace`: a short time of decoding, publishing and training at once, as a trace and in figures."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from inflight.bench.options import TraceOptions
+from inflight.bench.options import Progress, TraceOptions
 from inflight.bench.staleness import parity_of_tokens
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import load_trainer, split_cores, torch_threads
@@ -26,7 +26,6 @@ _TRAINING = ("forward", "backward", "optimizer step")
 _COPY = "publish copy"
 _OWN_STREAM = 0.9
 """A stream is the publisher's if this share of its work falls into publish copies, which wait for theirs to be done."""
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,6 @@ NUMBERS = ("<f4", "<f8", "<i4", "<i8", "<u1", "<b1")
 _OWN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
 
 
-def _nobody(params: SamplingParams) -> int:
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class TokenColumn:
     """How a column travels and who gets it."""
@@ -33,7 +29,7 @@ class TokenColumn:
     """Little-endian; a column arrives in one of them."""
     dims: tuple[str, ...]
     """Names of its dimensions. Two columns of a frame that share a name must agree in that size."""
-    asked_by: Callable[[SamplingParams], int] = _nobody
+    asked_by: Callable[[SamplingParams], int] = lambda params: 0
     """How many values per token a request gets in its rollout under this name; 0: the rollout does not have it."""
     needs: tuple[str, ...] = ()
     """Columns without which it cannot be read."""

@@ -1,6 +1,5 @@
 """A client's end of an engine's control socket: it numbers what is asked, and hands each answer to whoever asked."""
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -39,8 +38,7 @@ class Connection:
         self._socket.linger = linger_ms
         self._socket.sndhwm = 0  # a send never waits, however much a hung engine leaves unread
         self._socket.connect(endpoint)
-        self._woken, self._waking = os.pipe()
-        os.set_blocking(self._waking, False)
+        self._woken = os.eventfd(0)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -67,9 +65,9 @@ class Connection:
 
     def wake(self) -> None:
         """End the wait of a `pump`."""
-        with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full, so that nobody sleeps
+        with self._lock:
             if not self._closed:
-                os.write(self._waking, b"1")
+                os.eventfd_write(self._woken, 1)
 
     # ---- the thread that owns the socket ------------------------------------------------------------------------
 
@@ -78,7 +76,7 @@ class Connection:
         message. Returns whether one came. Raises what `unasked` raises."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._woken in ready:
-            os.read(self._woken, 4096)
+            os.eventfd_read(self._woken)
         self.flush()
         if self._socket not in ready:
             return False
@@ -116,7 +114,6 @@ class Connection:
                 return
             self._closed = True
             os.close(self._woken)
-            os.close(self._waking)
         self._socket.close()
         self.fail_all(InflightError("the connection to the engine was closed before it answered"))
 

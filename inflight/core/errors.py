@@ -94,31 +94,7 @@ class VersionMismatchError(ProtocolError):
     """Two processes run different versions of inflight; the message names both and where they lie."""
 
 
-_BY_NAME: dict[str, type[InflightError]] = {
-    cls.__name__: cls
-    for cls in (
-        InvalidRequestError,
-        ModelLoadError,
-        UnsupportedModelError,
-        TokenColumnError,
-        LayoutMismatchError,
-        SharedMemoryError,
-        DeviceMemoryError,
-        PublisherConflictError,
-        NonFiniteWeightsError,
-        ChecksumError,
-        WeightFileError,
-        RoutedExpertsError,
-        BroadcastError,
-        ProtocolError,
-        FrameError,
-        StreamGapError,
-        EngineDiedError,
-        EngineHungError,
-        EngineBusyError,
-        VersionMismatchError,
-    )
-}
+_BY_NAME = {name: cls for name, cls in globals().items() if isinstance(cls, type) and issubclass(cls, InflightError)}
 
 
 def from_wire(kind: str, message: str) -> InflightError:

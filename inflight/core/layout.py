@@ -72,7 +72,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
                 specs.append(TensorSpec(name, tuple(shape), dtype, end, nbytes))
                 end += nbytes
         total = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return cls(tuple(specs), total, _fingerprint(specs))
+        return cls(tuple(specs), total, hashlib.sha256(msgspec.msgpack.encode(specs)).hexdigest())
 
     def difference(self, other: "WeightLayout", *, ours: str, theirs: str, dtypes: bool = False) -> str | None:
         """The first few tensors in which two models differ by name or shape, in words; None if they agree.
@@ -118,7 +118,3 @@ def _runs(tensors: list[tuple[str, tuple[int, ...], str]]) -> Iterable[list[tupl
                 run = members
         placed.update(member[0] for member in run)
         yield run
-
-
-def _fingerprint(specs: Iterable[TensorSpec]) -> str:
-    return hashlib.sha256(msgspec.msgpack.encode(list(specs))).hexdigest()

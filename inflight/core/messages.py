@@ -10,7 +10,7 @@ it has the engine fill it (Fill, Done) before it announces it as it would announ
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -248,6 +248,7 @@ class Done(_Message, frozen=True):
 
 ToEngine = Hello | Call | Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
 FromEngine = Welcome | Result | Failed | Attached | SlotFree | Done
+Answer = TypeVar("Answer", Welcome, Result, Attached)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
@@ -281,6 +282,13 @@ def decode_to_engine(data: bytes) -> ToEngine:
 def decode_from_engine(data: bytes) -> FromEngine:
     """Raises ProtocolError."""
     return read(_FROM_ENGINE, data)
+
+
+def expect(answer: FromEngine, kind: type[Answer]) -> Answer:
+    """The answer, if it is of this kind. Raises ProtocolError."""
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"expected {kind.__name__} from the engine, got {type(answer).__name__}")
+    return answer
 
 
 def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw) -> Any:

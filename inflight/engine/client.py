@@ -4,20 +4,24 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from inflight.core.connection import Answer, Connection
-from inflight.core.errors import EngineDiedError, EngineHungError, InflightError, ProtocolError
-from inflight.core.messages import Call, FromEngine, Hello, Result, Welcome, read, to_raw
+from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.messages import Call, FromEngine, Hello, Result, Welcome, expect, read, to_raw
 from inflight.core.waiting import Wait
 
 logger = logging.getLogger("inflight.client")
 
 _CHECK_S = 0.1
+_WHY_SILENT = (
+    "it is stopped, starved of CPU time, or in a forward pass that takes longer "
+    "(launch with answer_timeout_s for another bound)"
+)
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NONE: type[Any] = type(None)
 Value = TypeVar("Value")
@@ -49,11 +53,10 @@ class EngineClient:
     def hello(self, *, timeout_s: float) -> Welcome:
         """Wait until the engine has loaded its model. Raises the error that kept it from doing so."""
         answer = self._connection.send(Hello(ticket=self._connection.ticket()))
-        reason = "launch with timeout_s for another bound"
-        welcome = self._wait_for(answer, _AnswerWait("has not loaded its model", timeout_s, reason, self._check_engine))
-        if not isinstance(welcome, Welcome):
-            raise _unexpected(welcome, "Welcome")
-        return welcome
+        answered = self._wait_for(
+            answer, "has not loaded its model", timeout_s, "launch with timeout_s for another bound"
+        )
+        return expect(answered, Welcome)
 
     def call(
         self,
@@ -68,22 +71,23 @@ class EngineClient:
         timeout_s: a bound for this call; None: `answer_timeout_s`. Raises what the engine raises, InvalidRequestError
         for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that do not fit it.
         """
-        return _value_of(self._wait_for(self._ask(verb, arguments), self._answer_wait(verb, timeout_s)), returns)
+        answer, bound_s = self._ask(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
+        return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, _WHY_SILENT), returns)
 
     async def acall(
         self, verb: str, arguments: Mapping[str, Any], returns: type[Value], *, undo: Callable[[Value], None]
     ) -> Value:
         """As `call`, for asyncio. If the task is cancelled before the answer has come, `undo` is called with it when it
         comes, by another thread."""
-        answer, wait = self._ask(verb, arguments), self._answer_wait(verb)
+        answer = self._ask(verb, arguments)
         wrapped = asyncio.wrap_future(answer)
         try:
-            while not (await asyncio.wait([wrapped], timeout=_CHECK_S))[0]:
-                wait.check(answer)
+            for _ in self._waits_for(answer, f"did not answer {verb}", self.answer_timeout_s, _WHY_SILENT):
+                await asyncio.wait([wrapped], timeout=_CHECK_S)
+            return _value_of(await wrapped, returns)
         except asyncio.CancelledError:
             answer.add_done_callback(lambda late: None if late.exception() else undo(_value_of(late.result(), returns)))
             raise
-        return _value_of(wrapped.result(), returns)
 
     def call_soon(self, verb: str, arguments: Mapping[str, Any] = _NO_ARGUMENTS) -> None:
         """Call a verb without waiting for the answer: for somebody who is on the way out."""
@@ -99,18 +103,33 @@ class EngineClient:
         raw = to_raw(dict(arguments), f"what {verb} is called with")
         return self._connection.send(Call(ticket=self._connection.ticket(), verb=verb, arguments=raw))
 
-    def _answer_wait(self, verb: str, timeout_s: float | None = None) -> "_AnswerWait":
-        reason = (
-            "it is stopped, starved of CPU time, or in a forward pass that takes longer (launch with answer_timeout_s "
-            "for another bound)"
-        )
-        bound_s = self.answer_timeout_s if timeout_s is None else timeout_s
-        return _AnswerWait(f"did not answer {verb}", bound_s, reason, self._check_engine)
-
-    def _wait_for(self, answer: Answer, wait: "_AnswerWait") -> FromEngine:
-        while not concurrent.futures.wait([answer], timeout=_CHECK_S).done:
-            wait.check(answer)
+    def _wait_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> FromEngine:
+        for _ in self._waits_for(answer, what, bound_s, reason):
+            concurrent.futures.wait([answer], timeout=_CHECK_S)
         return answer.result()
+
+    def _waits_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> Iterator[None]:
+        """Yields until the answer is there, each time for the caller to wait for `_CHECK_S`. Raises EngineDiedError or
+        EngineHungError if it makes no sense to wait on.
+
+        what: completes "the engine …", as in "did not answer pause". reason: what may be wrong.
+        """
+        wait, dead = Wait(), None
+        while True:
+            yield
+            if answer.done():
+                return
+            if dead is not None:  # since the last time, and it did not say why before it ended
+                raise dead
+            try:
+                self._check_engine()
+            except EngineDiedError as error:
+                dead = error
+                continue
+            wait.tick()
+            if wait.waited_s > bound_s:
+                raise EngineHungError(f"the engine lives and {what} within {bound_s:g} s: {reason}")
+            wait.tell(f"the engine {what}")
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -129,35 +148,5 @@ class EngineClient:
             self._connection.fail_all(message)
 
 
-class _AnswerWait:
-    """How long a caller waits for an answer, and what it says meanwhile."""
-
-    def __init__(self, what: str, bound_s: float, reason: str, check_engine: Callable[[], None]):
-        """what: completes "the engine …", as in "did not answer pause". reason: what may be wrong."""
-        self._what, self._bound_s, self._reason, self._check_engine = what, bound_s, reason, check_engine
-        self._wait = Wait()
-        self._dead: EngineDiedError | None = None
-
-    def check(self, answer: Answer) -> None:
-        """Raises EngineDiedError or EngineHungError if it makes no sense to wait on."""
-        if self._dead is not None and not answer.done():  # else it said why before it ended
-            raise self._dead
-        try:
-            self._check_engine()
-        except EngineDiedError as error:
-            self._dead = error
-            return
-        self._wait.tick()
-        if self._wait.waited_s > self._bound_s:
-            raise EngineHungError(f"the engine lives and {self._what} within {self._bound_s:g} s: {self._reason}")
-        self._wait.tell(f"the engine {self._what}")
-
-
 def _value_of(answer: FromEngine, returns: type[Value]) -> Value:
-    if not isinstance(answer, Result):
-        raise _unexpected(answer, "Result")
-    return read(msgspec.msgpack.Decoder(returns), answer.value)
-
-
-def _unexpected(answer: FromEngine, expected: str) -> ProtocolError:
-    return ProtocolError(f"expected {expected} from the engine, got {type(answer).__name__}")
+    return read(msgspec.msgpack.Decoder(returns), expect(answer, Result).value)

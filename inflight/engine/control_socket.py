@@ -1,6 +1,5 @@
 """The engine's end of the control socket: what comes is bounded, and so is what a client may leave unread."""
 
-import contextlib
 import logging
 import os
 
@@ -30,8 +29,7 @@ class ControlSocket:
         self._socket.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
         self._socket.linger = 2000
         self._socket.bind(endpoint)
-        self._woken, self._waking = os.pipe()
-        os.set_blocking(self._waking, False)
+        self._woken = os.eventfd(0)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
@@ -40,12 +38,11 @@ class ControlSocket:
     def wait(self, timeout_ms: int) -> None:
         """Return when a message is there or `wake` was called, at the latest after so long."""
         if self._woken in dict(self._poller.poll(timeout_ms)):
-            os.read(self._woken, 4096)
+            os.eventfd_read(self._woken)
 
     def wake(self) -> None:
         """End a wait. From any thread."""
-        with contextlib.suppress(BlockingIOError):  # the pipe is full, so that nobody sleeps
-            os.write(self._waking, b"1")
+        os.eventfd_write(self._woken, 1)
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The address of a sender and the parts of its message; None if no message is there."""
@@ -77,4 +74,3 @@ class ControlSocket:
     def close(self) -> None:
         self._socket.close()
         os.close(self._woken)
-        os.close(self._waking)

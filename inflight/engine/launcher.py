@@ -19,8 +19,7 @@ from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.messages import Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
 from inflight.engine.client import EngineClient
-from inflight.engine.directory import make_directory, remove_orphan_directories
-from inflight.engine.log import NAME as LOG_NAME
+from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
 logger = logging.getLogger("inflight.engine")

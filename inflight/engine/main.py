@@ -1,22 +1,28 @@
 """The engine process: `python -m inflight.engine.main OPTIONS-AS-JSON`, as its launcher starts it.
 
-It ends when it is told to, by a message or by SIGTERM, or when the process that launched it is gone.
+It ends when it is told to, by a message or by SIGTERM, or when the process that launched it is gone. Imports nothing
+heavy at first: the watch over that process begins before what takes seconds to import.
 """
 
+import os
+import select
+import shutil
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from inflight.core.options import Startup
-from inflight.engine.directory import declare_alive
-from inflight.engine.log import log_to_stderr
-from inflight.engine.parent import ParentWatch
+from inflight.engine.directory import declare_alive, log_to_stderr, trim_log
 
 _LAUNCHER_S = 1.0
+_POLL_S = 0.5
+_GRACE_S = 5.0
 
 
 def main() -> int:
@@ -29,7 +35,7 @@ def main() -> int:
     try:
         from inflight.engine.process import serve  # takes seconds
 
-        return serve(startup, watch)
+        return serve(startup, watch.stop_with)
     except SystemExit:
         # A signal to all processes of a job ends the launcher, too, which would have cleaned up; it may take a moment.
         until = time.monotonic() + _LAUNCHER_S
@@ -43,6 +49,45 @@ def main() -> int:
 
 def _end(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
+
+
+class ParentWatch:
+    """A thread that ends this process when its parent is gone: at once, or by way of `stop` where that is given, which
+    then has a few seconds. The parent's end of our standard input closes then, unless a process that it forked holds it
+    open; so its process id is watched too. It also keeps the log short."""
+
+    def __init__(self, parent_pid: int, directory: Path):
+        self._parent_pid, self._directory = parent_pid, directory
+        self._stop: Callable[[], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="inflight-parent-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def orphaned(self) -> bool:
+        return os.getppid() != self._parent_pid
+
+    def stop_with(self, stop: Callable[[], None]) -> None:
+        """From now on there is a loop that can be told to end."""
+        self._stop = stop
+
+    def leave_nothing(self) -> None:
+        """Remove what the launcher would have removed."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _run(self) -> None:
+        while not self.orphaned:
+            trim_log(self._directory)
+            readable, _, _ = select.select([0], [], [], _POLL_S)
+            if readable and not os.read(0, 4096):
+                break
+        if self._stop is not None:
+            self._stop()
+            threading.Event().wait(_GRACE_S)  # the process ends meanwhile, and this thread with it
+        slots = sys.modules.get("inflight.weights.shared_memory")
+        if slots is not None and hasattr(slots, "remove_own"):
+            slots.remove_own()
+        self.leave_nothing()
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from inflight.core.columns import COLUMNS
 from inflight.core.errors import UnsupportedModelError
-from inflight.core.sampling_mask import SamplingMask
+from inflight.core.rollout import SamplingMask
 from inflight.engine.sampler import Samples
 from inflight.engine.scheduler import Chunk
 

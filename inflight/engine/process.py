@@ -3,6 +3,7 @@ until it is told to end."""
 
 import gc
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -27,7 +28,6 @@ from inflight.core.options import Startup
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.directory import alive_lock
 from inflight.engine.engine import Engine
-from inflight.engine.parent import ParentWatch
 from inflight.engine.publishing import PublisherService
 from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
@@ -200,8 +200,10 @@ class EngineProcess:
         )
 
 
-def serve(startup: Startup, watch: ParentWatch) -> int:
-    """Load the model and serve it until the end. Returns the exit status of the process."""
+def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> int:
+    """Load the model and serve it until the end. Returns the exit status of the process.
+
+    stop_with: is handed what ends the service, for whoever sees that the launcher is gone."""
     directory = Path(startup.directory)
     control = ControlSocket(f"ipc://{directory}/control")
     try:
@@ -211,7 +213,7 @@ def serve(startup: Startup, watch: ParentWatch) -> int:
         _refuse(control, error)
         return 1
     process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory, transports)
-    watch.stop_with(process.stop)
+    stop_with(process.stop)
     gc.collect()
     gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second
     logger.info("engine %s serves %s: %s", engine.engine_id, startup.options.model, engine.describe())

@@ -45,7 +45,7 @@ def _encode(
 def _token_ids(
     name: str, prompt: Any, tokenizer: PreTrainedTokenizerBase | None, model: str, tools: Any = None
 ) -> list[int]:
-    is_chat = _is_chat(prompt)
+    is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
     if not is_chat and not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]
@@ -68,10 +68,6 @@ def _token_ids(
     except Exception as error:  # a template raises what its author wrote
         raise InvalidRequestError(f"{name} does not fit the chat template of {model!r}: {error}") from error
     return list(encoded["input_ids"])
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _short(value: object) -> str:

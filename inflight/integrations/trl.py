@@ -12,8 +12,9 @@ the ratio to the policy that drew each token. trl itself is not imported here.
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby, islice
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -21,7 +22,6 @@ import torch
 from transformers import TrainerCallback
 
 from inflight.core.errors import InflightError, InvalidRequestError
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.session import LaunchedEngine
 from inflight.weights.publisher import Publisher
@@ -82,7 +82,11 @@ class EngineRollouts:
         if self._ahead and training:
             self._submit_ahead(prompts, trainer)
         rollouts = [rollout for group in self._engine.stream.collect(group_ids) for rollout in group]
-        _check(rollouts)
+        for rollout in rollouts:
+            if rollout.finish_reason not in ("stop", "length"):
+                raise InflightError(
+                    f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it"
+                )
         return {
             "prompt_ids": [r.prompt_token_ids.tolist() for r in rollouts],
             "completion_ids": [r.token_ids.tolist() for r in rollouts],
@@ -108,7 +112,14 @@ class EngineRollouts:
 
     def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
         """Submit each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
-        params = self._sampling_params(trainer)
+        params = _sampling_params(trainer)
+        if (params.filtered or params.adjusted) and not self._warned:
+            logger.warning(
+                "the trainer's log-probabilities are over the whole vocabulary, the engine's are over what top_k, "
+                "top_p and min_p keep, after repetition_penalty, logit_bias and min_tokens: importance ratios are "
+                "biased, even on-policy"
+            )
+            self._warned = True
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
         token_ids = iter(_encode([prompt for prompt, _ in runs], trainer))
         group_ids: list[int] = []
@@ -119,17 +130,6 @@ class EngineRollouts:
             )
         return group_ids
 
-    def _sampling_params(self, trainer: Any) -> SamplingParams:
-        params = _sampling_params(trainer)
-        if (params.filtered or params.adjusted) and not self._warned:
-            logger.warning(
-                "the trainer's log-probabilities are over the whole vocabulary, the engine's are over what top_k, "
-                "top_p and min_p keep, after repetition_penalty, logit_bias and min_tokens: importance ratios are "
-                "biased, even on-policy"
-            )
-            self._warned = True
-        return params
-
     def _submit_ahead(self, prompts: list[Prompt], trainer: Any) -> None:
         """Submit the batches that will follow `prompts`, until `ahead` of them are in flight."""
         if self._upcoming is None:
@@ -137,11 +137,8 @@ class EngineRollouts:
         args, state = trainer.args, trainer.state
         micro_steps_left = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
         to_come = -(-micro_steps_left // (args.steps_per_generation * args.num_iterations)) - 1
-        while len(self._planned) < min(self._ahead, to_come):
-            upcoming = next(self._upcoming, None)
-            if upcoming is None:
-                return
-            self._planned.append((upcoming, self._submit(upcoming, trainer)))
+        for batch in islice(self._upcoming, max(0, min(self._ahead, to_come) - len(self._planned))):
+            self._planned.append((batch, self._submit(batch, trainer)))
 
 
 class PublishCallback(TrainerCallback):
@@ -186,11 +183,8 @@ def behavior_ratio(trainer_class: type) -> type:
     return BehaviorRatioTrainer
 
 
-class _NothingToSync:
-    """Stands in for TRL's vLLM. A Publisher brings the weights, so that `sync_weights` has nothing to do."""
-
-    def sync_weights(self) -> None:
-        """Nothing to do."""
+_NOTHING_TO_SYNC = SimpleNamespace(sync_weights=lambda: None)
+"""Stands in for TRL's vLLM. A Publisher brings the weights, so that `sync_weights` has nothing to do."""
 
 
 def _enable_trl_correction(trainer: Any) -> None:
@@ -202,11 +196,11 @@ def _enable_trl_correction(trainer: Any) -> None:
                 "loss_type 'vespo' needs vllm_importance_sampling_mode 'token_truncate' or 'token_mask', or "
                 "vllm_importance_sampling_correction=False"
             )
-        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _NothingToSync(), -1
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, _NOTHING_TO_SYNC, -1
 
 
 def _refuse_unsupported_settings(trainer: Any) -> None:
-    if trainer.use_vllm and not isinstance(trainer.vllm_generation, _NothingToSync):
+    if trainer.use_vllm and trainer.vllm_generation is not _NOTHING_TO_SYNC:
         raise InvalidRequestError("use_vllm=True starts vLLM beside the engine, which generates; leave it off")
     if getattr(trainer, "tools", None):
         raise InvalidRequestError(
@@ -217,37 +211,17 @@ def _refuse_unsupported_settings(trainer: Any) -> None:
             raise InvalidRequestError(f"{name} is for generation by others than the engine; leave it unset")
 
 
-def _check(rollouts: Sequence[Rollout]) -> None:
-    for rollout in rollouts:
-        if rollout.finish_reason not in ("stop", "length"):
-            raise InflightError(f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it")
-
-
 _TRANSFORMERS_NAMES = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-_GENERATION_KWARGS = (
-    "max_tokens",
-    "top_k",
-    "top_p",
-    "min_p",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "repetition_penalty",
-    "logit_bias",
-)
+_FILTERS = ("top_k", "top_p", "min_p")
+_STOPPING = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
+_GENERATION_KWARGS = ("max_tokens", *_FILTERS, *_STOPPING, "repetition_penalty", "logit_bias")
 
 
 def _sampling_params(trainer: Any) -> SamplingParams:
     settings: dict[str, Any] = {
-        "max_tokens": trainer.max_completion_length,
-        "temperature": trainer.temperature,
-        "top_k": trainer.top_k,
-        "top_p": trainer.top_p,
-        "min_p": trainer.min_p,
-        "repetition_penalty": trainer.repetition_penalty,
-        "stop_token_ids": trainer.eos_token_ids,
+        name: getattr(trainer, name) for name in ("temperature", *_FILTERS, "repetition_penalty")
     }
+    settings |= {"max_tokens": trainer.max_completion_length, "stop_token_ids": trainer.eos_token_ids}
     for name, value in (trainer.args.generation_kwargs or {}).items():
         ours = _TRANSFORMERS_NAMES.get(name, name)
         if ours not in _GENERATION_KWARGS:
@@ -286,34 +260,23 @@ def _encode(prompts: list[Prompt], trainer: Any) -> list[list[int]]:
 
 
 def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:
-    """The generation batches that follow this one. If the trainer's sampler does not yield this one there are none, and
-    a warning is logged."""
-    epochs = 2 + int(trainer.state.epoch or 0)  # a resumed run may be in any of them
-    upcoming, size = _generation_batches(trainer)
-    for batch in islice(upcoming, epochs * size):
-        if batch == prompts:
-            return upcoming
-    logger.warning("the trainer takes its prompts in an order that its sampler does not tell; nothing is drawn ahead")
-    return iter(())
-
-
-def _generation_batches(trainer: Any) -> tuple[Iterator[list[Prompt]], int]:
-    """(the generation batches that a sampler like the trainer's yields, epoch after epoch; their number per epoch)
-
-    TRL's sampler yields each batch once for every time that it is trained on.
-    """
+    """The generation batches that follow this one, epoch after epoch, as a sampler like the trainer's yields them: each
+    batch once for every time that it is trained on. If it does not yield this one there are none, and a warning is
+    logged."""
     args, dataset = trainer.args, trainer.train_dataset
     if trainer.accelerator.num_processes > 1 or not hasattr(dataset, "__len__"):
         raise ValueError("ahead needs a dataset with a length and a single process")
-    prompts, sampler = list(dataset["prompt"]), trainer._get_train_sampler()
+    texts, sampler = list(dataset["prompt"]), trainer._get_train_sampler()
     size, repeats = args.generation_batch_size, args.steps_per_generation * args.num_iterations
 
     def batches() -> Iterator[list[Prompt]]:
         while True:
             indices = iter(sampler)
-            block = list(islice(indices, size * repeats))
-            while len(block) == size * repeats:
-                yield [prompts[index] for index in block[:size]]
-                block = list(islice(indices, size * repeats))
+            while len(block := list(islice(indices, size * repeats))) == size * repeats:
+                yield [texts[index] for index in block[:size]]
 
-    return batches(), len(sampler) // (size * repeats)
+    epochs, upcoming = 2 + int(trainer.state.epoch or 0), batches()  # a resumed run may be in any of them
+    if prompts in islice(upcoming, epochs * (len(sampler) // (size * repeats))):
+        return upcoming
+    logger.warning("the trainer takes its prompts in an order that its sampler does not tell; nothing is drawn ahead")
+    return iter(())

@@ -9,19 +9,26 @@ import numpy as np
 
 from inflight.core.columns import COLUMNS, asked_columns
 from inflight.core.frames import GroupStart, TokenFrame
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
-from inflight.core.sampling_mask import SamplingMask
 
 _MASK = "sampling mask"
 """The rows of the mask among those of columns; no column can have this name."""
 
 
 @dataclass(slots=True)
+class _Group:
+    start: GroupStart
+    finished: list[Rollout] = field(default_factory=list)
+    prompt_routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
+    """Maps a position to its experts; whichever sample computed the prompt did it for all."""
+
+
+@dataclass(slots=True)
 class _Partial:
     """What has arrived of one request."""
 
-    group: GroupStart
+    group: _Group
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -32,14 +39,6 @@ class _Partial:
     """Maps a position to its experts; the first time that a token was computed counts."""
     prefix_tokens: int = 0
     prefix_version: int | None = None
-
-
-@dataclass(slots=True)
-class _Group:
-    start: GroupStart
-    finished: list[Rollout] = field(default_factory=list)
-    prompt_routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
-    """Maps a position to its experts; whichever sample computed the prompt did it for all."""
 
 
 class Assembler:
@@ -61,32 +60,27 @@ class Assembler:
 
     def partial(self, group_id: int) -> list[Rollout]:
         """What has arrived of the unfinished samples of a group."""
-        group = self._groups.get(group_id)
-        if group is None:
+        if group_id not in self._groups:
             return []
-        first = group.start.first_request_id
-        ids = [first + sample for sample in range(group.start.params.n) if first + sample in self._partials]
-        return [_rollout(request_id, self._partials[request_id], group, "") for request_id in ids]
+        start, known = self._groups[group_id].start, self._partials
+        ids = range(start.first_request_id, start.first_request_id + start.params.n)
+        return [_rollout(request_id, known[request_id], "") for request_id in ids if request_id in known]
 
     def abandon(self) -> list[list[Rollout]]:
         """After frames were lost: end what is unfinished as "error", since nobody can tell whether it is whole."""
-        for request_id, partial in self._partials.items():
-            group = self._groups[partial.group.group_id]
-            group.finished.append(_rollout(request_id, _Partial(partial.group), group, "error"))
-        groups = [sorted(group.finished, key=lambda rollout: rollout.sample) for group in self._groups.values()]
-        self._partials.clear()
-        self._groups.clear()
-        return groups
+        partials, self._partials = self._partials, {}
+        ended = [self._end(request_id, _Partial(partial.group), "error") for request_id, partial in partials.items()]
+        return [group for group in ended if group is not None]
 
     def add(self, frame: TokenFrame) -> list[list[Rollout]]:
         """Groups that this frame completes, each in sample order."""
         header = frame.header
-        for group in header.groups:
-            self._groups[group.group_id] = _Group(group)
-            asked = _asked(group)
-            for sample in range(group.params.n):
+        for start in header.groups:
+            self._groups[start.group_id] = group = _Group(start)
+            asked = _asked(start.params)
+            for sample in range(start.params.n):
                 partial = _Partial(group, columns={name: [] for name in asked})
-                self._partials[group.first_request_id + sample] = partial
+                self._partials[start.first_request_id + sample] = partial
         for part in header.taken_over:
             if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
                 partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
@@ -98,16 +92,22 @@ class Assembler:
             partial = self._partials.pop(finish.request_id, None)
             if partial is None:
                 continue
-            group_state = self._groups[partial.group.group_id]
             if len(partial.token_ids) == finish.num_tokens:
-                rollout = _rollout(finish.request_id, partial, group_state, finish.reason)
+                group = self._end(finish.request_id, partial, finish.reason)
             else:
-                rollout = _rollout(finish.request_id, _Partial(partial.group), group_state, "error")
-            group_state.finished.append(rollout)
-            if len(group_state.finished) == group_state.start.params.n:
-                del self._groups[partial.group.group_id]
-                complete.append(sorted(group_state.finished, key=lambda rollout: rollout.sample))
+                group = self._end(finish.request_id, _Partial(partial.group), "error")
+            if group is not None:
+                complete.append(group)
         return complete
+
+    def _end(self, request_id: int, partial: _Partial, reason: str) -> list[Rollout] | None:
+        """Finish a request; returns its group if that is complete."""
+        group = partial.group
+        group.finished.append(_rollout(request_id, partial, reason))
+        if len(group.finished) < group.start.params.n:
+            return None
+        del self._groups[group.start.group_id]
+        return sorted(group.finished, key=lambda rollout: rollout.sample)
 
     def _append(self, frame: TokenFrame) -> None:
         version, time_ns = frame.header.version, frame.header.time_ns
@@ -137,16 +137,13 @@ class Assembler:
         for row, (request_id, position) in enumerate(zip(ids, positions, strict=True)):
             partial = self._partials.get(request_id)
             if partial is not None:
-                group = self._groups[partial.group.group_id]
-                in_prompt = position < len(partial.group.prompt_token_ids)
-                (group.prompt_routed_experts if in_prompt else partial.routed_experts).setdefault(
-                    position, extras["routed_experts"][row]
-                )
+                in_prompt = position < len(partial.group.start.prompt_token_ids)
+                known = partial.group.prompt_routed_experts if in_prompt else partial.routed_experts
+                known.setdefault(position, extras["routed_experts"][row])
 
 
-def _asked(group: GroupStart) -> list[str]:
-    """Names of the columns that the group asked for, the sampling mask among them."""
-    params = group.params
+def _asked(params: SamplingParams) -> list[str]:
+    """Names of the columns that a group asked for, the sampling mask among them."""
     return asked_columns(params) + ([_MASK] if params.return_sampling_mask and params.filtered else [])
 
 
@@ -163,8 +160,8 @@ def _stack(name: str, rows: list[Any], params: SamplingParams) -> np.ndarray:
     return np.array(rows if width is None else [row[:width] for row in rows])
 
 
-def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) -> Rollout:
-    group = partial.group
+def _rollout(request_id: int, partial: _Partial, reason: str) -> Rollout:
+    group = partial.group.start
     rollout = Rollout(
         request_id=request_id,
         group_id=group.group_id,
@@ -186,7 +183,7 @@ def _rollout(request_id: int, partial: _Partial, siblings: _Group, reason: str) 
     if _MASK in whole:
         rollout.sampling_mask = SamplingMask.join(*zip(*whole.pop(_MASK), strict=True))
     rollout.columns = {name: _stack(name, rows, group.params) for name, rows in whole.items()}
-    experts = siblings.prompt_routed_experts | partial.routed_experts
+    experts = partial.group.prompt_routed_experts | partial.routed_experts
     places = range(len(group.prompt_token_ids) + num_tokens - 1)
     if num_tokens and experts and all(place in experts for place in places):
         rollout.routed_experts = np.stack([experts[place] for place in places])

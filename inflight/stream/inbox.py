@@ -28,8 +28,8 @@ Group = list[Rollout]
 
 
 @dataclass(slots=True)
-class _Taker:
-    """Somebody who waits until `needed` of the `wanted` groups have finished."""
+class _Waiter:
+    """Somebody who waits until `needed` of the `wanted` groups have finished, or for `next` if none is wanted."""
 
     wanted: set[int]
     needed: int
@@ -77,10 +77,7 @@ class Inbox:
         """Maps ids to groups that have finished and were not handed out."""
         self._ready: deque[int] = deque()
         """Ids of groups that `next` may return, in this order; some of them may have been taken by name."""
-        self._takers: list[_Taker] = []
-        """Those who wait for groups by name."""
-        self._idle: list[Future[None]] = []
-        """What those who wait for `next` were given."""
+        self._waiters: list[_Waiter] = []
         self._errors: deque[InflightError] = deque()
         """Errors of which nobody has learned; each is raised once."""
         self._ended: InflightError | None = None
@@ -111,8 +108,7 @@ class Inbox:
             if self._lost_below is not None:
                 self._forget_what_was_lost(self._lost_below)
             arrived = [self._finished[group_id] for group_id in group_ids if group_id in self._finished]
-        for group in [] if reserved else arrived:
-            self._offer(group)
+        self._offer([] if reserved else arrived)
 
     def reserve(self, group_ids: Collection[int]) -> None:
         """These groups are not for `next` any more."""
@@ -132,35 +128,27 @@ class Inbox:
                     return self._finished[group_id]
             if self._open == self._lent:
                 return None
-            return self._wait_idle()
+            return self._wait(set(), 1)
 
-    def take(self, group_ids: Collection[int]) -> "dict[int, Group] | Future[None]":
-        """These groups, once all of them have finished; then they are not outstanding any more.
+    def take(self, group_ids: Collection[int], count: int | None = None) -> "dict[int, Group] | Future[None]":
+        """So many of these groups (None: all), once they have finished; then they are not outstanding any more.
 
         Raises ValueError if one is not outstanding, and StreamGapError if one was lost; then nothing has been taken.
         """
         wanted = set(group_ids)
         with self._lock:
             self._raise_error()
-            missing = wanted - self._finished.keys()
-            self._check_outstanding(wanted)
-            if missing:
-                return self._wait_taker(_Taker(missing, len(missing), _new_future()))
-            found = {group_id: self._finished[group_id] for group_id in wanted}
-            self.remove(wanted)
+            if unknown := wanted - self._open - self._reserved:
+                raise ValueError(
+                    f"groups {sorted(unknown)} are not outstanding: not submitted here, or handed out already"
+                )
+            count = len(wanted) if count is None else count
+            finished = [group_id for group_id in wanted if group_id in self._finished]
+            if len(finished) < count:
+                return self._wait(wanted.difference(finished), count - len(finished))
+            found = {group_id: self._finished[group_id] for group_id in finished[:count]}
+            self.remove(found)
             return found
-
-    def take_any(self, group_ids: Collection[int]) -> "Group | Future[None]":
-        """One of these groups that has finished; raises what `take` raises."""
-        wanted = set(group_ids)
-        with self._lock:
-            self._raise_error()
-            self._check_outstanding(wanted)
-            for group_id in wanted & self._finished.keys():
-                group = self._finished[group_id]
-                self.remove([group_id])
-                return group
-            return self._wait_taker(_Taker(wanted, 1, _new_future()))
 
     def remove(self, group_ids: Collection[int]) -> None:
         """These groups are in somebody's hands, and not outstanding any more."""
@@ -176,14 +164,14 @@ class Inbox:
         self._open -= set(group_ids)
         self._lent -= set(group_ids)
         if self._open == self._lent:  # nothing is left to wait for
-            self._wake_idle()
+            self._wake(lambda waiter: not waiter.wanted)
 
     def put_back(self, group_ids: Collection[int]) -> None:
         """These groups, which came out of `next`, come first when it is called again."""
         with self._lock:
             self._lent -= set(group_ids)
             self._ready.extendleft(reversed(list(group_ids)))
-            self._wake_idle()
+            self._wake(lambda waiter: not waiter.wanted)
 
     def drop(self, group_ids: Collection[int]) -> None:
         """Nobody waits for these groups any more; what arrives of them is thrown away."""
@@ -203,7 +191,7 @@ class Inbox:
             if group[0].group_id not in self._open:
                 return False
             self._ready.append(group[0].group_id)
-            self._wake_idle()
+            self._wake(lambda waiter: not waiter.wanted)
             return True
 
     def partial(self, group_id: int) -> Group:
@@ -261,49 +249,43 @@ class Inbox:
             self._ask_engine(silent_s)
         except EngineHungError as error:
             with self._lock:
-                self._tell(error)
+                self._wake(lambda waiter: True, error)
 
     def _take_in(self, frame: TokenFrame) -> None:
         with self._lock:
             self._on_frame(frame)
-            groups = self._assembler.add(frame)
-            self._finish(groups)
+            offered = self._finish(self._assembler.add(frame))
             if self._damaged:
                 self._damaged = False
                 self._lost_below = frame.header.next_group_id
                 self._forget_what_was_lost(self._lost_below)
-            offered = [group for group in groups if group[0].group_id in self._open]
-        for group in offered:
-            self._offer(group)
-
-    def _offer(self, group: Group) -> None:
-        if self._on_group(group):
-            self.ready(group)
+        self._offer(offered)
 
     def _lose(self, error: InflightError) -> None:
         with self._lock:
-            groups = self._assembler.abandon()
-            self._finish(groups)
+            offered = self._finish(self._assembler.abandon())
             self._damaged = True
-            if not self._tell(error):
+            if not self._wake(lambda waiter: True, error):
                 self._errors.append(error)
-            offered = [group for group in groups if group[0].group_id in self._open]
-        for group in offered:
-            self._offer(group)
+        self._offer(offered)
 
-    def _finish(self, groups: list[Group]) -> None:
+    def _offer(self, groups: list[Group]) -> None:
+        for group in groups:
+            if self._on_group(group):
+                self.ready(group)
+
+    def _finish(self, groups: list[Group]) -> list[Group]:
+        """Returns those of the groups that are for `next`."""
         for group in groups:
             group_id = group[0].group_id
             if group_id in self._dropped:
                 self._dropped.remove(group_id)
                 continue
             self._finished[group_id] = group
-            for taker in self._takers:
-                taker.needed -= group_id in taker.wanted
-        for taker in self._takers:
-            if taker.needed <= 0:
-                taker.future.set_result(None)
-        self._takers = [taker for taker in self._takers if taker.needed > 0]
+            for waiter in self._waiters:
+                waiter.needed -= group_id in waiter.wanted
+        self._wake(lambda waiter: waiter.needed <= 0)
+        return [group for group in groups if group[0].group_id in self._open]
 
     def _forget_what_was_lost(self, next_group_id: int) -> None:
         """Give up groups that were announced by now and of which nothing is known: they went with the lost frames."""
@@ -318,54 +300,34 @@ class Inbox:
         self._reserved -= lost
         self._close(lost)
         error = StreamGapError(f"groups {sorted(lost)} were lost with their frames")
-        for taker in self._takers:
-            if taker.wanted & lost:
-                taker.future.set_exception(error)
-        self._takers = [taker for taker in self._takers if not taker.wanted & lost]
-        self._wake_idle()
-
-    def _tell(self, error: InflightError) -> bool:
-        """Fail everybody who waits with this error. Returns False if nobody waits."""
-        waiting = [*(taker.future for taker in self._takers), *self._idle]
-        self._takers, self._idle = [], []
-        for future in waiting:
-            future.set_exception(error)
-        return bool(waiting)
+        self._wake(lambda waiter: bool(waiter.wanted & lost), error)
+        self._wake(lambda waiter: not waiter.wanted)
 
     def _end(self, error: InflightError) -> None:
         with self._lock:
             self._ended = error
-            self._tell(error)
+            self._wake(lambda waiter: True, error)
             self._errors.clear()
-
-    def _check_outstanding(self, wanted: set[int]) -> None:
-        if unknown := wanted - self._open - self._reserved:
-            raise ValueError(f"groups {sorted(unknown)} are not outstanding: not submitted here, or handed out already")
-
-    def _wait_taker(self, taker: _Taker) -> "Future[None]":
-        if self._ended is not None:
-            raise self._ended
-        self._takers.append(taker)
-        return taker.future
 
     def _raise_error(self) -> None:
         if self._errors:
             raise self._errors.popleft()
 
-    def _wait_idle(self) -> "Future[None]":
+    def _wait(self, wanted: set[int], needed: int) -> "Future[None]":
         if self._ended is not None:
             raise self._ended
-        self._idle.append(_new_future())
-        return self._idle[-1]
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()  # a task that is cancelled leaves it alone
+        self._waiters.append(_Waiter(wanted, needed, future))
+        return future
 
-    def _wake_idle(self) -> None:
-        idle, self._idle = self._idle, []
-        for future in idle:
-            future.set_result(None)
-
-
-def _new_future() -> "Future[None]":
-    """A future that a task leaves alone when it is cancelled."""
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()
-    return future
+    def _wake(self, is_over: Callable[[_Waiter], bool], error: InflightError | None = None) -> bool:
+        """End the waits that are over, with an error if there is one. Returns False if there were none."""
+        over = [waiter for waiter in self._waiters if is_over(waiter)]
+        self._waiters = [waiter for waiter in self._waiters if not is_over(waiter)]
+        for waiter in over:
+            if error is None:
+                waiter.future.set_result(None)
+            else:
+                waiter.future.set_exception(error)
+        return bool(over)

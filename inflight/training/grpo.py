@@ -1,8 +1,5 @@
-"""GRPO (Shao et al., arXiv 2402.03300) against a generator that never stops.
-
-The reference loop: groups of rollouts come in, are scored, their advantages are relative to their group, one corrected
-policy-gradient step is taken, and the new weights are published while the generator goes on drawing.
-"""
+"""GRPO (Shao et al., arXiv 2402.03300) against a generator that never stops: groups of rollouts come in scored, a
+corrected policy-gradient step is taken, and new weights are published while the generator goes on drawing."""
 
 import logging
 import math
@@ -18,10 +15,10 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import NonFiniteLossError
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
-from inflight.training.data.advantages import group_advantages
+from inflight.session import LaunchedEngine
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.dropped import Dropped
-from inflight.training.data.scored_groups import measure_consumed
+from inflight.training.data.scored_groups import group_advantages, measure_consumed
 from inflight.training.data.scoring import Score, Scorer
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.model.forward import token_logprobs
@@ -35,7 +32,6 @@ from inflight.training.schedules import (
     ROLLOUT_SCHEDULES,
     Admission,
     Example,
-    RolloutEngine,
     RolloutSchedule,
     WeightPublisher,
 )
@@ -77,9 +73,8 @@ class GRPOConfig:
     """That standard deviation divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and SkyRL."""
     skip_uniform_groups: bool = True
     """Leave groups of equal rewards out of the forward pass. Their advantage is 0, and they still count in what the
-    loss is averaged over, so that the gradient is the same, and cheaper. (prime-rl drops such groups from the average
-    too: the fewer groups are left, the more each of them weighs.) Where the objective has a KL penalty or an entropy
-    bonus they stay, as these are about them too. A step of nothing but such groups is not taken."""
+    loss is averaged over, so that the gradient is the same, and cheaper. Where the objective has a KL penalty or an
+    entropy bonus they stay, as these are about them too. A step of nothing but such groups is not taken."""
     schedule: RolloutSchedule = "inflight"
     """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
     is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
@@ -120,33 +115,18 @@ class GRPOConfig:
             )
 
     @property
-    def admitted_groups(self) -> int:
-        """The bound on the groups in flight that follows from schedule and settings."""
-        if self.schedule == "inflight":
-            return self.groups_in_flight or 2 * self.groups_per_step
-        return self.groups_per_step
-
-    @property
     def skips_uniform_groups(self) -> bool:
         """Whether groups of equal rewards are left out: if that is wanted, and the objective is about rewards alone."""
         objective = resolve(self.objective)
         return self.skip_uniform_groups and not objective.kl_weight and not objective.entropy_weight
 
 
-_LEAST = {
-    "steps": 1,
-    "groups_per_step": 1,
-    "updates_per_batch": 1,
-    "groups_in_flight": 0,
-    "probe_every": 0,
-    "micro_batch_tokens": 0,
-    "max_grad_norm": 0,
-    "advantage_ddof": 0,
-}
+_LEAST = dict.fromkeys(("steps", "groups_per_step", "updates_per_batch"), 1)
+_LEAST |= dict.fromkeys(("groups_in_flight", "probe_every", "micro_batch_tokens", "max_grad_norm", "advantage_ddof"), 0)
 
 
 def grpo(
-    engine: RolloutEngine,
+    engine: LaunchedEngine,
     publisher: WeightPublisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -177,15 +157,11 @@ def grpo(
         if probe is not None:
             probe.remember(meter.trainer_version)
         num_skipped, dropped = 0, Dropped()
-        with Admission(
-            engine,
-            publisher,
-            examples,
-            config.sampling,
-            score=score,
-            groups_per_step=config.groups_per_step,
-            limit=config.admitted_groups,
-        ) as admission:
+        limit = config.groups_per_step
+        if config.schedule == "inflight":
+            limit = config.groups_in_flight or 2 * limit
+        prompts = iter(examples)
+        with Admission(engine, publisher, prompts, config.sampling, score, config.groups_per_step, limit) as admission:
             source = ROLLOUT_SCHEDULES[config.schedule](admission)
             for step, scored in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
                 batch = scored.pack(

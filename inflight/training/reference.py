@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Modul
                 "reference is the model that is trained, to which its KL is always 0; give a copy: "
                 "reference=copy.deepcopy(model)"
             )
-        return _scorer(reference.eval(), nullcontext)
+        return partial(_score, reference.eval(), nullcontext)
     if is_peft(model):
         peft_model: Any = unwrap(model)
-        return _scorer(model, peft_model.disable_adapter)
+        return partial(_score, model, peft_model.disable_adapter)
     raise ValueError(
         f"the objective has kl_weight={objective.kl_weight}, a KL penalty to a reference policy, but there is none: "
         "give reference=copy.deepcopy(model), made before training, which takes the memory of a second model; or train "
@@ -44,10 +45,7 @@ def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Modul
     )
 
 
-def _scorer(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> ReferenceScorer:
-    @torch.no_grad()
-    def score(batch: PackedBatch) -> torch.Tensor:
-        with context():
-            return token_logprobs(policy, batch)
-
-    return score
+@torch.no_grad()
+def _score(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]], batch: PackedBatch) -> torch.Tensor:
+    with context():
+        return token_logprobs(policy, batch)

@@ -56,11 +56,9 @@ class StepReport:
         "dropped/stale_share", …), means of "staleness/weight_lag_ms", "/policy_age_ms", "/token_age_ms" and
         "/version_lag", and "probe/mismatch/kl" and the like where the step was probed. What is None or NaN is left
         out."""
-        numbers: dict[str, float | None] = {}
-        if self.stats is not None:
-            numbers |= self.stats.as_dict()
-        for name in _NUMBERS:
-            numbers[name] = getattr(self, name)
+        names = ("step", "version", "reward", "num_tokens", "mean_length", "truncated", "grad_norm", "num_skipped")
+        numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
+        numbers |= {name: getattr(self, name) for name in names}
         if self.staleness is not None:
             for column in ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag"):
                 numbers[f"staleness/{column}"] = float(getattr(self.staleness, column).mean())
@@ -69,6 +67,3 @@ class StepReport:
             for cause in ("mismatch", "staleness", "total"):
                 numbers |= getattr(self.causes, cause).as_dict(f"probe/{cause}")
         return known(numbers)
-
-
-_NUMBERS = ("step", "version", "reward", "num_tokens", "mean_length", "truncated", "grad_norm", "num_skipped")

@@ -15,16 +15,16 @@ on, because a sample of it was cancelled or ended with an error, or none has a r
 while its batch is taken.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.core.sampling import SamplingParams
-from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.rollout_stream import RolloutStream
+from inflight.session import LaunchedEngine
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import Score, Scorer
 
@@ -34,20 +34,6 @@ class Example(NamedTuple):
 
     prompt: Any
     metadata: Mapping[str, Any]
-
-
-class RolloutEngine(Protocol):
-    """What a training loop asks of an engine; `inflight.launch` returns one."""
-
-    @property
-    def stream(self) -> RolloutStream: ...
-    @property
-    def staleness(self) -> StalenessMeter: ...
-    def submit(
-        self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None
-    ) -> list[int]: ...
-    def cancel(self, group_ids: list[int] | None = None) -> None: ...
-    def wait_for_version(self, version: int) -> None: ...
 
 
 class WeightPublisher(Protocol):
@@ -61,34 +47,29 @@ class WeightPublisher(Protocol):
     def publish(self) -> int: ...
 
 
+@dataclass(slots=True)
 class Admission:
     """Keeps at most `limit` groups in flight: submitted, and not taken by the trainer yet.
 
     As a context manager it cancels, at the end, what is still in flight.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        publisher: WeightPublisher,
-        examples: Iterable[Example],
-        sampling: SamplingParams,
-        *,
-        score: Score | Scorer,
-        groups_per_step: int,
-        limit: int,
-    ):
-        """score: computes the rewards of a group as soon as it has finished."""
-        self._engine, self._publisher, self._examples, self._sampling = engine, publisher, iter(examples), sampling
-        self._score, self._groups_per_step, self._limit = score, groups_per_step, limit
-        self._in_flight: set[int] = set()
+    engine: LaunchedEngine
+    publisher: WeightPublisher
+    examples: Iterator[Example]
+    sampling: SamplingParams
+    score: Score | Scorer
+    """Computes the rewards of a group as soon as it has finished."""
+    groups_per_step: int
+    limit: int
+    in_flight: set[int] = field(default_factory=set, init=False)
 
     def fill(self, version: int | None = None) -> None:
         """Submit prompts up to the limit, or until there are no more.
 
         version: the version that draws all of their tokens; None: each token is drawn by the newest.
         """
-        self._submit(self._next_examples(self._limit - len(self._in_flight)), version)
+        self._submit(list(islice(self.examples, max(0, self.limit - len(self.in_flight)))), version)
 
     def take(self, version: int | None = None) -> ScoredGroups:
         """The next groups that can be trained on, with their rewards: those of one step, fewer if the prompts have
@@ -97,9 +78,9 @@ class Admission:
         version: the one with which the groups were submitted, for what replaces those that cannot be trained on.
         Raises InflightError if more groups than a step has cannot, and what the stream raises.
         """
-        scored, count = ScoredGroups(), self._groups_per_step
-        for group in self._engine.stream.groups(score=self._score):
-            self._in_flight.discard(group[0].group_id)
+        scored, count = ScoredGroups(), self.groups_per_step
+        for group in self.engine.stream.groups(score=self.score):
+            self.in_flight.discard(group[0].group_id)
             if scored.add(group):
                 if len(scored.groups) == count:
                     break
@@ -115,22 +96,19 @@ class Admission:
 
     def wait_until_live(self) -> int:
         """Wait until a slot holds the newest version that was published: prompts can be pinned to it. Returns it."""
-        version = self._publisher.version
-        self._engine.wait_for_version(version)
+        version = self.publisher.version
+        self.engine.wait_for_version(version)
         return version
-
-    def _next_examples(self, count: int) -> list[Example]:
-        return list(islice(self._examples, max(0, count)))
 
     def _submit(self, examples: list[Example], version: int | None) -> None:
         if examples:
             prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
-            self._in_flight.update(self._engine.submit(prompts, self._sampling, metadata=metadata, version=version))
+            self.in_flight.update(self.engine.submit(prompts, self.sampling, metadata=metadata, version=version))
 
     def _replace(self, version: int | None) -> None:
         """Submit one more prompt, under the live version if `version` is gone: no slot keeps an older version once the
         last group that is pinned to it has ended."""
-        examples = self._next_examples(1)
+        examples = list(islice(self.examples, 1))
         try:
             self._submit(examples, version)
         except InvalidRequestError:
@@ -138,21 +116,14 @@ class Admission:
                 raise
             self._submit(examples, LIVE_VERSION)  # raises again if it was the prompt that the engine refused
 
-    def close(self) -> None:
-        if self._in_flight:
-            in_flight, self._in_flight = sorted(self._in_flight), set()
-            self._engine.stream.drop(in_flight)
-            self._engine.cancel(in_flight)
-
     def __enter__(self) -> "Admission":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            with suppress(InflightError):  # it would hide the first one
-                self.close()
+        if in_flight := sorted(self.in_flight):
+            with nullcontext() if kind is None else suppress(InflightError):  # it would hide the first error
+                self.engine.stream.drop(in_flight)
+                self.engine.cancel(in_flight)
 
 
 def _in_flight(admission: Admission) -> Iterator[ScoredGroups]:

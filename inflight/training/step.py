@@ -42,7 +42,10 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if (parameter.requires_grad or not trainable) and parameter.numel() and _may_be_infinite(parameter)
+        if (parameter.requires_grad or not trainable)
+        and parameter.numel()
+        and parameter.is_floating_point()
+        and parameter.element_size() > 1  # not of a layer quantized to 4 or 8 bits
     }
     largest = [torch.linalg.vector_norm(p, math.inf).float() for p in parameters.values()]  # NaN if one value is
     if not largest:
@@ -56,8 +59,3 @@ def check_finite(model: nn.Module, *, trainable: bool = False) -> None:
             "published, and the engine keeps the weights that it has. Go on from a checkpoint, with a smaller learning "
             "rate or max_grad_norm"
         )
-
-
-def _may_be_infinite(parameter: torch.Tensor) -> bool:
-    """Whether the parameter is one of floating-point numbers, and not of a quantized layer with 4 or 8 bits."""
-    return parameter.is_floating_point() and parameter.element_size() > 1

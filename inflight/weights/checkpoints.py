@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +26,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.T
     path = Path(path)
     files = {path: set[str]()} if path.is_file() else _files_of(path)
     for file, expected in files.items():  # headers first, so that what is broken is told before a tensor is copied
-        absent = sorted(expected - _names_in(file))
+        with _opened(file) as opened:
+            absent = sorted(expected.difference(opened.keys()))
         if absent:
             raise WeightFileError(f"{file} lacks {absent[0]}, which {path / _INDEX} says it holds")
     return _tensors_of(list(files))
@@ -32,12 +35,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.T
 
 def _tensors_of(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    yield name, opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise _unreadable(file, error) from error
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
 
 
 def _files_of(directory: Path) -> dict[Path, set[str]]:
@@ -73,15 +73,12 @@ def _index_of(directory: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _names_in(file: Path) -> set[str]:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     if not file.is_file():
         raise WeightFileError(f"{file} does not exist, or is no file")
     try:
         with safe_open(file, "pt") as opened:
-            return set(opened.keys())
+            yield opened
     except (OSError, SafetensorError) as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: Path, error: Exception) -> WeightFileError:
-    return WeightFileError(f"{file} cannot be read as safetensors: {error}")
+        raise WeightFileError(f"{file} cannot be read as safetensors: {error}") from error

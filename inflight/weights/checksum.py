@@ -6,7 +6,7 @@ import torch.nn.functional as F
 _WORDS = 1 << 18
 _BLOCKS = {"cpu": 1, "cuda": 64}
 """Blocks of _WORDS words that are summed at once: one stays in a CPU's cache, many keep launches on a GPU few."""
-_ODD = 0x9E3779B97F4A7C15
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # as an i64
 
 
 @torch.no_grad()
@@ -17,7 +17,7 @@ def checksum(buffer: torch.Tensor) -> int:
     """
     buffer = F.pad(buffer, (0, -len(buffer) % 8)) if len(buffer) % 8 else buffer
     words = buffer.view(torch.int64)
-    weights = (torch.arange(1, _WORDS + 1, device=buffer.device) * _signed(_ODD)) | 1
+    weights = (torch.arange(1, _WORDS + 1, device=buffer.device) * _ODD) | 1
     whole, rest = words.split((len(words) // _WORDS * _WORDS, len(words) % _WORDS))
     blocks = whole.view(-1, _WORDS).split(_BLOCKS[buffer.device.type])
     sums = [(block * weights).sum(1) for block in blocks]
@@ -26,7 +26,3 @@ def checksum(buffer: torch.Tensor) -> int:
     for block_sum in torch.cat(sums).tolist() if sums else ():
         total = (total * _ODD + block_sum) % 2**64
     return total
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number

@@ -7,6 +7,7 @@ until its copy is done on the device before it announces a version: the engine's
 import os
 from typing import Any
 
+import msgspec
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
@@ -15,11 +16,10 @@ from inflight.core.messages import CudaIpcDescriptor
 
 
 class CudaSlot:
-    """A slot of `nbytes` bytes of device memory, which `buffer` is, u8[nbytes]."""
+    """A slot of device memory, or a part of one: `buffer`, u8[n]."""
 
     def __init__(self, buffer: torch.Tensor):
         self.buffer = buffer
-        self.nbytes = buffer.numel()
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "CudaSlot":
@@ -39,50 +39,35 @@ class CudaSlot:
                 "launch with slots=1 or a smaller dtype"
             ) from error
 
-    @classmethod
-    def attach(cls, descriptor: CudaIpcDescriptor) -> "CudaSlot":
-        """Map a slot of another process, on the GPU where this one computes or on another of this machine; copies then
-        go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its memory."""
-        device = _device_with_uuid(descriptor.device_uuid)
+    @staticmethod
+    def attach(descriptor: CudaIpcDescriptor) -> torch.Tensor:
+        """Map a slot of another process, u8[nbytes], on the GPU where this one computes or on another of this machine;
+        copies then go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its
+        memory."""
+        uuid, nbytes, handle, storage_bytes, offset, *events = msgspec.structs.astuple(descriptor)
+        view = torch.Tensor, (nbytes,), (1,), 0
+        storage = torch.UntypedStorage, torch.uint8, _device_with_uuid(uuid), handle, storage_bytes, offset, False
         try:
-            buffer = rebuild_cuda_tensor(
-                torch.Tensor,
-                (descriptor.nbytes,),
-                (1,),
-                0,
-                torch.UntypedStorage,
-                torch.uint8,
-                device,
-                descriptor.handle,
-                descriptor.storage_bytes,
-                descriptor.storage_offset_bytes,
-                False,
-                descriptor.ref_counter_handle,
-                descriptor.ref_counter_offset,
-                descriptor.event_handle,
-                descriptor.event_sync_required,
-            )
+            return rebuild_cuda_tensor(*view, *storage, *events)
         except RuntimeError as error:
             raise ProtocolError(
-                f"the engine's slot on GPU {descriptor.device_uuid} cannot be mapped by CUDA IPC "
+                f"the engine's slot on GPU {uuid} cannot be mapped by CUDA IPC "
                 f"({str(error).splitlines()[0]}). Trainer and engine must share a machine; in containers both need the "
                 "same IPC and PID namespaces (docker run --ipc=host --pid=host), and must see the GPU. Where that "
                 "cannot be, publish with transport=inflight.Broadcast()"
             ) from error
-        return cls(buffer)
 
     def descriptor(self) -> CudaIpcDescriptor:
         """Export the slot. Each export may be attached to once."""
         args: Any = reduce_tensor(self.buffer)[1]
         *_, handle, _, offset, _, counter, counter_offset, event, sync = args
         offset += self.buffer.storage_offset()  # what is exported is the storage, of which a split slot is a part
-        return CudaIpcDescriptor(
-            uuid_of(self.buffer.device), self.nbytes, handle, self.nbytes, offset, counter, counter_offset, event, sync
-        )
+        uuid, nbytes = uuid_of(self.buffer.device), len(self.buffer)
+        return CudaIpcDescriptor(uuid, nbytes, handle, nbytes, offset, counter, counter_offset, event, sync)
 
     def split(self, count: int) -> list["CudaSlot"]:
         """Return slots of equal size in the memory of this one."""
-        return [CudaSlot(part) for part in self.buffer.split(self.nbytes // count)]
+        return [CudaSlot(part) for part in self.buffer.split(len(self.buffer) // count)]
 
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""

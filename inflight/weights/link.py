@@ -85,8 +85,6 @@ class EngineLink:
         self._given_up = False
         self._keeps_slots_because = ""
         """What the engine's last status says about its slots."""
-        self._answers: dict[int, Answer] = {}
-        """Maps a ticket to the answer that `wait_for` waits for."""
         self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS)
         self._lock_file: int | None = None
         self._alive_file: int | None = None
@@ -128,7 +126,7 @@ class EngineLink:
         """
         if not self.free and self.welcome.num_slots == 1:
             self.send(SlotRequest())
-        self._wait_until(lambda: bool(self.free), _EngineWait("lent no slot", self._timeout_s, timeout_s, setting))
+        self._wait_until(lambda: bool(self.free), "lent no slot", timeout_s, setting)
         slot = self.free.pop()
         self._untouched.discard(slot)
         return slot
@@ -157,21 +155,19 @@ class EngineLink:
         self.version = record.version
 
     def ticket(self) -> int:
-        """A number for a message whose answer `wait_for` waits for."""
+        """A number for a message that is to be answered."""
         return self._connection.ticket()
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> Answer:
         """Send a message in this thread, at once."""
         answer = self._connection.send(message)
         self._connection.flush()
-        if message.ticket:
-            self._answers[message.ticket] = answer
+        return answer
 
-    def wait_for(self, ticket: int, timeout_s: float) -> None:
+    def wait_for(self, answer: Answer, timeout_s: float) -> None:
         """Return when the engine has prepared or filled. Raises what kept it from that, EngineHungError or
         EngineBusyError."""
-        answer, setting = self._answers.pop(ticket), "timeout_s of the transport"
-        self._wait_until(answer.done, _EngineWait("has not taken the version", self._timeout_s, timeout_s, setting))
+        self._wait_until(answer.done, "has not taken the version", timeout_s, "timeout_s of the transport")
         answer.result()
 
     def check(self) -> None:
@@ -227,24 +223,49 @@ class EngineLink:
             self.free.append(message.slot)
             self._untouched.add(message.slot)
 
-    def _wait_until(self, is_over: Callable[[], bool], wait: "_EngineWait") -> None:
-        """Take what the engine says until the wait is over. Raises what bounds it, and errors that answer nothing."""
+    def _wait_until(
+        self, is_over: Callable[[], bool], what: str, total_s: float, setting: str, *, asks_for_signs: bool = True
+    ) -> None:
+        """Take what the engine says until the wait is over.
+
+        what: completes "the engine … ", as in "lent no slot". asks_for_signs: ask for signs of life meanwhile.
+        Raises EngineHungError once the engine has said nothing for `timeout_s` of this link, EngineBusyError after
+        `total_s`, which the option `setting` sets, whatever it says, and errors that answer nothing.
+        """
+        engine, silence_s = f"the engine at {self.address.endpoint}", min(self._timeout_s, total_s)
+        wait, silent_s, since_sign_s = waiting.Wait(), 0.0, 0.0
         while not is_over():
             if self._connection.pump(_POLL_MS):
-                wait.heard()
+                silent_s = since_sign_s = 0.0
                 continue
             if self._given_up:
-                raise InflightError(f"the publisher was closed while the engine at {self.address.endpoint} was silent")
+                raise InflightError(f"the publisher was closed while {engine} was silent")
             self.check()
-            wait.tick(self.address.endpoint, self._keeps_slots_because)
-            if wait.wants_sign():
+            passed_s = wait.tick()
+            silent_s += passed_s
+            since_sign_s += passed_s
+            if silent_s > silence_s:
+                raise EngineHungError(
+                    f"{engine} {what}, and has said nothing at all for {silence_s:g} s: it lives but hangs (it was "
+                    "stopped, or a forward pass does not end). Where that is to be expected, set a longer timeout_s "
+                    "for the publisher (and for its transport, where there is one)"
+                )
+            if wait.waited_s > total_s:
+                raise EngineBusyError(
+                    f"{engine} answers, but {what} within {total_s:g} s{self._keeps_slots_because}; "
+                    f"{setting} sets this bound"
+                )
+            is_silent = silent_s > waiting.LOG_EVERY_S / 2
+            known = f", and has been silent for {silent_s:.0f} s" if is_silent else self._keeps_slots_because
+            wait.tell(f"{engine} {what}{known}")
+            if asks_for_signs and since_sign_s >= min(5.0, silence_s / 4):  # several fit into the bound
+                since_sign_s = 0.0
                 self._ask_for_sign()
 
     def _ask_for_sign(self) -> None:
         """Ask the engine how it is, which says both that it answers and why it keeps its slots."""
         status = Call(ticket=self._connection.ticket(), verb="status", arguments=to_raw({}, "nothing"))
-        self._connection.send(status).add_done_callback(self._take_status)
-        self._connection.flush()
+        self.send(status).add_done_callback(self._take_status)
 
     def _take_status(self, answer: Answer) -> None:
         if answer.exception() is None and isinstance(result := answer.result(), Result):
@@ -253,59 +274,12 @@ class EngineLink:
             self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
 
     def _ask(self, message: ToEngine, expected: type[Expected]) -> Expected:
-        answer, what = self._connection.send(message), f"did not answer {type(message).__name__}"
-        self._connection.flush()
-        wait = _EngineWait(what, self._timeout_s, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
-        self._wait_until(answer.done, wait)
+        answer, what = self.send(message), f"did not answer {type(message).__name__}"
+        self._wait_until(answer.done, what, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
         found = answer.result()
         if not isinstance(found, expected):
             raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(found).__name__}")
         return found
-
-
-class _EngineWait:
-    """One wait for an engine, of which two things are known apart: for how long it has been silent, and for how long it
-    has answered without giving what is waited for."""
-
-    def __init__(self, what: str, silence_s: float, total_s: float, setting: str, *, asks_for_signs: bool = True):
-        """what: completes "the engine … ", as in "lent no slot". silence_s: raise EngineHungError once it has said
-        nothing for so long. total_s: raise EngineBusyError after so long, whatever it says. setting: the name of the
-        option that sets `total_s`. asks_for_signs: ask for signs of life meanwhile."""
-        self._what, self._setting, self._asks_for_signs = what, setting, asks_for_signs
-        self._silence_s, self._total_s = min(silence_s, total_s), total_s
-        self._wait = waiting.Wait()
-        self._silent_s = self._since_sign_s = 0.0
-
-    def heard(self) -> None:
-        """The engine said something."""
-        self._silent_s = self._since_sign_s = 0.0
-
-    def wants_sign(self) -> bool:
-        """Returns whether it is time to ask the engine for a sign of life, several of which fit into the bound."""
-        due = self._asks_for_signs and self._since_sign_s >= min(5.0, self._silence_s / 4)
-        if due:
-            self._since_sign_s = 0.0
-        return due
-
-    def tick(self, endpoint: str, known: str) -> None:
-        """Some time has passed. `known` tells what keeps the engine, for the log."""
-        passed_s = self._wait.tick()
-        self._silent_s += passed_s
-        self._since_sign_s += passed_s
-        if self._silent_s > self._silence_s:
-            raise EngineHungError(
-                f"the engine at {endpoint} {self._what}, and has said nothing at all for {self._silence_s:g} s: "
-                "it lives but hangs (it was stopped, or a forward pass does not end). Where that is to be expected, "
-                "set a longer timeout_s for the publisher (and for its transport, where there is one)"
-            )
-        if self._wait.waited_s > self._total_s:
-            raise EngineBusyError(
-                f"the engine at {endpoint} answers, but {self._what} within {self._total_s:g} s{known}; "
-                f"{self._setting} sets this bound"
-            )
-        if self._silent_s > waiting.LOG_EVERY_S / 2:
-            known = f", and has been silent for {self._silent_s:.0f} s"
-        self._wait.tell(f"the engine at {endpoint} {self._what}{known}")
 
 
 def _open(path: str) -> int | None:

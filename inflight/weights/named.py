@@ -1,8 +1,6 @@
 """Weights that are handed to `publish()` as names and tensors, or as a checkpoint, instead of being read from a model.
 
-That is how trainers hand them to an engine that is not theirs: TRL, verl and vLLM as an iterator that gathers one
-tensor after another, prime-rl and AReaL as a directory. They are copied one by one, in the thread that calls
-`publish()`, as gathering may be a collective.
+They are copied one by one, in the thread that calls `publish()`, as gathering a tensor may be a collective.
 """
 
 import os
@@ -49,16 +47,14 @@ class NamedSource(Source):
             weights = self._weights() if callable(self._weights) else self._weights
         if weights is None:
             raise TypeError("this publisher has no model; hand the weights over: publisher.publish(weights)")
-        if isinstance(weights, nn.Module) or not isinstance(weights, (str, os.PathLike, Iterable)):
+        if isinstance(weights, (str, os.PathLike)):
+            return read_checkpoint(weights)
+        if isinstance(weights, nn.Module) or not isinstance(weights, Iterable):
             raise TypeError(
                 "publish() takes pairs of a name and a tensor, a mapping, or the path of a checkpoint, "
                 f"got {type(weights).__name__}; for a model, make the publisher with it: engine.publisher(model)"
             )
-        if isinstance(weights, (str, os.PathLike)):
-            return read_checkpoint(weights)
-        if isinstance(weights, Mapping):
-            return iter(weights.items())  # pyright: ignore
-        return iter(weights)
+        return iter(weights.items() if isinstance(weights, Mapping) else weights)  # pyright: ignore
 
 
 @dataclass(slots=True)

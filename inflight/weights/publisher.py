@@ -1,11 +1,8 @@
 """The trainer's side of the weights: `publish()` returns at once, a thread copies the parameters and announces them.
 
-The copy goes straight into an idle slot of the engine, or, where there are several engines or slots that this process
-cannot write to, into a staging buffer from which each engine gets it over its own transport. Until a copy is done the
-parameters must not change; a `torch.optim` optimizer that holds some of them waits for that by itself (a step hook),
-other code that writes to them calls `wait_copied()` first. When publishing outruns an engine, the latest version wins.
-
-Weights that are handed to `publish()` are copied before it returns, in the thread that calls it.
+Until a copy is done the parameters must not change; a `torch.optim` optimizer that holds some of them waits for that by
+itself (a step hook), other code that writes to them calls `wait_copied()` first. Weights that are handed to `publish()`
+are copied before it returns, in the thread that calls it.
 """
 
 import contextlib
@@ -26,11 +23,11 @@ from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineEndpoint, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
 from inflight.weights.named import NamedSource, Weights, copy_named
-from inflight.weights.sharded import is_sharded
-from inflight.weights.sources import ModelSource, ShardedSource, Source
+from inflight.weights.sharded import ShardGroup, is_sharded
+from inflight.weights.sources import ModelSource, Source
 from inflight.weights.staging import StagingBuffer
-from inflight.weights.transports.base import Target, Transport
-from inflight.weights.transports.slots import Slots
+from inflight.weights.transports.base import Transport
+from inflight.weights.transports.slots import DirectTarget, Slots
 
 logger = logging.getLogger("inflight.weights")
 
@@ -42,6 +39,8 @@ _GIVE_UP_S = 5.0
 
 Engine = Any
 """A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
+
+Target = DirectTarget | StagingBuffer
 
 
 class Publisher:
@@ -180,16 +179,15 @@ class Publisher:
         EngineBusyError after the bounds of this publisher.
         """
         with self._condition:
-            while not self._condition.wait_for(lambda: self._is_copied() or self._error is not None, _TELL_EVERY_S):
+            while not self._condition.wait_for(
+                lambda: (self._pending is None and not self._copying) or self._error is not None, _TELL_EVERY_S
+            ):
                 if self._copying:  # else the thread waits for an engine, and says so
                     logger.warning("waiting for version %d to be copied", self.version)
             self.check()
             copied, self._copied = self._copied, None
         if copied is not None and self._gpu is not None:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
-
-    def _is_copied(self) -> bool:
-        return self._pending is None and not self._copying
 
     def check(self) -> None:
         """Raise what made a publish fail, if one did."""
@@ -234,8 +232,8 @@ class Publisher:
             try:
                 with span(f"publish copy, version {self.version + 1}"):
                     copy_named(target.views[slot], self._aliases, pairs)
-                if self._check_finite and (bad := _non_finite(target.views[slot])):
-                    raise _not_published(self.version + 1, bad, len(target.views[slot]))
+                if self._check_finite:
+                    _check_finite_values(self.version + 1, target.views[slot])
             except BaseException:
                 target.release(slot)
                 raise
@@ -256,11 +254,6 @@ class Publisher:
         if self._closing:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
-    def _may_spoil_the_only_slot(self, link: EngineLink) -> bool:
-        """Return whether weights that may turn out not to be finite, or not to fit, would be written over the only ones
-        that the engine has."""
-        return link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
-
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
         if self._source.is_changed_by(optimizer):
@@ -277,10 +270,12 @@ class Publisher:
 
     def _make_target(self, link: EngineLink, transport: Transport, slot_timeout_s: float | None) -> Target:
         """slot_timeout_s: None if more engines follow."""
+        # Weights that may turn out not to be finite, or not to fit, are not written over the only ones of an engine.
+        may_spoil = link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
         try:
             if slot_timeout_s is not None:
                 transport = transport.for_one_engine(slot_timeout_s)
-                if not self._may_spoil_the_only_slot(link) and (target := transport.target(link, self._refuse)):
+                if not may_spoil and (target := transport.target(link, self._refuse)):
                     return target
             return StagingBuffer(link, transport, self._source.device, self._refuse)
         except BaseException:
@@ -300,12 +295,17 @@ class Publisher:
         try:
             while self._wait_for_work():
                 slot = target.acquire()
-                record = self._claim()
+                with self._condition:  # take the newest version; a later publish() starts another round
+                    assert self._pending is not None
+                    record, self._pending, self._copying = self._pending, None, True
                 with span(f"publish copy, version {record.version}"):
                     self._copy(target.views[slot], record.version)
-                if self._check_finite and (bad := _non_finite(target.views[slot])):
+                try:
+                    if self._check_finite:
+                        _check_finite_values(record.version, target.views[slot])
+                except NonFiniteWeightsError as error:
                     target.release(slot)
-                    self._refuse(_not_published(record.version, bad, len(target.views[slot])))
+                    self._refuse(error)
                 else:
                     target.announce(slot, record)
         except InflightError as error:
@@ -324,13 +324,6 @@ class Publisher:
                     return self._pending is not None
             with self._handing:  # whoever hands weights over talks to the engine meanwhile
                 self._target.listen()
-
-    def _claim(self) -> Published:
-        """Take the newest version to be copied; a later publish() starts another round."""
-        with self._condition:
-            assert self._pending is not None
-            record, self._pending, self._copying = self._pending, None, True
-            return record
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
         """Fill a slot. The parameters may change again once the copy is done, or in order on their device."""
@@ -375,7 +368,7 @@ def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Sou
                 "adapters on a model that is spread over ranks cannot be published; shard the model without them, or "
                 "train them on one rank"
             )
-        return ShardedSource(model)
+        return ShardGroup(model)
     return PeftSource(model) if is_peft(model) else ModelSource(model)
 
 
@@ -385,16 +378,14 @@ def _address(engine: Engine) -> EngineEndpoint:
     return EngineEndpoint(engine) if isinstance(engine, str) else engine.address
 
 
-def _non_finite(views: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of the tensors in a slot that hold NaN or infinite values."""
+def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:
+    """Raise NonFiniteWeightsError, naming them, if tensors in a slot hold NaN or infinite values."""
     floats = {name: view for name, view in views.items() if view.is_floating_point()}
     finite = torch.stack([view.isfinite().all() for view in floats.values()]).tolist()
-    return [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
-
-
-def _not_published(version: int, bad: list[str], num_tensors: int) -> NonFiniteWeightsError:
-    named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-    return NonFiniteWeightsError(
-        f"version {version} was not published: {named} of {num_tensors} tensors "
-        "hold NaN or infinite values; the engine keeps the weights that it has"
-    )
+    bad = [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
+    if bad:
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        raise NonFiniteWeightsError(
+            f"version {version} was not published: {named} of {len(views)} tensors "
+            "hold NaN or infinite values; the engine keeps the weights that it has"
+        )

@@ -1,8 +1,7 @@
 """Models whose parameters are spread over the ranks of a trainer, published without ever being put together.
 
-Rank 0 talks to the engine. For every version each rank sends its part of one tensor after another, cast to what the
-engine holds, and rank 0 receives them where they belong in the slot. That happens in threads and in a process group of
-its own, so that it never mixes with what the training loop sends; the order of versions is rank 0's.
+Each rank sends its part of one tensor after another, cast to what the engine holds, and rank 0 receives them where they
+belong in the slot: in threads and in a process group of its own, so that it never mixes with what training sends.
 
 FSDP2 makes parameters DTensors, whose parts are rows. DeepSpeed ZeRO-3 leaves parameters empty between uses; a rank's
 part hangs on them as `ds_tensor`, flat and padded to the same length on every rank.
@@ -21,7 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.errors import InflightError, LayoutMismatchError
 from inflight.core.layout import WeightLayout
-from inflight.weights.tensors import published_tensors
+from inflight.core.messages import Welcome
+from inflight.weights.sources import Offer, Source
+from inflight.weights.tensors import layout_of, published_tensors
 
 logger = logging.getLogger("inflight.weights")
 
@@ -34,8 +35,9 @@ def is_sharded(model: nn.Module) -> bool:
     return any((isinstance(p, DTensor) and p.device_mesh.size() > 1) or _by_zero(p) for p in model.parameters())
 
 
-class ShardGroup:
-    """The ranks that hold a model between them. Making one is collective: all ranks do it, in the same order.
+class ShardGroup(Source):
+    """The ranks that hold a model between them; rank 0 publishes from it, the others hold a ShardSender. Making one is
+    collective: all ranks do it, in the same order.
 
     Raises LayoutMismatchError for a tensor that is spread in another way than by rows over one dimension of ranks, or
     by ZeRO-3 over all ranks, or whose parts are not in memory as they are trained.
@@ -46,14 +48,25 @@ class ShardGroup:
         self.tensors = published_tensors(model)
         """The tensors as they are between two steps; in a forward pass FSDP puts whole parameters into the model."""
         self._ids = {id(tensor) for tensor in self.tensors.values()}
+        self._layout = layout_of(model)
+        self.device = next(model.parameters()).device
         self._in_zero = any(_by_zero(tensor) for tensor in self.tensors.values())
         for name, tensor in self.tensors.items():
             self._check(name, tensor)
-        on_gpu = next(iter(self.tensors.values())).is_cuda
         self._control: Any = dist.new_group(backend="gloo")
-        self._data: Any = dist.new_group(backend="nccl") if on_gpu else self._control
+        self._data: Any = dist.new_group(backend="nccl") if self.device.type == "cuda" else self._control
 
-    def introduce(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
+    def offer(self, welcome: Welcome) -> Offer:
+        return Offer(self._layout)
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        self.command(version)
+        self.receive(views)
+
+    def close(self) -> None:
+        self.command()
+
+    def start(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
         """Return on every rank what rank 0 learned of the engine: the layout of its slots and its version. Raises what
         kept rank 0 from learning it."""
         box = [engine]
@@ -69,9 +82,9 @@ class ShardGroup:
         dist.broadcast(number, src=0, group=self._control)
         return int(number)
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of this optimizer changes what is published. ZeRO-3 gives its optimizer copies of its
-        own, from which it writes the parameters: with it any optimizer may be the one."""
+    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """ZeRO-3 gives its optimizer copies of its own, from which it writes the parameters: with it any optimizer may
+        be the one."""
         groups = optimizer.param_groups
         return self._in_zero or any(id(parameter) in self._ids for group in groups for parameter in group["params"])
 
@@ -164,7 +177,7 @@ class ShardSender:
 
     def __init__(self, model: nn.Module):
         self._group = ShardGroup(model)
-        layout, version = self._group.introduce()
+        layout, version = self._group.start()
         self._dtypes = {spec.name: getattr(torch, spec.dtype) for spec in layout.tensors}
         self._condition = threading.Condition()
         self.version: int = version
@@ -212,7 +225,7 @@ class ShardSender:
         self.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._group.holds(optimizer):
+        if self._group.is_changed_by(optimizer):
             self.wait_copied()
 
     def _run(self) -> None:

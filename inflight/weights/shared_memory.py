@@ -5,13 +5,13 @@ made, so a full /dev/shm is an error at start and not a bus error in the middle 
 each of its files; the kernel drops the lock when the engine dies, and the next engine to start removes such orphans.
 """
 
-import copy
 import fcntl
 import logging
 import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,21 +33,11 @@ def default_directory() -> Path:
 
 
 class SharedMemorySlot:
-    """A slot of `nbytes` bytes of shared memory, which `buffer` is, u8[nbytes]."""
+    """A slot of shared memory that this process made, or a part of one: `buffer`, u8[n]."""
 
-    def __init__(self, path: Path, file: int, nbytes: int, *, owned: bool):
-        self.path = path
-        self.nbytes, self._offset = nbytes, 0
-        self._whole: SharedMemorySlot | None = None
-        # Mapped whole at once: else the first publish, and the first forward pass over it, would fault in page by page.
-        memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        if owned:  # the open file holds the lock that says that we live
-            _own.add(path)
-            self._remove = weakref.finalize(self, _remove, path, file, os.getpid())
-        else:
-            os.close(file)
-            self._remove = lambda: None
+    def __init__(self, path: Path, buffer: torch.Tensor, unlink: Callable[[], object]):
+        """unlink: removes the name of the file; the memory lives until the last process unmaps it."""
+        self.path, self.buffer, self.unlink = path, buffer, unlink
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
@@ -60,49 +50,52 @@ class SharedMemorySlot:
         left = bytes_left(directory)
         if nbytes > left:
             raise SharedMemoryError(_too_small(directory, nbytes, left))
-        file, name = _make_locked_file(directory)
+        file, path = _make_locked_file(directory)
         try:
             os.posix_fallocate(file, 0, nbytes)
-            return cls(Path(name), file, nbytes, owned=True)
+            memory = _map(file, nbytes)
         except OSError as error:
             left = bytes_left(directory)
             os.close(file)
-            os.unlink(name)
+            path.unlink()
             raise SharedMemoryError(_too_small(directory, nbytes, left)) from error
+        _own.add(path)
+        unlink = weakref.finalize(memory, _remove, path, file, os.getpid())  # the file's lock says that we live
+        return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
 
-    @classmethod
-    def attach(cls, descriptor: SharedMemoryDescriptor) -> "SharedMemorySlot":
-        """Map a slot that another process made. Raises ProtocolError if the file is not what the descriptor says."""
+    @staticmethod
+    def attach(descriptor: SharedMemoryDescriptor) -> torch.Tensor:
+        """Map a slot of another process, u8[nbytes]. Raises ProtocolError if the file is not what the descriptor
+        says."""
         try:
             file = os.open(descriptor.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ProtocolError(f"the engine's slot {descriptor.path} cannot be opened: {error}") from error
-        size = os.fstat(file).st_size
-        if size != descriptor.file_bytes:
+        try:
+            size = os.fstat(file).st_size
+            if size != descriptor.file_bytes:
+                raise ProtocolError(
+                    f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.file_bytes}"
+                )
+            memory = torch.frombuffer(_map(file, size), dtype=torch.uint8)
+        finally:
             os.close(file)
-            raise ProtocolError(
-                f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.file_bytes}"
-            )
-        return cls(Path(descriptor.path), file, size, owned=False)._part(descriptor.offset, descriptor.nbytes)
+        return memory[descriptor.offset : descriptor.offset + descriptor.nbytes]
 
     def split(self, count: int) -> list["SharedMemorySlot"]:
         """Return slots of equal size in the memory of this one."""
-        size = self.nbytes // count
-        return [self._part(index * size, size) for index in range(count)]
-
-    def _part(self, offset: int, nbytes: int) -> "SharedMemorySlot":
-        part = copy.copy(self)
-        part.buffer, part._offset, part.nbytes = self.buffer[offset : offset + nbytes], offset, nbytes
-        part._whole = self  # the end of which would remove the file
-        return part
+        parts = self.buffer.split(len(self.buffer) // count)
+        return [SharedMemorySlot(self.path, part, self.unlink) for part in parts]
 
     def descriptor(self) -> SharedMemoryDescriptor:
-        file_bytes = self.buffer.untyped_storage().nbytes()
-        return SharedMemoryDescriptor(str(self.path), self.nbytes, self._offset, file_bytes)
+        offset, file_bytes = int(self.buffer.storage_offset()), self.buffer.untyped_storage().nbytes()
+        return SharedMemoryDescriptor(str(self.path), len(self.buffer), offset, file_bytes)
 
-    def unlink(self) -> None:
-        """Remove the name, if we made it; the memory lives until the last process unmaps it."""
-        self._remove()
+
+def _map(file: int, nbytes: int) -> mmap.mmap:
+    """Map all pages at once: else the first publish, and the first forward pass over it, would fault in page by
+    page."""
+    return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 def _remove(path: Path, file: int, owner_pid: int) -> None:
@@ -137,13 +130,13 @@ def remove_orphans(directory: Path) -> int:
     return removed
 
 
-def _make_locked_file(directory: Path) -> tuple[int, str]:
+def _make_locked_file(directory: Path) -> tuple[int, Path]:
     """Make a file that we hold the lock on; it is made again if an engine that starts now took it for an orphan."""
     while True:
         file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
-            return file, name
+            return file, Path(name)
         os.close(file)
 
 

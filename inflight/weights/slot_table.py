@@ -10,7 +10,6 @@ A publisher that dies leaves its slots LENT; what it wrote there was never annou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -40,15 +39,6 @@ class SlotState(Enum):
     IDLE = "idle"
 
 
-@dataclass(slots=True)
-class Ready:
-    """A whole version that waits for the next forward boundary."""
-
-    slot: int
-    version: int
-    published_ns: int
-
-
 class SlotTable:
     """Slots of one engine. Slot 0 starts LIVE with version 0; the other slots start IDLE."""
 
@@ -59,7 +49,8 @@ class SlotTable:
         self.live: int | None = 0
         """The slot that the engine computes with; None while the only slot is lent."""
         self.version = 0
-        self._ready: Ready | None = None
+        self._ready: SlotReady | None = None
+        """A whole version that waits for the next forward boundary."""
         self._wanted = False
         self._version_of: dict[int, int] = {0: 0}
         """Maps live and kept slots to their versions."""
@@ -138,9 +129,9 @@ class SlotTable:
         if self._ready is not None:  # latest wins: the version before it is never seen
             self.states[self._ready.slot] = SlotState.IDLE
         self.states[message.slot] = SlotState.READY
-        self._ready = Ready(message.slot, message.version, message.published_ns)
+        self._ready = message
 
-    def take(self) -> Ready | None:
+    def take(self) -> SlotReady | None:
         """Make the newest whole version live, at a forward boundary. The slot that it replaces becomes IDLE."""
         ready, self._ready = self._ready, None
         if ready is not None:

@@ -1,8 +1,8 @@
-"""What a publisher reads: a model in this process, or the part of this rank of one that is spread over several."""
+"""What a publisher reads from a model of this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,12 +10,10 @@ from torch import nn
 from inflight.core.errors import InflightError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
-from inflight.weights.sharded import ShardGroup
 from inflight.weights.tensors import fill, layout_of, published_tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a publisher offers to an engine: tensors of this layout, in the publisher's own dtypes."""
 
     layout: WeightLayout
@@ -34,7 +32,7 @@ class Source(ABC):
     def offer(self, welcome: Welcome) -> Offer:
         """Return what fits this engine. Raises LayoutMismatchError if nothing does."""
 
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:  # noqa: B027
+    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> object:  # noqa: B027
         """Tell other ranks the layout of the slots and the engine's version, or what kept the publisher from them."""
 
     @abstractmethod
@@ -65,28 +63,3 @@ class ModelSource(Source):
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
         ours = {id(parameter) for parameter in self._model.parameters()}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
-
-
-class ShardedSource(Source):
-    """Rank 0 of a model that is spread over ranks; a ShardSender is on each of the others."""
-
-    def __init__(self, model: nn.Module):
-        self._group = ShardGroup(model)
-        self._layout = layout_of(model)
-        self.device = next(model.parameters()).device
-
-    def offer(self, welcome: Welcome) -> Offer:
-        return Offer(self._layout)
-
-    def start(self, engine: tuple[WeightLayout, int] | InflightError) -> None:
-        self._group.introduce(engine)
-
-    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        self._group.command(version)
-        self._group.receive(views)
-
-    def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._group.holds(optimizer)
-
-    def close(self) -> None:
-        self._group.command()

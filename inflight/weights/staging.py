@@ -1,8 +1,7 @@
 """Versions wait here on their way to several engines, or to one that this process cannot write to.
 
-The trainer goes on once its parameters are copied to the staging buffer. A thread sends the newest version to all
-engines at once, and takes the next when each of them has it or is lost; what was staged meanwhile and is not the newest
-is never sent. The version that was sent last stays, for engines that come later and as the base of the next delta.
+A thread sends the newest version to all engines at once, and takes the next when each of them has it or is lost. The
+version that was sent last stays, for engines that come later and as the base of the next delta.
 """
 
 import logging
@@ -18,7 +17,7 @@ from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.tensors import slot_views
-from inflight.weights.transports.base import Outcome, Sender, StagedVersion, Target, Transport
+from inflight.weights.transports.base import Sender, StagedVersion, Transport
 
 logger = logging.getLogger("inflight.weights")
 
@@ -26,7 +25,7 @@ _MAX_BUFFERS = 3
 """One was sent last, one is being sent, one is being filled. Each is made when it is needed."""
 
 
-class StagingBuffer(Target):
+class StagingBuffer:
     """A publisher's target whose slots are its own."""
 
     def __init__(
@@ -36,22 +35,25 @@ class StagingBuffer(Target):
         self._layout, self._device, self._refuse = engine.layout, device, refuse
         self._condition = threading.Condition()
         self._buffers: list[torch.Tensor] = []
-        self.views = []
+        self.views: list[dict[str, torch.Tensor]] = []
+        """The tensors of each slot."""
         self._free: list[int] = []
         self._newest: tuple[int, Published] | None = None
         self._sent: tuple[int, StagedVersion] | None = None
         self._senders: list[tuple[Transport, Sender]] = []
         self._arriving: list[tuple[EngineLink, Transport]] = [(engine, transport)]
-        self._num_engines = 1
         self.lost: dict[str, Exception] = {}
+        """Maps endpoints of engines that ended, or did not answer, to what happened."""
         self.sent_bytes = 0
+        """Bytes that engines were sent of the last version that all of them got."""
         self._closing = False
         self._error: InflightError | None = None
         self._thread = threading.Thread(target=self._run, name="inflight-staging", daemon=True)
         self._thread.start()
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
-        """The engine gets the version that was sent last at once. Raises LayoutMismatchError, or what `attach` does."""
+        """Send versions to another engine, too; the last one at once. Raises LayoutMismatchError, or what `attach`
+        does."""
         engine = attach()
         if engine.layout.fingerprint != self._layout.fingerprint:
             engine.release()
@@ -59,7 +61,6 @@ class StagingBuffer(Target):
             raise LayoutMismatchError(f"all engines of a publisher hold the same tensors: {difference}")
         with self._condition:
             self.lost.pop(engine.address.endpoint, None)
-            self._num_engines += 1
             self._arriving.append((engine, transport))
             self._condition.notify_all()
         return engine
@@ -81,6 +82,7 @@ class StagingBuffer(Target):
             return self._free.pop()
 
     def announce(self, slot: int, record: Published) -> None:
+        """The slot holds this version."""
         with self._condition:
             if self._newest is not None:  # the latest wins
                 self._free.append(self._newest[0])
@@ -88,24 +90,30 @@ class StagingBuffer(Target):
             self._condition.notify_all()
 
     def release(self, slot: int) -> None:
+        """What is in the slot is not announced."""
         with self._condition:
             self._free.append(slot)
+
+    def listen(self) -> None:
+        """Hear what engines say while there is nothing to publish: the senders will."""
 
     def check(self) -> None:
         """Raise what made sending fail, or what became of the last engine, if none is left."""
         with self._condition:
             if self._error is not None:
                 raise self._error
-            if not self._num_engines:
+            if not self.engines:
                 raise list(self.lost.values())[-1]
 
     @property
     def engines(self) -> list[EngineLink]:
+        """Engines that have not been lost."""
         with self._condition:
             sent = [engine for _, sender in self._senders for engine in sender.engines]
             return sent + [engine for engine, _ in self._arriving]
 
     def close(self) -> None:
+        """Send what was announced, and let the engines go."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -125,7 +133,9 @@ class StagingBuffer(Target):
                 while (work := self._next()) is not None:
                     slot, staged, base = work
                     sendings = [pool.submit(sender.send, staged, base) for _, sender in self._senders]
-                    self._account(slot, staged, [sending.result() for sending in sendings])
+                    for sending in sendings:
+                        sending.result()
+                    self._account(slot, staged)
         except Exception as error:  # reported by the publisher's next call
             with self._condition:
                 self._error = error if isinstance(error, InflightError) else InflightError(f"sending failed: {error!r}")
@@ -141,7 +151,11 @@ class StagingBuffer(Target):
             arriving = list(self._arriving)
             newest, self._newest = self._newest, None
         for engine, transport in arriving:
-            self._sender_of(transport).add(engine)
+            shared = [] if transport.writes_to_slots else [s for own, s in self._senders if own == transport]
+            if not shared:
+                shared = [transport.sender()]
+                self._senders.append((transport, shared[0]))
+            shared[0].add(engine)
             with self._condition:
                 self._arriving.remove((engine, transport))
         if newest is None:
@@ -151,29 +165,21 @@ class StagingBuffer(Target):
         staged = StagedVersion(self._buffers[slot], record, checksum(self._buffers[slot]))
         return slot, staged, self._sent[1] if self._sent else None
 
-    def _sender_of(self, transport: Transport) -> Sender:
-        """Return the sender of these settings, or a new one."""
-        if not transport.writes_to_slots:
-            for settings, sender in self._senders:
-                if settings == transport:
-                    return sender
-        self._senders.append((transport, transport.sender()))
-        return self._senders[-1][1]
-
-    def _account(self, slot: int, staged: StagedVersion, outcomes: list[Outcome]) -> None:
+    def _account(self, slot: int, staged: StagedVersion) -> None:
         """Every engine has the version, or will not get it."""
         with self._condition:
             if self._sent is not None and self._sent[0] != slot:
                 self._free.append(self._sent[0])
             self._sent = slot, staged
-            self.sent_bytes = sum(outcome.sent_bytes for outcome in outcomes)
-            for error in (error for outcome in outcomes for error in outcome.refused):
-                self._refuse(error)
-            for engine, error in ((engine, error) for outcome in outcomes for engine, error in outcome.lost.items()):
-                logger.warning("version %d goes on without an engine: %s", staged.version, error)
-                self.lost[engine.address.endpoint] = error
-                self._num_engines -= 1
-                engine.release()
+            self.sent_bytes = sum(sender.sent_bytes for _, sender in self._senders)
+            for _, sender in self._senders:
+                for error in sender.refused.values():
+                    self._refuse(error)
+                for engine, error in sender.lost.items():
+                    logger.warning("version %d goes on without an engine: %s", staged.version, error)
+                    self.lost[engine.address.endpoint] = error
+                    sender.engines.remove(engine)
+                    engine.release()
             self._senders = [
                 (transport, sender)
                 for transport, sender in self._senders

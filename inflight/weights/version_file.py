@@ -1,8 +1,6 @@
-"""The form of a version in a safetensors file.
+"""A version as a safetensors file: tensors under the model's own names, or a delta, which is one tensor of bytes.
 
-A whole version holds the tensors under the model's own names, so that anything that reads safetensors can load it; a
-delta holds one tensor of bytes. A file appears under its name complete or not at all, and says in its metadata which
-version of which layout it is.
+A file appears under its name complete or not at all, and says in its metadata which version of which layout it is.
 """
 
 import errno
@@ -77,7 +75,12 @@ def read_version(path: str, layout: WeightLayout, version: int, slot: torch.Tens
 def read_changes(path: str, layout: WeightLayout, version: int, base: int) -> torch.Tensor:
     """Return the changes since version `base`, u8[m], that a file holds. Raises WeightFileError as above."""
     with _opened(path, layout, version, base) as (file, tensors):
-        return _read_delta(path, file, tensors, layout.total_bytes)
+        spec, most = tensors.get(_DELTA), layout.total_bytes
+        if spec is None or len(tensors) > 1 or spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > most:
+            raise WeightFileError(f"{path} does not hold a difference alone, of at most {most} bytes")
+        changes = torch.empty(spec.nbytes, dtype=torch.uint8)
+        _read(file, spec.offset, changes)
+        return changes
 
 
 @contextmanager
@@ -120,15 +123,19 @@ def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str,
     begin = 8 + header_bytes
     if header_bytes > _MAX_HEADER_BYTES or begin > size:
         raise WeightFileError(f"{path} cannot be read: it has {size} bytes, too few for its header")
+    encoded = torch.empty(header_bytes, dtype=torch.uint8)
+    _read(file, 8, encoded)
     try:
-        header = msgspec.json.decode(_pread(file, header_bytes, 8), type=dict[str, msgspec.Raw])
+        header = msgspec.json.decode(encoded.numpy().data, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
         entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightFileError(f"{path} cannot be read: its header is damaged: {str(error)[:200]}") from error
     tensors, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        dtype, first = _dtype(path, entry.dtype), entry.data_offsets[0]
+        if entry.dtype not in _DTYPES:
+            raise WeightFileError(f"{path} holds tensors of dtype {entry.dtype[:200]}, which no slot can hold")
+        dtype, first = _DTYPES[entry.dtype], entry.data_offsets[0]
         nbytes = math.prod(entry.shape) * DTYPE_BYTES[dtype]
         if first != end or entry.data_offsets[1] != first + nbytes or min(entry.shape, default=0) < 0:
             raise WeightFileError(f"{path} cannot be read: {name[:200]} does not lie where its shape says")
@@ -137,15 +144,6 @@ def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str,
     if begin + end != size:
         raise WeightFileError(f"{path} cannot be read: it has {size} bytes, expected {begin + end}")
     return tensors, metadata
-
-
-def _read_delta(path: str, file: int, tensors: dict[str, TensorSpec], most: int) -> torch.Tensor:
-    spec = tensors.get(_DELTA)
-    if spec is None or len(tensors) > 1 or spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > most:
-        raise WeightFileError(f"{path} does not hold a difference alone, of at most {most} bytes")
-    changes = torch.empty(spec.nbytes, dtype=torch.uint8)
-    _read(file, spec.offset, changes)
-    return changes
 
 
 def _read(file: int, offset: int, target: torch.Tensor) -> None:
@@ -162,15 +160,3 @@ def _read(file: int, offset: int, target: torch.Tensor) -> None:
         if memory is not part:
             part.copy_(memory)
         offset += len(part)
-
-
-def _pread(file: int, count: int, offset: int) -> bytes:
-    data = bytearray(count)
-    _read(file, offset, torch.frombuffer(data, dtype=torch.uint8)) if count else None
-    return bytes(data)
-
-
-def _dtype(path: str, code: str) -> str:
-    if code not in _DTYPES:
-        raise WeightFileError(f"{path} holds tensors of dtype {code[:200]}, which no slot can hold")
-    return _DTYPES[code]

@@ -32,10 +32,10 @@ from inflight.core.messages import (
     encode,
     to_raw,
 )
-from inflight.engine import log
+from inflight.engine import directory
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.process import EngineProcess
-from inflight.engine.seat import PublisherSeat
+from inflight.engine.publishing import PublisherSeat
 from inflight.engine.shapes import shape_config
 from inflight.stream.writer import StreamWriter
 from inflight.weights.link import EngineLink
@@ -152,21 +152,21 @@ def test_a_flood_of_garbage_leaves_the_log_short(engine, socket):
 
 
 def test_a_log_that_is_too_long_is_cut_down_to_its_end(tmp_path, monkeypatch):
-    path = tmp_path / log.NAME
-    path.write_bytes(b"early\n" + b"x" * log.MAX_LOG_BYTES + b"late\n")
+    path = tmp_path / directory.LOG_NAME
+    path.write_bytes(b"early\n" + b"x" * directory.MAX_LOG_BYTES + b"late\n")
     written: list[bytes] = []
     monkeypatch.setattr(os, "write", lambda file, data: written.append(data))
-    log.trim_log(tmp_path)
+    directory.trim_log(tmp_path)
     assert path.stat().st_size == 0
     assert written[0].endswith(b"xlate\n")
-    assert len(written[0]) < log.MAX_LOG_BYTES // 4
-    log.trim_log(tmp_path / "missing")
+    assert len(written[0]) < directory.MAX_LOG_BYTES // 4
+    directory.trim_log(tmp_path / "missing")
 
 
 def test_what_comes_too_fast_is_counted_and_not_written(monkeypatch):
     now = [10**12]
-    monkeypatch.setattr(log, "now_ns", lambda: now[0])
-    flood = log._Flood()
+    monkeypatch.setattr(directory, "now_ns", lambda: now[0])
+    flood = directory._Flood()
     records = [logging.LogRecord("x", logging.INFO, "", 0, "message %d", (i,), None) for i in range(1001)]
     assert sum(flood.filter(record) for record in records[:1000]) == 20
     now[0] += 2 * 10**9

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from inflight.core.errors import FrameError
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt
-from inflight.core.rollout import Rollout
+from inflight.core.rollout import Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
-from inflight.core.sampling_mask import SamplingMask
 from inflight.engine import sampler
 from inflight.engine.engine import Engine
 from inflight.engine.sampler import _all, _ranks

@@ -13,9 +13,8 @@ from tiny_models import VOCABULARY, make_model
 
 import inflight
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
-from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
-from inflight.training.data.scored_groups import ScoredGroups
+from inflight.training.data.scored_groups import ScoredGroups, group_advantages
 from inflight.training.grpo import GRPOConfig, grpo, train_step
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss

@@ -76,7 +76,7 @@ class Journal:
         taken = []
         params = inflight.SamplingParams(n=2)
         options = {"score": lambda rollout: 1.0, "groups_per_step": groups_per_step, "limit": limit}
-        with Admission(self, self, self._examples, params, **options) as admission:
+        with Admission(self, self, iter(self._examples), params, **options) as admission:
             for scored in islice(ROLLOUT_SCHEDULES[schedule](admission), steps):
                 taken.append([group[0].group_id for group in scored.groups])
                 self.dropped += scored.dropped

@@ -107,9 +107,9 @@ def test_an_engine_that_is_told_to_read_a_pipe_generates_on(engine, tmp_path):
     for path in (pipe, device):
         origin = msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
         numbers = {"ticket": link.ticket(), "slot": slot, "version": link.version + 1, "checksum": 0}
-        link.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=origin, base=None))
+        answer = link.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=origin, base=None))
         with pytest.raises(WeightFileError, match="cannot be read: it is no regular file"):
-            link.wait_for(numbers["ticket"], 10)
+            link.wait_for(answer, 10)
         engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=20, ignore_eos=True))
     link.detach()
 

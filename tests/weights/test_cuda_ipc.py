@@ -17,8 +17,8 @@ WRITER = """
 import sys, msgspec, torch
 from inflight.core.messages import CudaIpcDescriptor
 from inflight.weights.cuda_ipc import CudaSlot
-slot = CudaSlot.attach(msgspec.json.decode(sys.stdin.read(), type=CudaIpcDescriptor))
-slot.buffer.copy_(torch.arange(slot.nbytes, device=slot.buffer.device) % 251)
+buffer = CudaSlot.attach(msgspec.json.decode(sys.stdin.read(), type=CudaIpcDescriptor))
+buffer.copy_(torch.arange(len(buffer), device=buffer.device) % 251)
 torch.cuda.synchronize()
 """
 

@@ -76,9 +76,9 @@ def test_what_zero3_leaves_empty_on_one_rank_is_published_whole(alone):
 def test_any_optimizer_may_step_what_zero3_spreads_but_only_its_own_steps_fsdp2(alone):
     plain = nn.Linear(3, 2)
     another = torch.optim.SGD([nn.Parameter(torch.zeros(6))])
-    assert ShardGroup(as_zero3_leaves_it()).holds(another)
-    assert not ShardGroup(plain).holds(another)
-    assert ShardGroup(plain).holds(torch.optim.SGD(plain.parameters()))
+    assert ShardGroup(as_zero3_leaves_it()).is_changed_by(another)
+    assert not ShardGroup(plain).is_changed_by(another)
+    assert ShardGroup(plain).is_changed_by(torch.optim.SGD(plain.parameters()))
 
 
 @pytest.mark.parametrize(

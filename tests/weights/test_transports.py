@@ -338,8 +338,7 @@ def fill_slot(link, slot, version, path, *, base=None, checksum=0):
     ticket, origin = link.ticket(), msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
     fingerprint = link.layout.fingerprint
     message = Fill(slot=slot, version=version, fingerprint=fingerprint, origin=origin, base=base, checksum=checksum)
-    link.send(msgspec.structs.replace(message, ticket=ticket))
-    link.wait_for(ticket, 10)
+    link.wait_for(link.send(msgspec.structs.replace(message, ticket=ticket)), 10)
 
 
 def test_a_delta_whose_base_the_engine_does_not_hold(engine, link):

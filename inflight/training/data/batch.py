@@ -1,9 +1,4 @@
-"""Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups.
-
-Two kinds of tokens of an answer take no part in the loss. Those that the policy did not draw (`drawn`) are context, as
-a prompt is, and no part of the averages either. Those that are left out (`included`), because they are too old, still
-count in every average, so that leaving tokens out never makes the others weigh more.
-"""
+"""Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups."""
 
 import warnings
 from collections.abc import Sequence
@@ -165,7 +160,8 @@ def pack(
     answered between two turns) are context for those after them: they have no part in the loss, nor in what it is
     averaged over, and what the rollout says of them (log-probabilities, versions) is not read.
     included: for each rollout bool[tokens], which of its drawn tokens take part in the loss; None: all. Those left out
-    (as too old, for example) still count in everything that the loss is averaged over.
+    (as too old, for example) still count in everything that the loss is averaged over, so that the others weigh no
+    more.
 
     Sampling masks (`SamplingParams.return_sampling_mask`) and routed experts (`EngineOptions.record_routed_experts`)
     come along where they were recorded. Raises ValueError for an empty batch, for lengths that do not match, for

@@ -45,7 +45,7 @@ class GroupScoring:
         with self._lock:
             if isinstance(score, Scorer):
                 scorer = score
-            elif self._own_scorer is not None and self._own_scorer.calls(score):
+            elif self._own_scorer is not None and self._own_scorer.score is score:
                 scorer = self._own_scorer
             else:
                 if self._own_scorer is not None:

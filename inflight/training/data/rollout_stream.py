@@ -90,7 +90,7 @@ class RolloutStream:
         wanted, scorer = self._claim(group_ids, score)
         while (answer := self._hand_out(wanted, scorer)) is not None:
             if isinstance(answer, Future):
-                self._wait(answer)
+                answer.result()
             else:
                 yield answer
 
@@ -113,7 +113,10 @@ class RolloutStream:
         """
         deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
         while isinstance(found := self._inbox.take(group_ids), Future):
-            self._wait(found, deadline_ns, f"groups {_named(group_ids)} did not finish within {timeout_s} s")
+            left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
+            if not wait([found], timeout=left_s).done:
+                raise TimeoutError(f"groups {_named(group_ids)} did not finish within {timeout_s} s")
+            found.result()
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     async def acollect(self, group_ids: Collection[int]) -> list[Group]:
@@ -193,10 +196,11 @@ class RolloutStream:
             if isinstance(answer, list):
                 self._inbox.remove([answer[0].group_id])
             return answer
-        answer = self._inbox.take_any(wanted) if wanted else None
-        if isinstance(answer, list):
-            wanted.discard(answer[0].group_id)
-            return self._with_text(answer)
+        answer = self._inbox.take(wanted, 1) if wanted else None
+        if isinstance(answer, dict):
+            [(group_id, group)] = answer.items()
+            wanted.discard(group_id)
+            return self._with_text(group)
         return answer
 
     def _borrow(self, scorer: Scorer | None) -> "Group | Future[None] | None":
@@ -216,16 +220,8 @@ class RolloutStream:
 
     def _wait_for_next(self, scorer: Scorer) -> Group | None:
         while isinstance(answer := self._borrow(scorer), Future):
-            self._wait(answer)
+            answer.result()  # as long as generation takes: the inbox asks whether the engine is there
         return answer
-
-    def _wait(self, future: "Future[None]", deadline_ns: int | None = None, what: str = "") -> None:
-        """Wait for what the inbox promised, and raise what went wrong instead. Generation may take as long as it takes:
-        the inbox asks whether the engine is there. Raises TimeoutError, which says `what`, after the deadline."""
-        left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
-        if not wait([future], timeout=left_s).done:
-            raise TimeoutError(what)
-        future.result()
 
     def _with_text(self, group: Group) -> Group:
         if self._tokenizer is None or group[0].prompt or group[0].text:

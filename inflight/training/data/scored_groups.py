@@ -1,23 +1,49 @@
-"""From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`.
+"""From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`. It adds, packs and, once an
+optimizer step has consumed the batch, measures how old its tokens were."""
 
-    add      failed groups and rollouts without a reward are left out
-    pack     groups of equal rewards may be left out; advantages; tokens that are too old are left out; one PackedBatch
-    measure_consumed   how old the batch's tokens were, once an optimizer step has consumed it
-
-Whatever is left out is counted in `ScoredGroups.dropped`.
-"""
-
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
-from inflight.training.data.advantages import Advantages, group_advantages
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.dropped import Dropped
 from inflight.training.data.staleness_filter import StalenessRule, take_out_stale
-from inflight.training.objective.aggregation import StepTotals
+
+Advantages = Callable[[Sequence[Sequence[float | None]]], Sequence[float]]
+"""A function of the rewards of each group that returns an advantage for every sample, groups concatenated."""
+
+
+def group_advantages(
+    rewards: Sequence[Sequence[float | None]], *, scale: bool = True, ddof: int = 0, eps: float = 1e-4
+) -> list[float]:
+    """(r − mean of its group) / (standard deviation of its group + eps), for every sample, groups concatenated (Shao et
+    al., DeepSeekMath, arXiv 2402.03300, §4.1).
+
+    scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation divides by n − ddof.
+    0, that of the samples themselves, as the paper writes it; 1, the estimate for all samples that could be drawn, is
+    what TRL, verl, slime and SkyRL take: their advantages are √((n − 1) / n) times these, 0.71 for n = 2 and 0.94 for
+    n = 8. A group of equal rewards, or of one sample, gets 0.
+
+    Raises ValueError for a reward that is None or not finite: leave such samples out before.
+    """
+    advantages: list[float] = []
+    for index, group in enumerate(rewards):
+        bad = next((i for i, reward in enumerate(group) if reward is None or not math.isfinite(reward)), None)
+        if bad is not None:
+            raise ValueError(
+                f"sample {bad} of group {index} has reward {group[bad]}; a group's advantages need finite rewards: "
+                "leave out the samples that have none"
+            )
+        r = np.asarray(group, np.float64)
+        centred = r - r.mean() if len(r) else r
+        spread = math.sqrt((centred**2).sum() / (len(r) - ddof)) if len(r) > ddof else 0.0
+        advantages += (centred / (spread + eps) if scale else centred).tolist()
+    return advantages
 
 
 @dataclass(slots=True)
@@ -66,46 +92,35 @@ class ScoredGroups:
         batch's totals count them. Returns None if nothing is left. Raises ValueError for a reward that is None or not
         finite.
         """
-        uniform = [group for group in self.groups if skip_uniform and is_uniform(group)]
-        groups = [group for group in self.groups if not (skip_uniform and is_uniform(group))]
+        groups: list[list[Rollout]] = []
+        uniform: list[list[Rollout]] = []
+        for group in self.groups:
+            is_uniform = skip_uniform and len({rollout.reward for rollout in group}) == 1
+            (uniform if is_uniform else groups).append(group)
         self.dropped.num_uniform_groups += len(uniform)
         advantages = advantages_of([[rollout.reward for rollout in group] for group in groups])
         rollouts = [rollout for group in groups for rollout in group]
-        stay, included = take_out_stale(
-            rollouts, staleness, trainer_version=trainer_version, now_ns=now_ns(), dropped=self.dropped
-        )
-        if not stay:
+        included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
+        if not included:
             return None
         batch = pack(
-            [rollouts[index] for index in stay],
-            [advantages[index] for index in stay],
-            included=included if staleness else None,
+            [rollouts[index] for index in included],
+            [advantages[index] for index in included],
+            included=list(included.values()) if staleness else None,
             trainer_version=trainer_version,
         )
-        batch.totals = _with_groups(batch.totals, uniform)
+        batch.totals = replace(
+            batch.totals,
+            num_tokens=batch.totals.num_tokens + sum(len(rollout.token_ids) for group in uniform for rollout in group),
+            num_sequences=batch.totals.num_sequences + sum(map(len, uniform)),
+            num_groups=len(batch.totals.group_tokens) + len(uniform),
+        )
         return batch
 
 
 def ended_by_itself(group: list[Rollout]) -> bool:
     """Whether every sample of the group stopped or reached its maximum length."""
     return all(rollout.finish_reason in ("stop", "length") for rollout in group)
-
-
-def is_uniform(group: list[Rollout]) -> bool:
-    """Whether all samples of the group got the same reward, so that all their advantages are 0."""
-    return len({rollout.reward for rollout in group}) == 1
-
-
-def _with_groups(totals: StepTotals, groups: list[list[Rollout]]) -> StepTotals:
-    """Totals that count these groups too, which are not in the batch."""
-    if not groups:
-        return totals
-    return replace(
-        totals,
-        num_tokens=totals.num_tokens + sum(len(rollout.token_ids) for group in groups for rollout in group),
-        num_sequences=totals.num_sequences + sum(map(len, groups)),
-        num_groups=(totals.num_groups or len(totals.group_tokens)) + len(groups),
-    )
 
 
 def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:

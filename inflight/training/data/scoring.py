@@ -1,8 +1,5 @@
-"""Rewards, computed beside generation and training.
-
-An event loop in a thread of its own calls the score function as soon as a group has finished: coroutines are awaited
-there, other functions run in worker threads. The trainer waits for a reward only where none of its groups has one yet.
-"""
+"""Rewards, computed beside generation and training: an event loop in a thread of its own awaits coroutines, and has
+worker threads call other functions."""
 
 import asyncio
 import inspect
@@ -56,7 +53,7 @@ class Scorer:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        self._score: Callable[..., Any] = score
+        self.score: Callable[..., Any] = score
         self._batched, self._limit, self._timeout_s = batched, workers, timeout_s
         self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
             getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
@@ -69,10 +66,6 @@ class Scorer:
         """The times that the last calls took."""
         self.num_timeouts = 0
         """Number of calls that took longer than `timeout_s`."""
-
-    def calls(self, score: Callable[..., Any]) -> bool:
-        """Whether this is the function that it calls."""
-        return self._score is score
 
     def start(
         self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
@@ -99,7 +92,7 @@ class Scorer:
     async def _score_group(self, group: list[Rollout], prepare: Callable[[list[Rollout]], object]) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._call(self._score, group)
+            rewards = await self._call(self.score, group)
             if rewards is None:
                 return [None] * len(group)
             if len(rewards) != len(group):
@@ -119,19 +112,12 @@ class Scorer:
         """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or up to
         the call that took too long, whose reward is None."""
         rewards: list[Any] = []
-
-        def score(rollouts: list[Rollout]) -> bool:
-            for rollout in rollouts:
-                rewards.append(self._timed(rollout))
-            return True
-
-        if await self._call(score, group):
-            return rewards
+        await self._call(lambda rollouts: rewards.extend(map(self._timed, rollouts)), group)
         return [*rewards, None][: len(group)]
 
     def _timed(self, rollout: Rollout) -> Any:
         began = perf_counter()
-        reward = self._score(rollout)
+        reward = self.score(rollout)
         self._seconds.append(perf_counter() - began)
         return reward
 
@@ -140,7 +126,7 @@ class Scorer:
         assert self._places is not None
         async with self._places:
             if self._is_async:
-                call = asyncio.ensure_future(self._score(argument))
+                call = asyncio.ensure_future(self.score(argument))
             else:
                 call = asyncio.wrap_future(self._workers.start(function, argument))
             done, _ = await asyncio.wait([call], timeout=self._timeout_s)

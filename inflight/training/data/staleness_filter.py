@@ -1,9 +1,7 @@
 """Which tokens are too old to train on.
 
-Dropping what is old has a price that a mean reward does not show: long rollouts take longer to draw, so that they are
-older, so that a rule that drops rollouts favours short ones. `Dropped.length_bias` shows it. A bound on what is in
-flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, at the price of idling generators; rules
-and the bound may be used together.
+Rules that drop rollouts favour short ones, as long ones take longer to draw: `Dropped.length_bias` shows it. A bound on
+what is in flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, and idles generators.
 """
 
 from collections.abc import Sequence
@@ -61,19 +59,13 @@ def check_rules(rules: Sequence[StalenessRule]) -> None:
 
 
 def take_out_stale(
-    rollouts: Sequence[Rollout],
-    rules: Sequence[StalenessRule],
-    *,
-    trainer_version: int,
-    now_ns: int,
-    dropped: Dropped,
-) -> tuple[list[int], list[np.ndarray]]:
+    rollouts: Sequence[Rollout], rules: Sequence[StalenessRule], trainer_version: int, now_ns: int, dropped: Dropped
+) -> dict[int, np.ndarray]:
     """Apply all rules, and count what they take out in `dropped`.
 
-    Returns the indices of the rollouts that stay, and for each of them bool[T], which tokens take part in the loss.
+    Returns a map of the indices of the rollouts that stay to bool[T], which of their tokens take part in the loss.
     """
-    stay: list[int] = []
-    included: list[np.ndarray] = []
+    included: dict[int, np.ndarray] = {}
     for index, rollout in enumerate(rollouts):
         length = len(rollout.token_ids)
         old = [(rule.action, rule.too_old(rollout, trainer_version, now_ns)) for rule in rules]
@@ -87,8 +79,7 @@ def take_out_stale(
         dropped.num_stale_tokens += length - num_kept
         if rejected:
             dropped.num_stale_rollouts += 1
-            continue
-        dropped.num_masked_tokens += length - num_kept
-        stay.append(index)
-        included.append(taking_part)
-    return stay, included
+        else:
+            dropped.num_masked_tokens += length - num_kept
+            included[index] = taking_part
+    return included

@@ -17,10 +17,10 @@ from transformers import PretrainedConfig
 from inflight.core.errors import UnsupportedModelError
 from inflight.models.twin import first_line
 from inflight.training.data.batch import PackedBatch
-from inflight.training.model.head import PlainHead, plain_head, scoring_head
+from inflight.training.model.head import plain_head, scoring_head
 from inflight.training.model.packing import is_packable, pack_input, packed_attention
 from inflight.training.model.replay import checkpoints, replay_routed_experts
-from inflight.training.model.ways import ScoreTokens, Way, scoring_way
+from inflight.training.model.ways import Way, scoring_way
 from inflight.weights.tensors import unwrap
 
 logger = logging.getLogger(__name__)
@@ -47,29 +47,35 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     `replay_routed_experts` raises, UnsupportedModelError for a model whose tokens see later ones, and ValueError for a
     token outside of the vocabulary.
     """
-    device = next(model.parameters()).device
     model = getattr(model, "_orig_mod", model)  # compiled for another head, it would be compiled anew at each call
     inner = _transformers_model(model)
     _check_tokens(inner, batch)
     _warn_of_dropout(inner)
-    way = scoring_way(inner, batch, _WAYS)
-    if way in ("fused", "packed"):
-        return _score_packed(model, inner, batch, entropy, plain_head(inner) if way == "fused" else None)
-    if batch.routed_experts is not None:
+    way = scoring_way(inner, batch, _try_way)
+    if way not in ("fused", "packed") and batch.routed_experts is not None:
         raise ValueError(
             f"{type(model).__name__} cannot be fed packed sequences, so that its routed experts are not replayed"
         )
+    return _score(model, inner, batch, way, entropy)
+
+
+def _try_way(model: Any, batch: PackedBatch, way: Way) -> torch.Tensor:
+    if way == "fused" and plain_head(model) is None:
+        raise UnsupportedModelError("its logits are not a plain head's")
+    if way != "rows" and not is_packable(model):
+        raise UnsupportedModelError("not all of its layers are attention that is computed through an interface")
+    return _score(model, model, batch, way, False).logprobs
+
+
+def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, entropy: bool) -> TokenScores:
+    """inner: the Transformers model inside the wrappers of `model`."""
+    device = next(model.parameters()).device
+    packed = pack_input(batch, device) if way in ("fused", "packed") else None
     batch = batch.to(device)
-    logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
-    return _score_logits(logits_nV, batch, entropy)
-
-
-def _score_packed(
-    model: nn.Module, inner: nn.Module, batch: PackedBatch, entropy: bool, head: PlainHead | None
-) -> TokenScores:
-    """Without logits where the head is a plain one."""
-    packed = pack_input(batch).to(next(model.parameters()).device)
-    batch = batch.to(packed.source.device)
+    if packed is None:
+        logits_nV = _logits_in_rows(model, batch) if way == "rows" else _logits_one_by_one(model, batch)
+        return _score_logits(logits_nV, batch, entropy)
+    head = plain_head(inner) if way == "fused" else None
     with (
         packed_attention(inner),
         _Replay(model, batch, packed.source) as replay,
@@ -167,25 +173,6 @@ def _transformers_model(model: nn.Module) -> nn.Module:
     get_base = getattr(inner, "get_base_model", None)
     return get_base() if get_base else inner
 
-
-def _only_fused(model: Any, batch: PackedBatch) -> torch.Tensor:
-    head = plain_head(model)
-    if head is None:
-        raise UnsupportedModelError("its logits are not a plain head's")
-    return _only_packed(model, batch, head)
-
-
-def _only_packed(model: Any, batch: PackedBatch, head: PlainHead | None = None) -> torch.Tensor:
-    if not is_packable(model):
-        raise UnsupportedModelError("not all of its layers are attention that is computed through an interface")
-    return _score_packed(model, model, batch, False, head).logprobs
-
-
-def _only_rows(model: Any, batch: PackedBatch) -> torch.Tensor:
-    return _score_logits(_logits_in_rows(model, batch), batch, False).logprobs
-
-
-_WAYS: dict[Way, ScoreTokens] = {"fused": _only_fused, "packed": _only_packed, "rows": _only_rows}
 
 _warned: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 

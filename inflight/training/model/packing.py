@@ -62,16 +62,21 @@ class Bucket:
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     _biases: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def to(self, device: torch.device) -> "Bucket":
-        tensors = (self.queries, self.keys, self.is_query, self.prefixes)
-        return Bucket(*(tensor.to(device) for tensor in tensors), has_prefixes=self.has_prefixes)
-
     def mask(self, window: int | None) -> torch.Tensor | None:
         """bool[n, 1, Q, K] for layers with this sliding window; None for plain causality: keys behind a segment's end
         only meet padding then."""
-        if window not in self._masks:
-            self._masks[window] = self._mask(window)
-        return self._masks[window]
+        if window in self._masks:
+            return self._masks[window]
+        mask, (q, k), device = None, (self.queries.shape[1], self.keys.shape[1]), self.queries.device
+        if self.has_prefixes or (window is not None and k > window):
+            q_nQ1 = (self.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
+            k_11K = torch.arange(k, device=device)[None, None]
+            seen = k_11K <= q_nQ1
+            if window is not None:
+                seen &= q_nQ1 - k_11K < window
+            mask = (seen | ~self.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
+        self._masks[window] = mask
+        return mask
 
     def bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """The mask as numbers to add to scores, 0 or −∞ [n, 1, Q, K] in rows that lie 16 numbers apart or a multiple of
@@ -84,18 +89,6 @@ class Bucket:
             bias = mask.new_zeros((n, 1, q, -(-k // 16) * 16), dtype=dtype)[..., :k]
             self._biases[window, dtype] = bias.masked_fill_(~mask, float("-inf"))
         return self._biases[window, dtype]
-
-    def _mask(self, window: int | None) -> torch.Tensor | None:
-        q, k = self.queries.shape[1], self.keys.shape[1]
-        if not self.has_prefixes and (window is None or k <= window):
-            return None
-        device = self.queries.device
-        q_nQ1 = (self.prefixes[:, None] + torch.arange(q, device=device))[:, :, None]
-        k_11K = torch.arange(k, device=device)[None, None]
-        seen = k_11K <= q_nQ1
-        if window is not None:
-            seen &= q_nQ1 - k_11K < window
-        return (seen | ~self.is_query[:, :, None])[:, None]  # what is padded sees anything, so that nothing is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +107,10 @@ class PackedInput:
     order: torch.Tensor
     """i64[F], where each fed token is among the queries of all buckets, padding included."""
 
-    def to(self, device: torch.device) -> "PackedInput":
-        """With all tensors on `device`."""
-        if self.source.device == device:
-            return self
-        return PackedInput(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
-            self.source.to(device),
-            self.predicting.to(device),
-            tuple(bucket.to(device) for bucket in self.buckets),
-            self.order.to(device),
-        )
 
-
-def pack_input(batch: PackedBatch, *, share_prompts: bool = True) -> PackedInput:
-    """Lay out a batch for a packed forward pass; prompts that samples of a group have in common are fed once."""
-    device = batch.input_ids.device
+def pack_input(batch: PackedBatch, device: torch.device | str = "cpu", *, share_prompts: bool = True) -> PackedInput:
+    """Lay out a batch, wherever it lies, for a packed forward pass on a device; prompts that samples of a group have in
+    common are fed once."""
     drawn, ids = batch.loss_mask.cpu().numpy(), batch.input_ids.cpu().numpy()
     bounds, groups = batch.cu_seqlens.tolist(), batch.groups.tolist()
     source: list[np.ndarray] = []
@@ -147,7 +127,7 @@ def pack_input(batch: PackedBatch, *, share_prompts: bool = True) -> PackedInput
         num_fed += size
         return first
 
-    prompts = [start + _prompt_length(drawn[start:end]) for start, end in pairwise(bounds)]
+    prompts = [int(next(iter(np.flatnonzero(drawn[start:end]) + start), end)) for start, end in pairwise(bounds)]
     keys = [(groups[s], ids[start : prompts[s]].tobytes()) for s, start in enumerate(bounds[:-1])]
     shared = {key for key, count in Counter(keys).items() if count > 1 and key[1] and share_prompts}
     first_row: dict[tuple[int, bytes], int] = {}
@@ -160,19 +140,16 @@ def pack_input(batch: PackedBatch, *, share_prompts: bool = True) -> PackedInput
         prefix = (first_row[key], prompt - start)
         fed_row[start:prompt] = np.arange(prefix[0], sum(prefix))
         feed(prompt, end, prefix)
-    rows = torch.from_numpy(np.concatenate(source)).to(device)
+    rows = torch.from_numpy(np.concatenate(source))
+    input_ids, position_ids = (
+        column[rows.to(column.device)][None].to(device) for column in (batch.input_ids, batch.position_ids)
+    )
     # The token at position p was drawn from the logits at p − 1; a drawn token is never the first of its sequence.
     predicting = torch.from_numpy(fed_row[np.flatnonzero(drawn) - 1]).to(device)
-    buckets, order = _bucket(segments, device)
-    return PackedInput(batch.input_ids[rows][None], batch.position_ids[rows][None], rows, predicting, buckets, order)
+    return PackedInput(input_ids, position_ids, rows.to(device), predicting, *_bucket(segments, device))
 
 
-def _prompt_length(drawn: np.ndarray) -> int:
-    """Tokens before the first drawn one; all where none is."""
-    return int(drawn.argmax()) if drawn.any() else len(drawn)
-
-
-def _bucket(segments: list[Segment], device: torch.device) -> tuple[tuple[Bucket, ...], torch.Tensor]:
+def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[Bucket, ...], torch.Tensor]:
     """Buckets of segments of similar size, and where each fed token is among their queries."""
     members: list[list[Segment]] = []
     needed = longest_query = longest_key = 0
@@ -255,7 +232,7 @@ def attend(
                 f"{type(module).__name__} does not hand keyword arguments on to its attention function, so that packed "
                 "sequences would see one another"
             )
-        own = ALL_ATTENTION_FUNCTIONS.get(_own_implementation(module.config))
+        own = ALL_ATTENTION_FUNCTIONS.get(_replaced.get(id(module.config)))
         if own is not None:
             return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -324,13 +301,9 @@ def _make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Packed inputs need a note of the mask alone; other inputs get the mask of the model's own attention."""
     if _packing.get():
         return mask_note(*args, **kwargs)
-    own = _own_implementation(kwargs["config"])
+    own = _replaced.get(id(kwargs["config"]))
     make = ALL_MASK_ATTENTION_FUNCTIONS[own] if own in ALL_ATTENTION_FUNCTIONS else sdpa_mask
     return make(*args, **kwargs)
-
-
-def _own_implementation(config: Any) -> str | None:
-    return _replaced.get(id(config))
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

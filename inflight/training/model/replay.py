@@ -24,7 +24,6 @@ from inflight.core.rollout import Rollout
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_router_classes")
 _TOP_K = ("top_k", "num_experts_per_tok", "top_k_experts")
-_DTYPES = (torch.int16, torch.int32, torch.int64)
 _PEFT_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)$")
 
 
@@ -44,17 +43,19 @@ def replay_routed_experts(model: nn.Module, routed_experts: torch.Tensor) -> Ite
     """
     layers = _routers(model)
     replay = RoutingReplay([routers[0] for routers in layers.values()], routed_experts)
-    first = next(iter(layers))
+    first = next(iter(layers))  # what contains it sees each backward pass
     watch = cast(Callable[..., None], torch.compiler.disable(replay._watch))
     with ExitStack() as stack:
-        stack.callback(replay._close)
+        stack.callback(setattr, replay, "_closed", True)
         for layer, routers in enumerate(layers.values()):
             for router in routers:
                 stack.callback(_patch(router, replay, layer))
-        for module in _ancestors(model, first):
+        above = first.split(".")[:-1]
+        for depth in range(len(above) + 1):
+            module = model.get_submodule(".".join(above[:depth]))
             stack.callback(module.register_forward_hook(watch).remove)
         yield replay
-    if not replay.num_layers_run:
+    if not replay._changed:
         raise RoutedExpertsError(
             "no router ran while routed experts were replayed: run the forward pass of this model within the context"
         )
@@ -77,16 +78,6 @@ class RoutingReplay:
         self._closed = False
 
     @property
-    def num_tokens(self) -> int:
-        """T, the replayed and those left to their routers."""
-        return self._experts.shape[0]
-
-    @property
-    def num_layers_run(self) -> int:
-        """Layers whose router ran."""
-        return len(self._changed)
-
-    @property
     def num_replayed(self) -> int:
         """Token-layer pairs that took the recorded experts."""
         return int(self._replayed_TL[:, list(self._changed)].sum())
@@ -101,9 +92,11 @@ class RoutingReplay:
         with _Selection(self._experts[:, layer], self._replayed_TL[:, layer], self._num_experts[layer]) as selection:
             output = bare(*args, **kwargs)
         if selection.num_changed is None:
+            sizes = " or ".join(map(str, sorted(set(self._num_experts[layer]))))
+            calls = f" (it takes {', '.join(selection.calls)})" if selection.calls else ""
             raise RoutedExpertsError(
-                f"{type(router).__name__} does not select {self._experts.shape[-1]} of {_either(router)} experts by "
-                f"torch.topk{selection.seen}; its routed experts cannot be replayed"
+                f"{type(router).__name__} does not select {self._experts.shape[-1]} of {sizes} experts by torch.topk"
+                f"{calls}; its routed experts cannot be replayed"
             )
         self._changed[layer] = selection.num_changed
         self._ran_without_grad = not torch.is_grad_enabled() or (layer > 0 and self._ran_without_grad)
@@ -124,9 +117,6 @@ class RoutingReplay:
                 "routers again without the replay; call backward within the context"
             )
 
-    def _close(self) -> None:
-        self._closed = True
-
 
 class _Selection(TorchFunctionMode):
     """Answers a router's selecting call of topk with the recorded experts, where they are to be replayed."""
@@ -134,13 +124,9 @@ class _Selection(TorchFunctionMode):
     def __init__(self, recorded_Tk: torch.Tensor, replayed_T: torch.Tensor, num_experts: Sequence[int]):
         self._recorded_Tk, self._replayed_T, self._num_experts = recorded_Tk, replayed_T, num_experts
         self._unmasked: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._calls: list[str] = []
+        self.calls: list[str] = []
         self.num_changed: torch.Tensor | None = None
         """i64[], tokens for which the router by itself chose another set; None before it selects."""
-
-    @property
-    def seen(self) -> str:
-        return f" (it takes {', '.join(self._calls)})" if self._calls else ""
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -154,7 +140,7 @@ class _Selection(TorchFunctionMode):
     def _select(self, own: Any, input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True):
         """The answer to a call of topk, whose own answer is `own`: the last such call of the router selects."""
         width, is_last_dim = input.shape[dim], dim % input.ndim == input.ndim - 1
-        self._calls.append(f"{k} of {width}")
+        self.calls.append(f"{k} of {width}")
         if width not in self._num_experts or k != self._recorded_Tk.shape[-1] or not is_last_dim:
             return own  # a choice of groups
         num_tokens = input.numel() // width
@@ -199,12 +185,6 @@ def _routers(model: nn.Module) -> dict[str, list[nn.Module]]:
     return layers
 
 
-def _ancestors(model: nn.Module, name: str) -> list[nn.Module]:
-    """The modules that contain the module of this name, `model` first."""
-    parts = name.split(".")
-    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
-
-
 def checkpoints(module: nn.Module) -> bool:
     """Whether a layer of it is under activation checkpointing, by Transformers or torch."""
     return any(
@@ -222,12 +202,8 @@ def _sizes(router: nn.Module, names: Sequence[str]) -> list[int]:
     return []
 
 
-def _either(router: nn.Module) -> str:
-    return " or ".join(map(str, sorted(set(_sizes(router, _NUM_EXPERTS)))))
-
-
 def _check(routers: Sequence[nn.Module], experts: torch.Tensor) -> None:
-    if experts.dtype not in _DTYPES or experts.ndim != 3:
+    if experts.dtype not in (torch.int16, torch.int32, torch.int64) or experts.ndim != 3:
         raise RoutedExpertsError(
             f"the routed experts are {experts.dtype}{list(experts.shape)}, expected int16 or int32 [tokens, layers, k]"
         )

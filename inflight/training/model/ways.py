@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 Way = Literal["fused", "packed", "rows", "alone"]
 """Packed, from hidden states to log-probabilities without logits; packed; padded on the right, which causality keeps
 unseen; one by one."""
-ScoreTokens = Callable[[Any, PackedBatch], torch.Tensor]
-"""Log-probabilities f32[n] of a batch under a model."""
+TryWay = Callable[[Any, PackedBatch, Way], torch.Tensor]
+"""Computes the log-probabilities f32[n] of a batch under a model in one way, or raises if the model cannot."""
 
 _ways: WeakKeyDictionary[nn.Module, Way] = WeakKeyDictionary()
 
 
-def scoring_way(model: nn.Module, batch: PackedBatch, scorers: dict[Way, ScoreTokens]) -> Way:
-    """How to score this batch. `scorers` are the ways to try, the fastest first; "alone" is right by definition.
+def scoring_way(model: nn.Module, batch: PackedBatch, try_way: TryWay) -> Way:
+    """How to score this batch. Ways are tried, the fastest first; "alone" is right by definition.
 
     Raises UnsupportedModelError for a model whose tokens see later ones.
     """
     if model not in _ways:
-        _ways[model] = _find(model, scorers)
+        _ways[model] = _find(model, try_way)
     way, config = _ways[model], model.config
     if not isinstance(config, PretrainedConfig):
         return way
@@ -50,7 +50,7 @@ def scoring_way(model: nn.Module, batch: PackedBatch, scorers: dict[Way, ScoreTo
     return way
 
 
-def _find(model: nn.Module, scorers: dict[Way, ScoreTokens]) -> Way:
+def _find(model: nn.Module, try_way: TryWay) -> Way:
     name = type(model).__name__
     if not isinstance(getattr(model, "config", None), PretrainedConfig):
         return "rows"  # no model of Transformers: nothing is known but that it takes tokens and gives logits
@@ -63,7 +63,7 @@ def _find(model: nn.Module, scorers: dict[Way, ScoreTokens]) -> Way:
     if not twin.is_causal:
         raise _not_causal(model)
     if twin.plain not in _ways:
-        _ways[twin.plain] = _try(name, twin, scorers)
+        _ways[twin.plain] = _try(name, twin, try_way)
     return _ways[twin.plain]
 
 
@@ -102,12 +102,12 @@ def _check_itself(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _try(name: str, twin: Twin, scorers: dict[Way, ScoreTokens]) -> Way:
+def _try(name: str, twin: Twin, try_way: TryWay) -> Way:
     batch, expected = _batch(twin)
     reason = ""
-    for way, score in scorers.items():
+    for way in ("fused", "packed", "rows"):
         try:
-            error = float((score(twin.plain, batch) - expected).abs().max())
+            error = float((try_way(twin.plain, batch, way) - expected).abs().max())
         except Exception as raised:  # a foreign model may raise anything
             reason = f"{type(raised).__name__}: {first_line(raised)}"
             continue
@@ -120,12 +120,7 @@ def _try(name: str, twin: Twin, scorers: dict[Way, ScoreTokens]) -> Way:
     return "alone"
 
 
-_HOW: dict[Way, str] = {
-    "fused": "packed and without logits",
-    "packed": "packed, with logits",
-    "rows": "in padded rows",
-    "alone": "one by one",
-}
+_HOW = {"fused": "packed and without logits", "packed": "packed, with logits", "rows": "in padded rows"}
 
 
 def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
@@ -138,25 +133,22 @@ def _batch(twin: Twin) -> tuple[PackedBatch, torch.Tensor]:
             continue
         logprobs = torch.log_softmax(logits[prompt - 1 : -1], -1).gather(1, ids[prompt:, None])[:, 0]
         for sample in range(2):
-            rollouts.append(_rollout(group, sample, ids.numpy().astype(np.int32), prompt))
+            rollouts.append(
+                Rollout(
+                    request_id=len(rollouts),
+                    group_id=group,
+                    sample=sample,
+                    params=SamplingParams(n=2),
+                    metadata={},
+                    prompt_token_ids=ids[:prompt].numpy().astype(np.int32),
+                    token_ids=ids[prompt:].numpy().astype(np.int32),
+                    logprobs=np.zeros(len(logprobs), np.float32),
+                    weight_versions=np.zeros(len(logprobs), np.int64),
+                    sampled_at_ns=np.zeros(len(logprobs), np.int64),
+                    finish_reason="length",
+                )
+            )
             expected.append(logprobs)
     if not rollouts:
         raise UnsupportedModelError("the sequences that the model takes are too short to train on")
     return pack(rollouts, [0.0] * len(rollouts)), torch.cat(expected)
-
-
-def _rollout(group: int, sample: int, ids: np.ndarray, prompt: int) -> Rollout:
-    drawn = ids[prompt:]
-    return Rollout(
-        request_id=2 * group + sample,
-        group_id=group,
-        sample=sample,
-        params=SamplingParams(n=2),
-        metadata={},
-        prompt_token_ids=ids[:prompt],
-        token_ids=drawn,
-        logprobs=np.zeros(len(drawn), np.float32),
-        weight_versions=np.zeros(len(drawn), np.int64),
-        sampled_at_ns=np.zeros(len(drawn), np.int64),
-        finish_reason="length",
-    )

@@ -1,9 +1,8 @@
 """How a function of an objective says what its bounds are, so that it can be told which tokens they changed.
 
-The open form of a function is the same function without its bounds. A token counts as clipped if its gradient is not
-that of the open form. A function carries its open form as its attribute `open_form`, which takes the same arguments and
-takes no notice of the bounds among them. `bounded` and `unbounded` set that attribute; an object that can be called may
-define a method of that name instead. Of a function without the attribute it is not known what it clips.
+A function carries its open form, the same function without its bounds, as its attribute `open_form`. A token counts as
+clipped if its gradient is not that of the open form. `bounded` and `unbounded` set that attribute; an object that can
+be called may define a method of that name instead. Of a function without it, it is not known what it clips.
 """
 
 from collections.abc import Callable

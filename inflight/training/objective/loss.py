@@ -11,13 +11,7 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.objective.aggregation import token_weights
 from inflight.training.objective.kl import kl_estimate
-from inflight.training.objective.objective import (
-    Objective,
-    loglinear_proximal,
-    policy_terms,
-    resolve,
-    terms_without_bounds,
-)
+from inflight.training.objective.objective import Objective, loglinear_proximal, resolve
 from inflight.training.objective.statistics import LossStats, RatioStats, ratio_sums
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
@@ -62,11 +56,15 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
         leaf = logprobs.detach().requires_grad_()
         tokens = _drawn_tokens(objective, batch, rows, sequences, leaf)
         weights = of_sequences[sequences]
-        value, gradient = _differentiated(policy_terms(objective, tokens), weights, leaf)
-        num_clipped = _count_clipped(objective, tokens, weights, gradient)
-        kl_sum = None
+        value, gradient = _differentiated(objective.policy_terms(tokens), weights, leaf)
+        num_clipped = kl_sum = None
+        if (without_bounds := objective.terms_without_bounds(tokens)) is not None:
+            _, expected = _differentiated(without_bounds, weights, leaf)
+            num_clipped = ((gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()).sum()
         if objective.kl_weight:
-            kls = _reference_kl(objective, batch, rows, tokens)
+            reference = _column(batch, "reference_logprobs", "a KL penalty (kl_weight)", "reference")[rows]
+            kls = kl_estimate(objective.kl, leaf, reference)
+            kls = exp_ratio(leaf - tokens.behavior) * kls if objective.kl_correction else kls
             penalty = objective.kl_weight * (weights * kls).sum()
             value, gradient = value + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
             kl_sum = kls.detach().sum()
@@ -74,8 +72,8 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
     if objective.entropy_weight:
         assert entropies is not None
         loss = loss - objective.entropy_weight * (weights * entropies).sum()
-    sums = ratio_sums(tokens.log_behavior_ratios, _classes(batch, rows))
-    return loss, _statistics(loss, batch, rows, tokens, sums, num_clipped, entropies, kl_sum)
+    sum_entropy = None if entropies is None else entropies.detach().sum()
+    return loss, _statistics(loss.detach(), batch, rows, tokens, num_clipped, sum_entropy, kl_sum)
 
 
 def _differentiated(
@@ -84,26 +82,6 @@ def _differentiated(
     """Returns Σ_t weights_t · terms_t and its gradient f[n] to `logprobs`."""
     total = (weights * terms).sum(dtype=torch.float64).to(terms.dtype)
     return total.detach(), torch.autograd.grad(total, logprobs)[0]
-
-
-def _count_clipped(
-    objective: Objective, tokens: DrawnTokens, weights: torch.Tensor, gradient: torch.Tensor
-) -> torch.Tensor | None:
-    """Counts, as i64[], the tokens whose gradient is not that of the same objective without bounds and trust regions.
-    None if the objective does not declare its bounds."""
-    terms = terms_without_bounds(objective, tokens)
-    if terms is None:
-        return None
-    _, expected = _differentiated(terms, weights, tokens.logprobs)
-    return ((gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()).sum()
-
-
-def _classes(batch: PackedBatch, rows: torch.Tensor) -> torch.Tensor:
-    """Classes i64[n] of tokens: 0 if the batch does not tell the trainer's version, else 1 for tokens that this version
-    drew and 2 for older ones."""
-    if batch.trainer_version is None:
-        return torch.zeros_like(rows)
-    return torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
 
 
 def _drawn_tokens(
@@ -130,12 +108,6 @@ def _drawn_tokens(
         num_sequences=batch.num_sequences,
         proximal_is_current=objective.proximal == "current",
     )
-
-
-def _reference_kl(objective: Objective, batch: PackedBatch, rows: torch.Tensor, tokens: DrawnTokens) -> torch.Tensor:
-    reference = _column(batch, "reference_logprobs", "a KL penalty (kl_weight)", "reference")[rows]
-    kls = kl_estimate(objective.kl, tokens.logprobs, reference)
-    return exp_ratio(tokens.logprobs - tokens.behavior) * kls if objective.kl_correction else kls
 
 
 def _column(batch: PackedBatch, name: str, purpose: str, whose: str) -> torch.Tensor:
@@ -167,19 +139,20 @@ def _statistics(
     batch: PackedBatch,
     rows: torch.Tensor,
     tokens: DrawnTokens,
-    sums: torch.Tensor,
-    num_clipped: torch.Tensor | None,
-    entropies: torch.Tensor | None,
-    kl_sum: torch.Tensor | None,
+    *optional: torch.Tensor | None,
 ) -> LossStats:
-    """The statistics, which are fetched from the device in one transfer. `sums` are those of `ratio_sums`."""
-    sum_entropy = None if entropies is None else entropies.detach().sum()
-    optional = (num_clipped, kl_sum, sum_entropy)
-    numbers = [loss.detach(), *(value for value in optional if value is not None)]
+    """The statistics, which are fetched from the device in one transfer. optional: the number of clipped tokens and the
+    sums of entropies and of the KL penalty, where they are known."""
+    if batch.trainer_version is None:
+        classes = torch.zeros_like(rows)
+    else:  # 1: this version drew the token, 2: an older one
+        classes = torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
+    sums = ratio_sums(tokens.log_behavior_ratios, classes)
+    numbers = [loss, *(value for value in optional if value is not None)]
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
     if not math.isfinite(total):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
-    clipped, kl, entropy = (None if value is None else rest.pop(0) for value in optional)
+    clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
     unknown, mismatch, stale = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(3))
     return LossStats(
         loss=total,

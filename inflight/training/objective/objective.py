@@ -22,7 +22,7 @@ from inflight.training.objective.corrections import (
 )
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce
-from inflight.training.objective.tokens import DrawnTokens, no_tokens
+from inflight.training.objective.tokens import DrawnTokens
 from inflight.training.objective.trust_regions import (
     binary_tv_mask,
     geometric_mask,
@@ -66,7 +66,9 @@ class Objective:
     """η, the weight of the entropy of the distributions that tokens are drawn from."""
 
     def __post_init__(self) -> None:
-        nothing = no_tokens(proximal_is_current=self.proximal == "current")
+        none, where = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        columns = {"logprobs": none, "behavior": none, "proximal": none, "advantages": none, "sequences": where}
+        nothing = DrawnTokens(**columns, num_sequences=0, proximal_is_current=self.proximal == "current")
         for function in (self.correction, self.surrogate, *self.trust_regions):
             form = open_form(function)
             if form is not None:  # it declares its bounds; it refuses those that make no sense
@@ -92,6 +94,19 @@ class Objective:
             raise ValueError(f"kl_weight must be finite and at least 0, got {self.kl_weight}")
         if not isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
+
+    def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
+        """The policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
+        terms = self.correction(tokens) * self.surrogate(tokens)
+        for trust_region in self.trust_regions:
+            terms = torch.where(trust_region(tokens), terms, 0.0)
+        return terms
+
+    def terms_without_bounds(self, tokens: DrawnTokens) -> torch.Tensor | None:
+        """The same without any bound or trust region, or None if the correction or the surrogate does not declare its
+        bounds."""
+        correction, surrogate = open_form(self.correction), open_form(self.surrogate)
+        return None if correction is None or surrogate is None else correction(tokens) * surrogate(tokens)
 
 
 PRESETS: dict[str, Objective] = {
@@ -137,18 +152,3 @@ def loglinear_proximal(
     lag = (trainer_version - versions).clamp(min=0)
     alpha = ((lag - 1) / lag.clamp(min=1)).clamp(min=0).to(behavior.dtype)
     return behavior + alpha * (logprobs.detach() - behavior)
-
-
-def policy_terms(objective: Objective, tokens: DrawnTokens) -> torch.Tensor:
-    """The policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
-    terms = objective.correction(tokens) * objective.surrogate(tokens)
-    for trust_region in objective.trust_regions:
-        terms = torch.where(trust_region(tokens), terms, 0.0)
-    return terms
-
-
-def terms_without_bounds(objective: Objective, tokens: DrawnTokens) -> torch.Tensor | None:
-    """The same without any bound or trust region, or None if the correction or the surrogate does not declare its
-    bounds."""
-    correction, surrogate = open_form(objective.correction), open_form(objective.surrogate)
-    return None if correction is None or surrogate is None else correction(tokens) * surrogate(tokens)

@@ -8,11 +8,10 @@ alone: engine and trainer compute the same probability with other numerics (Yao 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf, isnan, nan
-from typing import TypeVar
+from operator import add
+from typing import Any
 
 import torch
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,9 @@ class RatioStats:
         return known({f"{name}/{key}": getattr(self, key) for key in names})
 
     def __add__(self, other: "RatioStats") -> "RatioStats":
-        return RatioStats(
-            self.num_tokens + other.num_tokens,
-            self.sum + other.sum,
-            self.sum_squares + other.sum_squares,
-            min(self.min, other.min),
-            max(self.max, other.max),
-            self.sum_kl + other.sum_kl,
-            self.sum_abs_log + other.sum_abs_log,
-        )
+        plus = {"min": min, "max": max}
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
+        return RatioStats(*(plus.get(name, add)(a, b) for name, a, b in pairs))
 
     @classmethod
     def of(cls, log_ratios: torch.Tensor) -> "RatioStats":
@@ -125,27 +118,16 @@ class LossStats:
         return None if self.sum_reference_kl is None else self.sum_reference_kl / max(self.num_tokens, 1)
 
     def __add__(self, other: "LossStats") -> "LossStats":
-        return LossStats(
-            self.loss + other.loss,
-            self.ratios + other.ratios,
-            self.mismatch + other.mismatch,
-            self.stale + other.stale,
-            _plus(self.num_clipped, other.num_clipped),
-            _plus(self.sum_entropy, other.sum_entropy),
-            _plus(self.sum_reference_kl, other.sum_reference_kl),
-        )
+        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__slots__)
+        sums: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        return LossStats(*sums)
 
     def as_dict(self) -> dict[str, float]:
         """Returns all of it as numbers under flat names, for any logger: "loss", "num_tokens", "clipped", "entropy",
         "reference_kl", and for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean", "/ess",
         "/min", "/max", "/kl" and "/logprob_diff". What is None or NaN is left out, as it is not known."""
-        numbers: dict[str, float | None] = {
-            "loss": self.loss,
-            "num_tokens": self.num_tokens,
-            "clipped": self.clipped,
-            "entropy": self.entropy,
-            "reference_kl": self.reference_kl,
-        }
+        names = ("loss", "num_tokens", "clipped", "entropy", "reference_kl")
+        numbers: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, of_tokens in (("ratio", self.ratios), ("mismatch", self.mismatch), ("stale", self.stale)):
             numbers |= of_tokens.as_dict(name)
         return known(numbers)
@@ -154,10 +136,6 @@ class LossStats:
 def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
     """The numbers that are neither None nor NaN."""
     return {name: number for name, number in numbers.items() if number is not None and not isnan(number)}
-
-
-def _plus(a: Number | None, b: Number | None) -> Number | None:
-    return None if a is None or b is None else a + b
 
 
 def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:

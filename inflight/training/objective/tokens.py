@@ -60,18 +60,3 @@ class DrawnTokens:
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
         """Means f[S] over each sequence of values f[n]; 0 for a sequence without drawn tokens."""
         return self.sequence_sums(values) / self.lengths.clamp(min=1)
-
-
-def no_tokens(*, proximal_is_current: bool = False) -> DrawnTokens:
-    """A batch without a token, on which a formula can be tried before there is data: it refuses bounds that make no
-    sense."""
-    none, nowhere = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    return DrawnTokens(
-        logprobs=none,
-        behavior=none,
-        proximal=none,
-        advantages=none,
-        sequences=nowhere,
-        num_sequences=0,
-        proximal_is_current=proximal_is_current,
-    )

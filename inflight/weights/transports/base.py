@@ -1,25 +1,28 @@
 """What a transport is: a way in which versions reach engines.
 
-A transport is one file with three classes. A `Transport` holds the settings and is what a user constructs. Its `Sender`
-runs in the trainer's process and brings staged versions to engines. Its `Receiver` runs in an engine's process and
-fills a slot, which no forward pass reads, from what the sender's message describes. Version numbers, slots, checksums,
-repeated attempts and time limits are the same for all of them and lie outside. docs/transports.md writes one.
+A transport is one file with three classes: the settings, which a user constructs, the trainer's side and the engine's.
+Version numbers, slots, checksums, repeated attempts and time limits are the same for all of them and lie outside.
+docs/transports.md writes one.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import msgspec
 import torch
 
+from inflight.core.connection import Answer
 from inflight.core.errors import EngineDiedError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare
 from inflight.weights import delta
 from inflight.weights.link import EngineLink, Published
+
+if TYPE_CHECKING:
+    from inflight.weights.transports.slots import DirectTarget
 
 _ATTEMPTS = 3
 """Attempts per engine and version; the next version is another chance."""
@@ -52,7 +55,7 @@ class Transport(ABC):
         """Return the settings for the only engine of a publisher with this `slot_timeout_s`."""
         return self
 
-    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "Target | None":
+    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "DirectTarget | None":
         """Return what writes versions straight to the only engine; None if they go through a staging buffer."""
         return None
 
@@ -71,17 +74,6 @@ class StagedVersion:
         return self.record.version
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a version that a sender sent."""
-
-    lost: dict[EngineLink, Exception]
-    """Engines that ended or did not answer in time, which the sender has taken out."""
-    refused: list[Exception]
-    """Reasons why an engine did not take a version."""
-    sent_bytes: int
-
-
 class Sender(ABC):
     """The trainer's side of a transport. It is used from one thread, which the trainer does not wait for.
 
@@ -98,11 +90,13 @@ class Sender(ABC):
         self.timeout_s = timeout_s
         self.sent_bytes = 0
         """Bytes that `deliver` sent of this version, counted once where several engines get the same."""
+        self.lost: dict[EngineLink, Exception] = {}
+        """Engines that ended or did not answer in time while this version was sent."""
+        self.refused: dict[EngineLink, Exception] = {}
+        """Reasons why engines did not take a version."""
         self._delta = delta
-        self._lost: dict[EngineLink, Exception] = {}
-        self._refused: dict[EngineLink, Exception] = {}
         self._slots: dict[EngineLink, int] = {}
-        self._fills: dict[EngineLink, Fill] = {}
+        self._fills: dict[EngineLink, tuple[Fill, Answer]] = {}
         """What `fill` asked for in this attempt."""
         self._holds: dict[EngineLink, int] = {}
         """Maps an engine to the version that it was filled with last, which can be the base of a delta."""
@@ -130,22 +124,19 @@ class Sender(ABC):
             base=base.version if base else None,
             checksum=staged.checksum,
         )
-        engine.send(fill)
-        self._fills[engine] = fill
+        self._fills[engine] = fill, engine.send(fill)
 
     def prepare(self, setups: Mapping[EngineLink, msgspec.Struct], meanwhile: Callable[[], None]) -> bool:
         """Hand each engine's receiver its setup and call `meanwhile`. Returns whether all of that worked; if not, the
         attempt is over for engines whose slots are not being filled."""
-        tickets = {engine: engine.ticket() for engine in setups}
-        for engine, setup in setups.items():
-            engine.send(Prepare(ticket=tickets[engine], setup=_raw(setup)))
+        answers = {e: e.send(Prepare(ticket=e.ticket(), setup=_raw(setup))) for e, setup in setups.items()}
         worked = True
         try:
             meanwhile()
         except InflightError as error:
-            self._refused |= dict.fromkeys(setups, error)
+            self.refused |= dict.fromkeys(setups, error)
             worked = False
-        ready = [self._try(engine, partial(engine.wait_for, tickets[engine], self.timeout_s)) for engine in setups]
+        ready = [self._try(e, partial(e.wait_for, answer, self.timeout_s)) for e, answer in answers.items()]
         return worked and all(ready)
 
     def holds(self, engine: EngineLink, base: StagedVersion | None) -> bool:
@@ -169,19 +160,19 @@ class Sender(ABC):
         """Bring versions to another engine, too."""
         self.engines.append(engine)
 
-    def send(self, staged: StagedVersion, base: StagedVersion | None) -> Outcome:
-        """Bring the version to every engine that lacks it."""
-        self._lost, self._refused, self.sent_bytes = {}, {}, 0
+    def send(self, staged: StagedVersion, base: StagedVersion | None) -> None:
+        """Bring the version to every engine that lacks it. What became of it is in `lost`, `refused` and
+        `sent_bytes`."""
+        self.lost, self.refused, self.sent_bytes = {}, {}, 0
         for _ in range(_ATTEMPTS):
             self._slots, self._fills = {}, {}
             for engine in self.engines:
-                if engine not in self._lost and engine.version < staged.version:
+                if engine not in self.lost and engine.version < staged.version:
                     self._try(engine, partial(self._acquire, engine))
             if self._slots:
                 self._attempt(staged, base)
-        self.engines = [engine for engine in self.engines if engine not in self._lost]
-        refused = {e: error for e, error in self._refused.items() if self.refused_later or e.version < staged.version}
-        return Outcome(self._lost, list(refused.values()), self.sent_bytes)
+        if not self.refused_later:
+            self.refused = {e: error for e, error in self.refused.items() if e.version < staged.version}
 
     def _acquire(self, engine: EngineLink) -> None:
         engine.check()
@@ -191,9 +182,9 @@ class Sender(ABC):
         try:
             self.deliver(self._slots, staged, base)
         except InflightError as error:
-            self._refused |= {engine: error for engine in self._slots if engine not in self._fills}
-        for engine, fill in self._fills.items():
-            if self._try(engine, partial(engine.wait_for, fill.ticket, self.timeout_s)):
+            self.refused |= {engine: error for engine in self._slots if engine not in self._fills}
+        for engine, (fill, answer) in self._fills.items():
+            if self._try(engine, partial(engine.wait_for, answer, self.timeout_s)):
                 engine.announce(fill.slot, staged.record)
                 self._holds[engine] = fill.version
             else:
@@ -207,9 +198,9 @@ class Sender(ABC):
         try:
             action()
         except (EngineDiedError, TimeoutError) as error:
-            self._lost[engine] = error
+            self.lost[engine] = error
         except InflightError as error:
-            self._refused[engine] = error
+            self.refused[engine] = error
         else:
             return True
         return False
@@ -245,49 +236,6 @@ class Receiver(ABC):
 
     def close(self) -> None:  # noqa: B027
         """The publisher is gone, and nothing more will come."""
-
-
-class Target(ABC):
-    """Where a publisher writes versions: to the slots of its only engine, or to a staging buffer before its engines."""
-
-    views: list[dict[str, torch.Tensor]]
-    """The tensors of each slot."""
-    sent_bytes: int
-    """Bytes that engines were sent of the last version that all of them got."""
-    lost: Mapping[str, Exception] = {}
-    """Maps endpoints of engines that ended, or did not answer, to what happened."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> list[EngineLink]:
-        """Engines that have not been lost."""
-
-    @abstractmethod
-    def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
-        """Send versions to another engine, too. Raises InflightError, before `attach` is called, if that cannot be."""
-
-    @abstractmethod
-    def acquire(self) -> int:
-        """Return a slot to write to, once there is one. Raises what keeps engines from lending one."""
-
-    @abstractmethod
-    def announce(self, slot: int, record: Published) -> None:
-        """The slot holds this version."""
-
-    @abstractmethod
-    def release(self, slot: int) -> None:
-        """What is in the slot is not announced."""
-
-    def listen(self) -> None:  # noqa: B027
-        """Hear what engines say while there is nothing to publish."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise what keeps versions from reaching any engine, if something does."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send what was announced, and let the engines go."""
 
 
 def _raw(struct: msgspec.Struct) -> msgspec.Raw:

@@ -14,7 +14,7 @@ from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
-from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
+from inflight.weights.transports.base import Sender, StagedVersion, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,11 @@ class Slots(Transport):
         return DirectTarget(self, engine, refuse)
 
 
-class DirectTarget(Target):
-    """The slots of one engine, which the publisher writes to without a staging buffer."""
+class DirectTarget:
+    """The slots of one engine, which the publisher writes to without a staging buffer. See StagingBuffer for what the
+    methods do."""
+
+    lost: Mapping[str, Exception] = {}
 
     def __init__(self, settings: Slots, engine: EngineLink, refuse: Callable[[Exception], None]):
         self._settings, self._engine, self._refuse = settings, engine, refuse
@@ -119,6 +122,6 @@ class SlotSender(Sender):
 def map_slots(engine: EngineLink) -> list[torch.Tensor]:
     """Map an engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
     return [
-        (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot).buffer  # pyright: ignore
+        (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot)  # pyright: ignore
         for slot in engine.attached.slots
     ]

@@ -10,8 +10,7 @@ import torch
 from made_batches import make_rollouts
 from tiny_models import VOCABULARY, make_model
 
-from inflight.core.rollout import Rollout
-from inflight.core.sampling_mask import SamplingMask
+from inflight.core.rollout import Rollout, SamplingMask
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import token_logprobs
 from inflight.training.model.packing import pack_input

@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from made_batches import make_rollouts
@@ -11,7 +12,7 @@ from tiny_models import make_model
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.dropped import Dropped
-from inflight.training.data.scored_groups import ScoredGroups, measure_consumed
+from inflight.training.data.scored_groups import ScoredGroups, group_advantages, measure_consumed
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
@@ -89,3 +90,17 @@ def test_records_of_what_was_dropped_add_up_and_become_numbers_and_a_sentence():
     assert not {"stale_share", "length_bias"} & set(Dropped().as_dict())
     assert "3 groups failed" in str(total)
     assert "20.0% of 25 tokens were too old" in str(total)
+
+
+def test_the_standard_deviation_is_that_of_the_samples_or_its_estimate():
+    rewards = [[1.0, 0.0, 0.0, 4.0], [2.0, 5.0], [7.0]]
+    for ddof in (0, 1):
+        expected = [(r - np.mean(g)) / (np.std(g, ddof=ddof) + 1e-4) for g in rewards[:2] for r in g]
+        assert group_advantages(rewards, ddof=ddof) == pytest.approx([*expected, 0.0])
+    assert group_advantages(rewards, scale=False) == pytest.approx([-0.25, -1.25, -1.25, 2.75, -1.5, 1.5, 0.0])
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
+def test_advantages_name_a_reward_that_is_none_or_not_finite(bad):
+    with pytest.raises(ValueError, match=f"sample 1 of group 2 has reward {bad}"):
+        group_advantages([[1.0], [0.0, 1.0], [1.0, bad]])

@@ -45,7 +45,7 @@ RULES = [
 def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
     rollouts = make_rollouts(seed)
     counts = Dropped()
-    stay, included = take_out_stale(rollouts, rules, trainer_version=TRAINER_VERSION, now_ns=NOW_NS, dropped=counts)
+    included = take_out_stale(rollouts, rules, TRAINER_VERSION, NOW_NS, counts)
 
     expected: dict[int, list[bool]] = {}
     for index, rollout in enumerate(rollouts):
@@ -62,7 +62,7 @@ def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
                 keep[token] &= not (any(old) if rule.unit == "rollout" else is_old)
         if not rejected:
             expected[index] = keep
-    assert {i: list(mask) for i, mask in zip(stay, included, strict=True)} == expected
+    assert {i: list(mask) for i, mask in included.items()} == expected
 
     lengths = [len(r.token_ids) for r in rollouts]
     trained = sum(map(sum, expected.values()))
@@ -81,7 +81,7 @@ def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
 def test_leaving_out_what_is_old_favours_short_rollouts_and_says_so(unit, action):
     rules, counts = [StalenessRule(max_version_lag=2, unit=unit, action=action)], Dropped()
     for seed in range(10):
-        take_out_stale(make_rollouts(seed), rules, trainer_version=TRAINER_VERSION, now_ns=NOW_NS, dropped=counts)
+        take_out_stale(make_rollouts(seed), rules, TRAINER_VERSION, NOW_NS, counts)
     assert counts.stale_share > 0
     assert counts.length_bias < 0.95
 

@@ -109,7 +109,6 @@ def test_replay_brings_the_trainer_closer_to_a_bf16_engine(make_engine, name, dt
     with TakenExperts(model) as taken, replay_routed_experts(model, routing) as replay:
         replayed = errors_of(model, rollouts)
     assert torch.equal(taken.stacked[recorded], routing[recorded].long())
-    assert replay.num_tokens == len(routing)
     assert replay.num_replayed == moved.numel()
     assert replay.num_changed > 0
     assert replayed.mean() < without.mean()

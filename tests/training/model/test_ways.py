@@ -19,8 +19,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from inflight.core.rollout import Rollout
-from inflight.core.sampling_mask import SamplingMask
+from inflight.core.rollout import Rollout, SamplingMask
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.model.head import PlainHead, plain_head
