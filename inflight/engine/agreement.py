@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import ForwardBatch
+from inflight.engine.attention.backend import ForwardBatch, KVMemory
 from inflight.engine.attention.choose import choose_backend
 from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
 from inflight.engine.fused import FusedDecoder, UnknownPartError
-from inflight.engine.kv_memory import KVMemory
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import module_over
 from inflight.models.twin import TOLERANCE, NoTwinError, first_line, relative_error, row_errors, try_sequences, twin_of

@@ -8,10 +8,10 @@ from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
+from inflight.engine.attention.backend import KVMemory
 from inflight.engine.attention.choose import choose_backend
 from inflight.engine.device import resolve_device
 from inflight.engine.kv_cache import KVCache
-from inflight.engine.kv_memory import KVMemory
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import (
     context_limit,

@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
 from inflight.engine.adapters import Lora, lora_of, merge_lora
-from inflight.engine.attention.backend import ForwardBatch
-from inflight.engine.kv_memory import KVMemory
+from inflight.engine.attention.backend import ForwardBatch, KVMemory
 
 
 class UnknownPartError(Exception):

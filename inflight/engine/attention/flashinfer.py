@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import ForwardBatch, LayerShape
+from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
 from inflight.engine.attention.paged import PagedAttention
-from inflight.engine.kv_memory import KVMemory
 from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")

@@ -3,9 +3,8 @@
 import torch
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
 
-from inflight.engine.attention.backend import ForwardBatch, LayerShape
+from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
 from inflight.engine.device import to_device
-from inflight.engine.kv_memory import KVMemory
 
 
 class PagedAttention:
