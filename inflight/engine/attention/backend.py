@@ -70,12 +70,14 @@ class AttentionBackend(Protocol):
 
     def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys [blocks, block_size, Hk, D], values [blocks, block_size, Hk, Dv]), strides as the backend likes."""
+        ...
 
     def begin(self, batch: ForwardBatch, memory: "KVMemory") -> None:
         """What a pass needs to know once, before its first layer."""
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """query [T, Hq, D] → [T, Hq, Dv]; the batch's keys and values are in the cache already."""
+        ...
 
 
 @runtime_checkable
