@@ -177,7 +177,7 @@ class LaunchedEngine:
         version: int | None = None,
         adapter: str | None = None,
     ) -> "list[list[Rollout]]":
-        """As `generate`, for asyncio: any number of tasks at once. A task that is cancelled cancels its prompts."""
+        """The same as `generate`, for any number of asyncio tasks. A task that is cancelled cancels its prompts."""
         messages = self._messages(prompts, params, metadata, version, adapter)
         if version is not None:
             await asyncio.to_thread(self._wait_until_held, version)

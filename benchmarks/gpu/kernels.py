@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from inflight_kernels import (
+    Norm,
     add_lora,
     add_rms_norm,
     copy_all,
@@ -173,16 +174,17 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 def norm_case(machine: Machine) -> Case:
     tokens, hidden = machine.sizes.tokens, machine.sizes.hidden
     x, weight = machine.random(tokens, hidden), machine.random(hidden)
+    norm = Norm(weight, EPS)
     return Case(
         name="rms_norm",
         shape=f"{tokens}×{hidden}",
         dtype="bfloat16",
         num_bytes=2 * x.nbytes,
-        ours=lambda: rms_norm(x, weight, EPS),
-        error=lambda: relative_error(rms_norm(x, weight, EPS), _exact_norm(x, weight)),
+        ours=lambda: rms_norm(x, norm),
+        error=lambda: relative_error(rms_norm(x, norm), _exact_norm(x, weight)),
         tolerance=1e-2,
         peers={
-            "eager": lambda: lambda: rms_norm_reference(x, weight, EPS),
+            "eager": lambda: lambda: rms_norm_reference(x, norm),
             "liger": lambda: partial(
                 _liger("rms_norm", "LigerRMSNormFunction").apply, x, weight, EPS, 0.0, "llama", False
             ),
@@ -194,9 +196,10 @@ def norm_case(machine: Machine) -> Case:
 def add_norm_case(machine: Machine, tokens: int) -> Case:
     hidden = machine.sizes.hidden
     (x, residual), weight = machine.random(2, tokens, hidden).unbind(), machine.random(hidden)
+    norm = Norm(weight, EPS)
 
     def error() -> float:
-        y, s = add_rms_norm(x, residual, weight, EPS)
+        y, s = add_rms_norm(x, residual, norm)
         return max(relative_error(s, x.double() + residual.double()), relative_error(y, _exact_norm(s, weight)))
 
     def flashinfer() -> Call:  # in place: x becomes y, and the residual the sum
@@ -204,21 +207,21 @@ def add_norm_case(machine: Machine, tokens: int) -> Case:
         return partial(_flashinfer("norm", "gen_norm_module").fused_add_rmsnorm, *copies, weight, EPS)
 
     peers: dict[str, Callable[[], Call]] = {
-        "eager": lambda: lambda: add_rms_norm_reference(x, residual, weight, EPS),
+        "eager": lambda: lambda: add_rms_norm_reference(x, residual, norm),
         "liger": lambda: partial(
             _liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction").apply, x, residual, weight, EPS
         ),
         "flashinfer": flashinfer,
     }
     if tokens == machine.sizes.tokens:
-        peers["compiled"] = lambda: partial(_compiled(machine, add_rms_norm_reference), x, residual, weight, EPS)
+        peers["compiled"] = lambda: partial(_compiled(machine, add_rms_norm_reference), x, residual, norm)
     return Case(
         name="add_rms_norm",
         shape=f"{tokens}×{hidden}",
         dtype="bfloat16",
         num_bytes=4 * x.nbytes,
         is_long=tokens == machine.sizes.tokens,
-        ours=lambda: add_rms_norm(x, residual, weight, EPS),
+        ours=lambda: add_rms_norm(x, residual, norm),
         error=error,
         tolerance=1e-2,
         peers=peers,
@@ -267,17 +270,18 @@ def rope_case(machine: Machine, tokens: int) -> Case:
     positions = machine.integers(4096, tokens)
     slots = torch.randperm(blocks * block_size, device=machine.device)[:tokens]
     k_cache, v_cache = machine.random(2, blocks, block_size, sizes.kv_heads, dim).unbind()
-    q_norm, k_norm = machine.random(2, dim).unbind()
-    options: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads, "eps": EPS}
+    weights = machine.random(2, dim)
+    q_norm, k_norm = norms = Norm(weights[0], EPS), Norm(weights[1], EPS)
+    options: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads}
     where = cos, sin, positions, slots
-    ours = partial(rope_and_cache, qkv, *where, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, **options)
+    ours = partial(rope_and_cache, qkv, *where, k_cache, v_cache, norms=norms, **options)
 
     def error() -> float:
         wide = k_cache.float(), v_cache.float()
         narrow = k_cache.clone(), v_cache.clone()
-        norms = {"q_norm": q_norm.float(), "k_norm": k_norm.float()}
-        expected = rope_and_cache_reference(qkv.float(), *where, *wide, **norms, **options)
-        q = rope_and_cache(qkv, *where, *narrow, q_norm=q_norm, k_norm=k_norm, **options)
+        wide_norms = Norm(weights[0].float(), EPS), Norm(weights[1].float(), EPS)
+        expected = rope_and_cache_reference(qkv.float(), *where, *wide, norms=wide_norms, **options)
+        q = rope_and_cache(qkv, *where, *narrow, norms=norms, **options)
         pairs = zip((q, *narrow), (expected, *wide), strict=True)
         return max(relative_error(result, other) for result, other in pairs)
 
@@ -286,8 +290,8 @@ def rope_case(machine: Machine, tokens: int) -> Case:
         rotation = [table[positions].to(qkv.dtype).float()[:, None] for table in (cos, sin)]
         q, k, v = qkv.unflatten(1, (heads, -1)).split((sizes.q_heads, sizes.kv_heads, sizes.kv_heads), 1)
         rotated = []
-        for x, weight in ((q, q_norm), (k, k_norm)):
-            normed = rms_norm_reference(x, weight, EPS).float()
+        for x, norm in ((q, q_norm), (k, k_norm)):
+            normed = rms_norm_reference(x, norm).float()
             first, second = normed.chunk(2, -1)
             rotated.append((normed * rotation[0] + torch.cat((-second, first), -1) * rotation[1]).to(qkv.dtype))
         k_cache.flatten(0, 1)[slots] = rotated[1]

@@ -1,6 +1,8 @@
 """One run of GRPO from a warmed-up start: `inflight bench learning` compares many of them."""
 
+import logging
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,7 +13,6 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from inflight.bench.gpu_meter import gpu_busy
 from inflight.bench.lagged_publisher import LaggedPublisher
 from inflight.bench.options import LearningOptions, Progress
 from inflight.core.clock import now_ns
@@ -26,6 +27,9 @@ from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import RolloutSchedule
 
+logger = logging.getLogger("inflight.observability")
+
+GPU_SAMPLE_S = 0.1
 TASK = "spell_backward"
 GROUP_SIZE = 8
 ENGINE_SEQUENCES = 128
@@ -186,6 +190,35 @@ def learn(
             engine=engine.info.execution(),
             gpu_busy=fmean(busy) / 100 if busy else None,
         )
+
+
+@contextmanager
+def gpu_busy(device: torch.device) -> Iterator[list[int]]:
+    """Sample a GPU's utilisation while the block runs: the percentage of time in which any process had a kernel on it.
+
+    The list stays empty on a CPU, and where the driver cannot be asked (NVML, by the package nvidia-ml-py).
+    """
+    samples: list[int] = []
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(GPU_SAMPLE_S):
+            try:
+                samples.append(torch.cuda.utilization(device))
+            except (ModuleNotFoundError, RuntimeError) as error:
+                logger.warning("the GPU's utilisation is not measured: %s", error)
+                return
+
+    if device.type != "cuda":
+        yield samples
+        return
+    thread = threading.Thread(target=sample, name="inflight-gpu-meter", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()
 
 
 def smoothed(rewards: Sequence[float]) -> np.ndarray:

@@ -68,7 +68,10 @@ class Worker:
             raise InflightError(f"{self.name} drew {run.tokens} tokens instead of {expected}")
         return run
 
-    def close(self) -> None:
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """End the worker by the end of its input, or kill it if it does not listen."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -80,12 +83,6 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _answer(self) -> dict:
         assert self._process.stdout is not None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from inflight.core.errors import InflightError
+from inflight.observability.environment import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,11 +30,9 @@ def new_table(title: str, *columns: str, left: str | None = None) -> Table:
 
 def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:
     """Make a figure with panels side by side."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5 * num_panels, 4.5))
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, num_panels, squeeze=False)
     return figure, list(panels[0])
 
@@ -54,4 +53,5 @@ def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = Fals
 def save_figure(path: Path, figure: "Figure") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as partial:
+        figure.savefig(partial, dpi=120)

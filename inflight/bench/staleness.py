@@ -1,19 +1,22 @@
 """`inflight bench staleness`: the ages of tokens in a running loop of generating, training and publishing."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from inflight.bench.options import Progress, StalenessOptions
+from inflight.bench.options import Progress, StalenessOptions, TraceOptions
 from inflight.bench.plots import new_table
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import load_trainer, split_cores, torch_threads
 from inflight.engine.device import resolve_device
-from inflight.session import launch
+from inflight.session import LaunchedEngine, launch
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.objective.loss import policy_loss
 
@@ -29,26 +32,9 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
     {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms, version_lag {p50, max},
     and the counts of tokens and swaps. Raises InflightError or ValueError; `progress` is told what is going on.
     """
-    torch.manual_seed(settings.seed)
-    device = resolve_device(settings.device)
-    threads = split_cores(device)
     groups = max(1, settings.sequences // GROUP_SIZE)
     params = SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True)
-    with (
-        torch_threads(threads.trainer),
-        launch(
-            settings.model,
-            device=settings.device,
-            dtype=settings.dtype,
-            slots=settings.slots,
-            max_sequences=groups * GROUP_SIZE,
-            max_context=settings.prompt_tokens + settings.tokens,
-            seed=settings.seed,
-            threads=threads.engine,
-        ) as engine,
-    ):
-        torch.manual_seed(settings.seed)
-        model = load_trainer(settings.model, device)
+    with engine_and_trainer(settings, slots=settings.slots) as (engine, model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         vocabulary = engine.info.vocab_size
 
@@ -59,7 +45,7 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
             engine.submit(prompts(count), params)
 
         def train(batch: PackedBatch) -> None:
-            loss, _ = policy_loss(model, batch.to(device))
+            loss, _ = policy_loss(model, batch.to(model.device))
             loss.backward()
 
         with engine.publisher(model) as publisher:
@@ -93,6 +79,30 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
         }
         engine.cancel()
     return result
+
+
+@contextmanager
+def engine_and_trainer(
+    settings: StalenessOptions | TraceOptions, *, slots: int = 2
+) -> Iterator[tuple[LaunchedEngine, PreTrainedModel]]:
+    """Launch an engine for `sequences` in groups of GROUP_SIZE, and load its trainer in fp32."""
+    device = resolve_device(settings.device)
+    threads = split_cores(device)
+    with (
+        torch_threads(threads.trainer),
+        launch(
+            settings.model,
+            device=device.type,
+            dtype=settings.dtype,
+            slots=slots,
+            max_sequences=max(1, settings.sequences // GROUP_SIZE) * GROUP_SIZE,
+            max_context=settings.prompt_tokens + settings.tokens,
+            seed=settings.seed,
+            threads=threads.engine,
+        ) as engine,
+    ):
+        torch.manual_seed(settings.seed)
+        yield engine, load_trainer(settings.model, device)
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -24,13 +24,13 @@ from rich.table import Table
 from inflight.bench.options import Progress, SwapOptions
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import OURS, Worker, interpreter, make_setup
-from inflight.bench.pinning import halves_of_cores, pinned_to_halves
 from inflight.bench.plots import new_table
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.demo.trainer import torch_threads
 from inflight.engine.device import resolve_device
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.loading import load_model
@@ -288,6 +288,34 @@ class _Ours(ExitStack):
         if self._source.is_cuda:
             torch.cuda.synchronize()
         return 2 * self._source.nbytes / (time.perf_counter() - began) / 1e9
+
+
+def halves_of_cores() -> tuple[set[int], set[int]]:
+    """Return the engine's cores and the trainer's, which are the same where there is one."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return set(cores[half:]), set(cores[:half] or cores)
+
+
+@contextmanager
+def pinned_to_halves(device: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+    """Yield two functions that move this process, and what it starts from then on, to the engine's half of the cores
+    and to the trainer's. On a GPU they do nothing."""
+    if device != "cpu":
+        yield (lambda: None), (lambda: None)
+        return
+    everything = os.sched_getaffinity(0)
+    engine, trainer = halves_of_cores()
+    with torch_threads(len(trainer)):
+        try:
+            yield (lambda: _move_to(engine)), (lambda: _move_to(trainer))
+        finally:
+            _move_to(everything)
+
+
+def _move_to(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
 
 
 def _measure_peer(settings: SwapOptions, setup: Setup, directory: Path, progress: Progress) -> dict[str, Any]:

@@ -10,17 +10,13 @@ from rich.table import Table
 from torch import nn
 
 from inflight.bench.options import Progress, TraceOptions
-from inflight.bench.staleness import parity_of_tokens
+from inflight.bench.staleness import GROUP_SIZE, engine_and_trainer, parity_of_tokens
 from inflight.core.sampling import SamplingParams
-from inflight.demo.trainer import load_trainer, split_cores, torch_threads
-from inflight.engine.device import resolve_device
 from inflight.observability.trace import check_path
 from inflight.observability.trace_file import GPU_WORK, Event, read
-from inflight.session import launch
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import Example
 
-GROUP_SIZE = 4
 _PASSES = ("prefill", "decode")
 _TRAINING = ("forward", "backward", "optimizer step")
 _COPY = "publish copy"
@@ -46,29 +42,13 @@ def measure(settings: TraceOptions, progress: Progress = lambda _: None) -> dict
     for how many of the traced seconds was going on what `work_in` finds, and what of it at the same time.
     """
     out, trace = check_path(settings.out), None
-    torch.manual_seed(settings.seed)
-    device = resolve_device(settings.device)
-    threads = split_cores(device)
-    groups = max(1, settings.sequences // GROUP_SIZE)
     config = GRPOConfig(
         steps=1 << 30,
-        groups_per_step=groups,
+        groups_per_step=settings.sequences // GROUP_SIZE,
         sampling=SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True),
         micro_batch_tokens=settings.micro_batch_tokens,
     )
-    with (
-        torch_threads(threads.trainer),
-        launch(
-            settings.model,
-            device=device.type,
-            dtype=settings.dtype,
-            max_sequences=groups * GROUP_SIZE,
-            max_context=settings.prompt_tokens + settings.tokens,
-            seed=settings.seed,
-            threads=threads.engine,
-        ) as engine,
-    ):
-        model = load_trainer(settings.model, device)
+    with engine_and_trainer(settings) as (engine, model):
         nn.Module.to(model, getattr(torch, engine.info.layout.tensors[0].dtype))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         examples = _random_prompts(engine.info.vocab_size, settings.prompt_tokens)

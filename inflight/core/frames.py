@@ -140,8 +140,7 @@ class TokenFrame:
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
-        required = [columns.pop(name) for name in REQUIRED]
-        return cls(header, *required, extras=columns)
+        return cls(header, *[columns.pop(name) for name in REQUIRED], extras=columns)
 
 
 def _wire_dtype(name: str, dtype: np.dtype) -> str:

@@ -1,7 +1,6 @@
 """The live table of a run: on a terminal it is redrawn, elsewhere a line is printed now and then."""
 
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -28,8 +27,8 @@ _COLUMNS: dict[str, tuple[str, str]] = {
 class Display:
     """Shows records as they come; a context manager around a run."""
 
-    def __init__(self, title: str, *, console: Console | None = None):
-        self._console = console or Console()
+    def __init__(self, title: str, *, console: Console):
+        self._console = console
         self._title = title
         self._rows: deque[StepRecord] = deque(maxlen=_ROWS)
         self._progress = Progress(
@@ -39,19 +38,15 @@ class Display:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
-            console=self._console,
+            console=console,
         )
         self._task = self._progress.add_task("", total=None, note="")
-        self._live = Live(self._render(), console=self._console, refresh_per_second=4) if self._redraws else None
-
-    @property
-    def _redraws(self) -> bool:
-        return self._console.is_terminal
+        self._live = Live(self._render(), console=console, refresh_per_second=4) if console.is_terminal else None
 
     def phase(self, name: str, total: int) -> None:
         """Begin a phase of `total` steps."""
         self._progress.reset(self._task, description=name, total=total, note="")
-        if not self._redraws:
+        if not self._live:
             self._console.print(name if total == 1 else f"{name}, {total} steps")
         self._refresh()
 
@@ -64,7 +59,7 @@ class Display:
         """Show a step of reinforcement learning."""
         self._rows.append(record)
         self.advance()
-        if not self._redraws and (record.step == 1 or record.step % 10 == 0 or record.accuracy is not None):
+        if not self._live and (record.step == 1 or record.step % 10 == 0 or record.accuracy is not None):
             cells = (f"{title} {_cell(record, name, form)}" for name, (title, form) in _COLUMNS.items())
             self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
 
@@ -73,9 +68,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 

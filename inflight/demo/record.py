@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inflight.observability.environment import replacing
+from inflight.bench.plots import save_figure
 
 
 @dataclass(slots=True)
@@ -40,13 +40,11 @@ def append_step(path: Path, record: StepRecord) -> None:
 
 def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: float) -> None:
     """Draw reward and held-out accuracy over seconds, and below them how old the tokens were."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     seconds = np.array([r.seconds for r in records])
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[3, 2])
+    figure = Figure(figsize=(9, 7))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     rewards = np.array([r.reward for r in records])
     window = max(1, min(9, len(rewards) // 5))
     smooth = np.convolve(np.pad(rewards, window // 2, "edge"), np.ones(window) / window, "valid")[: len(rewards)]
@@ -73,7 +71,4 @@ def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: 
     bottom.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize=8, frameon=False)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
-    with replacing(path) as partial:
-        figure.savefig(partial, dpi=120)
-    plt.close(figure)
+    save_figure(path, figure)

@@ -26,7 +26,7 @@ from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, write_json
 from inflight.session import LaunchedEngine, launch
-from inflight.training.data.dropped import Dropped
+from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 
 EVALUATE_EVERY = 25
@@ -143,7 +143,7 @@ class _Run:
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
         self.interrupted = False
-        self._swaps: dict[str, int] = {}
+        self._swaps: dict[str, Any] = {}
         self._staleness: dict[str, Any] = {}
         self._num_tokens = 0
         self._dropped = Dropped()

@@ -85,7 +85,7 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int =
     except (ValueError, KeyError, TypeError) as error:
         raise TaskError(f"reasoning-gym cannot make task {name!r}: {error}") from error
     write_prompt, default_tokens = _FORMATS.get(name, (_question, 64))
-    test_entries = _by_prompt(test, write_prompt, count=held_out)
+    test_entries = _by_prompt(test, write_prompt, held_out)
     taken = {prompt.lower() for prompt in test_entries}
     train_entries = {p: e for p, e in _by_prompt(train, write_prompt).items() if p.lower() not in taken}
     entries = train_entries | test_entries
@@ -100,31 +100,24 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int =
     return Task(name, examples(train_entries), examples(test_entries), score, max_tokens or default_tokens)
 
 
-def _by_prompt(
-    entries: Iterable[Any], write_prompt: Callable[[Any], str], *, count: int | None = None
-) -> dict[str, Any]:
+def _by_prompt(entries: Iterable[Any], write_prompt: Callable[[Any], str], count: int | None = None) -> dict[str, Any]:
     """Return the first `count` entries with prompts that differ in more than case."""
-    found: dict[str, Any] = {}
-    seen: set[str] = set()
+    found: dict[str, tuple[str, Any]] = {}
     for entry in entries:
         prompt = write_prompt(entry)
-        if prompt.lower() not in seen:
-            seen.add(prompt.lower())
-            found[prompt] = entry
+        found.setdefault(prompt.lower(), (prompt, entry))
         if len(found) == count:
             break
-    return found
+    return dict(found.values())
 
 
 def _question(entry: Any) -> str:
     return entry["question"].strip() + "\n"
 
 
-def _word(entry: Any) -> str:
-    return f"{entry['metadata']['word']} -> "
-
-
-_FORMATS: dict[str, tuple[Callable[[Any], str], int]] = {"spell_backward": (_word, 12)}
+_FORMATS: dict[str, tuple[Callable[[Any], str], int]] = {
+    "spell_backward": (lambda entry: f"{entry['metadata']['word']} -> ", 12)
+}
 """Tasks whose question is cut down to what differs, for models that read bytes: how it is written, and the tokens that
 the longest answer needs."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from inflight.training.grpo import Example
@@ -39,7 +40,9 @@ def warm_up(
     model.train()
     for step in range(1, config.steps + 1):
         chosen = torch.randint(len(rows), (config.batch_size,), generator=generator).tolist()
-        ids_BS, targets_BS = (x.to(device) for x in _collate([rows[index] for index in chosen]))
+        ids, targets = map(list, zip(*(rows[index] for index in chosen), strict=True))
+        ids_BS = pad_sequence(ids, batch_first=True).to(device)  # on the right, where causality hides the padding
+        targets_BS = pad_sequence(targets, batch_first=True, padding_value=-100).to(device)
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), targets_BS[:, 1:].flatten())
         loss.backward()
@@ -65,19 +68,8 @@ def ramp_and_decay(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[int]]:
-    """Return the ids of prompt, answer and end of text, and the same as targets with −100 on the prompt."""
+def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of prompt, answer and end of text, and the same as targets with −100 on the prompt: i64[S]."""
     prompt = list(tokenizer(example.prompt)["input_ids"])
     answer = [*tokenizer(example.metadata["answer"])["input_ids"], tokenizer.eos_token_id]
-    return prompt + answer, [-100] * len(prompt) + answer
-
-
-def _collate(rows: Sequence[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad on the right, where causality hides the padding from what is before it: i64[B, S] each."""
-    longest = max(len(ids) for ids, _ in rows)
-    ids_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
-    targets_BS = torch.full((len(rows), longest), -100)
-    for row, (ids, targets) in enumerate(rows):
-        ids_BS[row, : len(ids)] = torch.tensor(ids)
-        targets_BS[row, : len(targets)] = torch.tensor(targets)
-    return ids_BS, targets_BS
+    return torch.tensor(prompt + answer), torch.tensor([-100] * len(prompt) + answer)

@@ -71,7 +71,7 @@ class EngineClient:
         timeout_s: a bound for this call; None: `answer_timeout_s`. Raises what the engine raises, InvalidRequestError
         for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that do not fit it.
         """
-        answer, bound_s = self._ask(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
+        answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
         return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, _WHY_SILENT), returns)
 
     async def acall(
@@ -79,7 +79,7 @@ class EngineClient:
     ) -> Value:
         """As `call`, for asyncio. If the task is cancelled before the answer has come, `undo` is called with it when it
         comes, by another thread."""
-        answer = self._ask(verb, arguments)
+        answer = self.call_soon(verb, arguments)
         wrapped = asyncio.wrap_future(answer)
         try:
             for _ in self._waits_for(answer, f"did not answer {verb}", self.answer_timeout_s, _WHY_SILENT):
@@ -89,19 +89,16 @@ class EngineClient:
             answer.add_done_callback(lambda late: None if late.exception() else undo(_value_of(late.result(), returns)))
             raise
 
-    def call_soon(self, verb: str, arguments: Mapping[str, Any] = _NO_ARGUMENTS) -> None:
-        """Call a verb without waiting for the answer: for somebody who is on the way out."""
-        self._ask(verb, arguments)
+    def call_soon(self, verb: str, arguments: Mapping[str, Any]) -> Answer:
+        """Call a verb without waiting for the answer."""
+        raw = to_raw(dict(arguments), f"what {verb} is called with")
+        return self._connection.send(Call(ticket=self._connection.ticket(), verb=verb, arguments=raw))
 
     def close(self) -> None:
         """Let the socket go; whoever still waits for an answer gets an InflightError. Safe to call twice."""
         self._closing = True
         self._connection.wake()
         self._thread.join()
-
-    def _ask(self, verb: str, arguments: Mapping[str, Any]) -> Answer:
-        raw = to_raw(dict(arguments), f"what {verb} is called with")
-        return self._connection.send(Call(ticket=self._connection.ticket(), verb=verb, arguments=raw))
 
     def _wait_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> FromEngine:
         for _ in self._waits_for(answer, what, bound_s, reason):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from inflight_kernels import add_rms_norm, gated_activation, linear, rms_norm, rope_and_cache
+from inflight_kernels import Norm, add_rms_norm, gated_activation, linear, rms_norm, rope_and_cache
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -42,21 +42,6 @@ class _Linear:
         return y
 
 
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: torch.Tensor
-    eps: float
-    offset: float
-    cast_first: bool
-
-    @property
-    def rounding(self) -> dict[str, Any]:
-        return {"offset": self.offset, "cast_first": self.cast_first}
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, **self.rounding)
-
-
 _Rope = tuple[torch.Tensor, torch.Tensor]
 """The cosines and the sines f32[max_context, R]."""
 
@@ -69,9 +54,9 @@ class _Attention:
     q_heads: int
     kv_heads: int
     rope: _Rope
-    head_norms: tuple[_Norm, _Norm] | None
+    head_norms: tuple[Norm, Norm] | None
     """They norm each query and key head (Qwen 3, Gemma 3)."""
-    whole_norms: tuple[_Norm, _Norm] | None
+    whole_norms: tuple[Norm, Norm] | None
     """They norm all query heads together, and all key heads (OLMo 2)."""
     sinks: torch.Tensor | None
 
@@ -79,13 +64,9 @@ class _Attention:
         qkv = self.qkv(x)
         if self.whole_norms is not None:
             q_norm, k_norm = self.whole_norms
-            q_end = len(q_norm.weight)
-            k_end = q_end + len(k_norm.weight)
-            qkv = torch.cat((q_norm(qkv[:, :q_end]), k_norm(qkv[:, q_end:k_end]), qkv[:, k_end:]), 1)
-        norms: dict[str, Any] = {}
-        if self.head_norms is not None:
-            q_norm, k_norm = self.head_norms
-            norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps, **q_norm.rounding}
+            q_width, k_width = len(q_norm.weight), len(k_norm.weight)
+            q, k, v = qkv.tensor_split((q_width, q_width + k_width), 1)
+            qkv = torch.cat((rms_norm(q, q_norm), rms_norm(k, k_norm), v), 1)
         query = rope_and_cache(
             qkv,
             *self.rope,
@@ -95,7 +76,7 @@ class _Attention:
             memory.values[self.index],
             q_heads=self.q_heads,
             kv_heads=self.kv_heads,
-            **norms,
+            norms=self.head_norms,
         )
         return self.out(memory.backend.attend(self.index, query, self.sinks).flatten(1))
 
@@ -123,12 +104,12 @@ class _Opaque:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    before_attention: _Norm | None
+    before_attention: Norm | None
     attention: _Attention
-    after_attention: _Norm | None
-    before_mlp: _Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
     mlp: _Mlp | _Opaque
-    after_mlp: _Norm | None
+    after_mlp: Norm | None
 
 
 class FusedDecoder:
@@ -151,15 +132,15 @@ class FusedDecoder:
     def hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [M, H] for the head."""
         residual = self._embed(batch.token_ids)
-        x = residual if (first := self._layers[0].before_attention) is None else first(residual)
+        x = residual if (first := self._layers[0].before_attention) is None else rms_norm(residual, first)
         for index, layer in enumerate(self._layers):
             x = layer.attention(x, batch, self._memory)
             if layer.after_attention is not None:
-                x = layer.after_attention(x)
+                x = rms_norm(x, layer.after_attention)
             x, residual = _add(x, residual, layer.before_mlp)
             x = layer.mlp(x)
             if layer.after_mlp is not None:
-                x = layer.after_mlp(x)
+                x = rms_norm(x, layer.after_mlp)
             if index + 1 < len(self._layers):
                 x, residual = _add(x, residual, self._layers[index + 1].before_attention)
         return _add(x[batch.rows], residual[batch.rows], self._norm)[0]
@@ -172,12 +153,12 @@ class FusedDecoder:
         return logits
 
 
-def _add(x: torch.Tensor, residual: torch.Tensor, norm: _Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _add(x: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x + residual), x + residual)"""
     if norm is None:
         total = x + residual
         return total, total
-    return add_rms_norm(x, residual, norm.weight, norm.eps, **norm.rounding)
+    return add_rms_norm(x, residual, norm)
 
 
 # ---- from modules to parts ------------------------------------------------------------------------------------------
@@ -212,7 +193,7 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     norms = None
     if hasattr(module, "q_norm"):
         norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
-        if (norms[0].eps, norms[0].rounding) != (norms[1].eps, norms[1].rounding):
+        if norms[0][1:] != norms[1][1:]:  # all but the weights
             raise UnknownPartError(f"{type(module).__name__} normalises queries and keys in two ways")
     per_head = norms is not None and norms[0].weight.shape == (head_dim,)
     return _Attention(
@@ -273,7 +254,7 @@ def _cover(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
-def _norm(module: nn.Module) -> _Norm:
+def _norm(module: nn.Module) -> Norm:
     """The RMSNorm that a module is, told by what it makes of random numbers in the dtype of its weight."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -284,12 +265,12 @@ def _norm(module: nn.Module) -> _Norm:
     x, w = (torch.randn(n, len(weight), generator=generator).to(weight.dtype) for n in (7, 1))
     probe.weight = nn.Parameter(w[0], requires_grad=False)
     expected = probe(x)
-    candidates = [_Norm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
-    errors = [float((norm(x).float() - expected.float()).abs().mean()) for norm in candidates]
+    candidates = [Norm(w[0], eps, *kind) for kind in ((0.0, True), (0.0, False), (1.0, False))]
+    errors = [float((rms_norm(x, norm).float() - expected.float()).abs().mean()) for norm in candidates]
     best = candidates[errors.index(min(errors))]
     if min(errors) > 1e-3:
         raise UnknownPartError(f"{type(module).__name__} is no RMSNorm that is known")
-    return _Norm(weight, eps, best.offset, best.cast_first)
+    return Norm(weight, eps, best.offset, best.cast_first)
 
 
 class _Ropes:

@@ -66,7 +66,9 @@ class EngineLauncher:
         """Raise EngineDiedError, with the end of its log, if the process has ended."""
         code = self._process.poll()
         if code is not None:
-            raise EngineDiedError(f"the engine process ended with code {code}. Its log ends:\n{self._log_tail()}")
+            lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else ["(no log)"]
+            end = "\n".join(lines[-20:])
+            raise EngineDiedError(f"the engine process ended with code {code}. Its log ends:\n{end}")
 
     def close(self) -> None:
         """Ask the engine to end, for a few seconds, then make it. Safe to call twice."""
@@ -78,11 +80,6 @@ class EngineLauncher:
         finally:
             self._make_end()
             self.client.close()
-
-    def _log_tail(self, lines: int = 20) -> str:
-        if not self._log.exists():
-            return "(no log)"
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
 
 def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Popen:

@@ -33,7 +33,7 @@ from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
 from inflight.weights.cuda_ipc import uuid_of
-from inflight.weights.transports.accepted import AcceptedTransports
+from inflight.weights.transports import AcceptedTransports
 
 logger = logging.getLogger("inflight.engine")
 
@@ -153,17 +153,15 @@ class EngineProcess:
             message = decode_to_engine(parts[0])
             ticket = message.ticket
             reply = self._handle(sender, message)
-            brought_work = self._brings_work(message)
+            if isinstance(message, Call):
+                brought_work = self._verbs.brings_work(message)
+            else:
+                brought_work = not isinstance(message, Hello)
         except InflightError as error:
             reply = self._control.refusal(ticket, error)
         if reply is not None:
             self._control.send(sender, reply)
         return brought_work
-
-    def _brings_work(self, message: ToEngine) -> bool:
-        if isinstance(message, Call):
-            return self._verbs.brings_work(message)
-        return not isinstance(message, Hello)
 
     def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
         if isinstance(message, Call):

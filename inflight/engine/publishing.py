@@ -1,13 +1,12 @@
 """The engine's side of its publisher: who may publish, which slots it has, and what became of what it sent."""
 
-import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
+from inflight.core.errors import LayoutMismatchError, ProtocolError, PublisherConflictError
 from inflight.core.messages import (
     Attach,
     Attached,
@@ -22,9 +21,10 @@ from inflight.core.messages import (
 )
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.engine import Engine
+from inflight.weights.link import is_free
 from inflight.weights.slot_filler import Job, Result, SlotFiller
 from inflight.weights.slot_table import SlotTable
-from inflight.weights.transports.accepted import AcceptedTransports
+from inflight.weights.transports import AcceptedTransports
 
 FromPublisher = Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
 
@@ -51,7 +51,9 @@ class PublisherService:
         if isinstance(message, Attach):
             return self._attach(sender, message)
         if isinstance(message, Detach):
-            self._detach(sender, message)
+            if sender == self._seat.holder:
+                self._slot_table.withdraw(message.untouched)
+            self._seat.leave(sender)
             return None
         self._seat.check(sender)
         began_ns = now_ns()
@@ -118,11 +120,6 @@ class PublisherService:
             raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
         return self._engine.adapters.slot_table
 
-    def _detach(self, sender: bytes, message: Detach) -> None:
-        if sender == self._seat.holder:
-            self._slot_table.withdraw(message.untouched)
-        self._seat.leave(sender)
-
     # ---- what the slot filler does ------------------------------------------------------------------------------
 
     def _load(self, sender: bytes, job: Fill | SlotReady) -> None:
@@ -146,9 +143,11 @@ class PublisherService:
             self._loading.remove((result.slot_table, job.slot))
         is_from_holder = result.sender == self._seat.holder
         if isinstance(job, SlotReady) and is_from_holder and error is None:
-            error = self._try_ready(job)
-            if error is None:
+            try:
+                self._slot_table.ready(job)
                 return
+            except ProtocolError as overtaken:  # a newer version was announced while its checksum was compared
+                error = overtaken
         answer = Done(ticket=job.ticket) if error is None else self._control.refusal(job.ticket, error)
         if is_from_holder:
             self._control.send(result.sender, answer)
@@ -156,14 +155,6 @@ class PublisherService:
                 self._control.send(result.sender, SlotFree(slot=job.slot))
         elif self._seat.holder is not None and result.slot_table is self._slot_table and not isinstance(job, Prepare):
             self._control.send(self._seat.holder, SlotFree(slot=job.slot))  # the next publisher may have the slot
-
-    def _try_ready(self, job: SlotReady) -> InflightError | None:
-        """A newer version may have been announced while the checksum of this one was compared."""
-        try:
-            self._slot_table.ready(job)
-        except ProtocolError as overtaken:
-            return overtaken
-        return None
 
 
 class PublisherSeat:
@@ -181,8 +172,8 @@ class PublisherSeat:
     def take(self, sender: bytes, token: str) -> bytes | None:
         """Let a publisher have the seat; returns the one that had it and lost its lock, if any. Raises
         PublisherConflictError if another one lives."""
-        locked = self._is_locked()
-        by_lock = locked and token != "" and token == self._token()
+        locked = not is_free(self._file)
+        by_lock = locked and token != "" and token == os.pread(self._file, 64, 0).decode(errors="replace")
         if locked and not by_lock:
             raise PublisherConflictError(
                 "another publisher is attached to this engine (it holds the lock); close() it first"
@@ -201,14 +192,3 @@ class PublisherSeat:
         """Raises ProtocolError for messages of somebody else."""
         if sender != self.holder:
             raise ProtocolError("this publisher is not attached to the engine, or another took its place")
-
-    def _is_locked(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-        return False
-
-    def _token(self) -> str:
-        return os.pread(self._file, 64, 0).decode(errors="replace")

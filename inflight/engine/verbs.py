@@ -38,13 +38,13 @@ class Verbs:
     """The verbs of some objects."""
 
     def __init__(self, *owners: object):
-        self._methods: dict[str, Callable[..., Any]] = {}
-        self._decoders: dict[str, msgspec.msgpack.Decoder] = {}
-        for owner in owners:
-            for name, function in inspect.getmembers(type(owner), inspect.isfunction):
-                if function in _BRINGS_WORK:
-                    self._methods[name] = getattr(owner, name)
-                    self._decoders[name] = _arguments_decoder(self._methods[name])
+        self._methods: dict[str, Callable[..., Any]] = {
+            name: getattr(owner, name)
+            for owner in owners
+            for name, function in inspect.getmembers(type(owner), inspect.isfunction)
+            if function in _BRINGS_WORK
+        }
+        self._decoders = {name: _arguments_decoder(method) for name, method in self._methods.items()}
 
     def brings_work(self, call: Call) -> bool:
         return _BRINGS_WORK[self._methods[call.verb].__func__]

@@ -155,8 +155,7 @@ class PublishCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._publisher.publish()  # a checkpoint may have changed what the engine was launched with
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._publisher.publish()
+    on_step_end = on_train_begin
 
 
 def behavior_ratio(trainer_class: type) -> type:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ _WIDTH = 110
 
 def environment() -> dict[str, Any]:
     """Return command, commit, machine and versions, which a measured number must come with."""
+    import torch
+
     program = Path(sys.argv[0]).name
-    gpu = _gpu_name()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cores = len(os.sched_getaffinity(0))
+    machine = {"cpu": _cpu_name(), "cores": cores, "gpu": gpu, "system": platform.platform()}
     return {
         "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
-        "machine": {"cpu": _cpu_name(), "cores": _cores(), "gpu": gpu, "system": platform.platform()}
-        | ({"mps": mps_runs()} if gpu else {}),
+        "machine": machine | ({"mps": mps_runs()} if gpu else {}),
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
     }
@@ -72,22 +76,14 @@ def _commit() -> str | None:
     """Return the commit of this package's own checkout, with "-dirty" if something other than what benchmarks write was
     changed. Where there is only a copy, what INFLIGHT_COMMIT says."""
 
-    def git(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10
-        )
-
+    git = partial(subprocess.run, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10)
+    written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
     try:
-        commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-        written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
-        dirty = git("diff", "--quiet", "HEAD", "--", ":(top)", *written).returncode == 1
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        dirty = git(["git", "diff", "--quiet", "HEAD", "--", ":(top)", *written]).returncode == 1
     except (OSError, subprocess.TimeoutExpired):
         commit, dirty = "", False
     return commit + "-dirty" * dirty if commit else os.environ.get("INFLIGHT_COMMIT")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _cpu_name() -> str:
@@ -102,12 +98,6 @@ def mps_runs() -> bool:
     """Return whether processes here share a GPU by NVIDIA's Multi-Process Service: their kernels run side by side then,
     and in turn, a slice of time for each, without it."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
-
-
-def _gpu_name() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _version(package: str) -> str | None:

@@ -86,16 +86,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def _span_events(part: Part, began_ns: int) -> Iterator[Event]:
     for span in part.spans:
-        yield {
-            "ph": "X",
-            "cat": "inflight",
-            "name": span.name,
-            "pid": part.pid,
-            "tid": span.thread,
-            "ts": (span.began_ns - began_ns) / 1e3,
-            "dur": (span.ended_ns - span.began_ns) / 1e3,
-            "args": span.details,
-        }
+        begin, end = (span.began_ns - began_ns) / 1e3, (span.ended_ns - began_ns) / 1e3
+        yield _shown(span, "inflight", part.pid, span.thread, begin, end)
 
 
 def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
@@ -161,16 +153,12 @@ def _on_streams(spans: Iterable[Span], events: Iterable[Event], began_ns: int) -
                 known = extent.get(stream, (begin, end))
                 extent[stream] = (min(known[0], begin), max(known[1], end))
         for (pid, tid), (begin, end) in extent.items():
-            yield {
-                "ph": "X",
-                "cat": "gpu_user_annotation",
-                "name": span.name,
-                "pid": pid,
-                "tid": tid,
-                "ts": begin,
-                "dur": end - begin,
-                "args": span.details,
-            }
+            yield _shown(span, "gpu_user_annotation", pid, tid, begin, end)
+
+
+def _shown(span: Span, category: str, pid: int, tid: int, begin: float, end: float) -> Event:
+    where = {"ph": "X", "cat": category, "name": span.name, "pid": pid, "tid": tid}
+    return where | {"ts": begin, "dur": end - begin, "args": span.details}
 
 
 def _clip(event: Event, end_us: float) -> bool:

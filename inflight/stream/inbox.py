@@ -57,9 +57,8 @@ class Inbox:
     ):
         """on_group: is given a group that has finished and is not reserved, and returns whether it is ready now; if it
         is not, somebody calls `ready` later. on_removed: is given the ids of groups that are not outstanding any more,
-        by whichever thread took them. check_engine: raises if the engine is known to be dead. ask_engine: raises if the
-        engine does not answer; it is given the seconds for which nothing has come. But for on_removed the inbox's
-        thread calls them all."""
+        by whichever thread took them; the inbox's thread calls all others. check_engine: raises if the engine is known
+        to be dead. ask_engine: raises if it does not answer; it is given the seconds for which nothing has come."""
         self._reader = StreamReader(endpoint)
         self._assembler = Assembler()
         self._on_frame, self._on_group, self._on_removed = on_frame, on_group, on_removed

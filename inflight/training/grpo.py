@@ -17,8 +17,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
 from inflight.session import LaunchedEngine
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.dropped import Dropped
-from inflight.training.data.scored_groups import group_advantages, measure_consumed
+from inflight.training.data.scored_groups import Dropped, group_advantages, measure_consumed
 from inflight.training.data.scoring import Score, Scorer
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.model.forward import token_logprobs
@@ -28,13 +27,7 @@ from inflight.training.objective.probe import VersionProbe
 from inflight.training.objective.statistics import LossStats
 from inflight.training.reference import ReferenceScorer, reference_scorer
 from inflight.training.report import StepReport
-from inflight.training.schedules import (
-    ROLLOUT_SCHEDULES,
-    Admission,
-    Example,
-    RolloutSchedule,
-    WeightPublisher,
-)
+from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example, RolloutSchedule, WeightPublisher
 from inflight.training.step import check_finite, clip_and_step
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import TokenStaleness
-from inflight.training.data.dropped import Dropped
+from inflight.training.data.scored_groups import Dropped
 from inflight.training.objective.probe import RatioCauses
 from inflight.training.objective.statistics import LossStats, known
 

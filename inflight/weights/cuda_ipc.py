@@ -1,8 +1,5 @@
-"""Slots in device memory, shared by CUDA IPC between processes on one GPU.
-
-One handle per slot is exported when a publisher attaches; a publish re-exports nothing. The publisher's thread waits
-until its copy is done on the device before it announces a version: the engine's stream never waits for the trainer's.
-"""
+"""Slots in device memory, shared by CUDA IPC. One handle per slot is exported when a publisher attaches; a publish
+re-exports nothing."""
 
 import os
 from typing import Any
@@ -46,7 +43,12 @@ class CudaSlot:
         memory."""
         uuid, nbytes, handle, storage_bytes, offset, *events = msgspec.structs.astuple(descriptor)
         view = torch.Tensor, (nbytes,), (1,), 0
-        storage = torch.UntypedStorage, torch.uint8, _device_with_uuid(uuid), handle, storage_bytes, offset, False
+        devices = {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+        if uuid not in devices:
+            raise ProtocolError(
+                f"the engine's slots are on GPU {uuid}, which this process does not see; check CUDA_VISIBLE_DEVICES"
+            )
+        storage = torch.UntypedStorage, torch.uint8, devices[uuid], handle, storage_bytes, offset, False
         try:
             return rebuild_cuda_tensor(*view, *storage, *events)
         except RuntimeError as error:
@@ -84,12 +86,3 @@ def use_own_stream(device: torch.device) -> None:
 def uuid_of(device: torch.device) -> str:
     """Return the name of a GPU, which is the same in every process whatever its number there; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def _device_with_uuid(uuid: str) -> int:
-    for index in range(torch.cuda.device_count()):
-        if uuid_of(torch.device("cuda", index)) == uuid:
-            return index
-    raise ProtocolError(
-        f"the engine's slots are on GPU {uuid}, which this process does not see; check CUDA_VISIBLE_DEVICES"
-    )

@@ -174,7 +174,7 @@ class EngineLink:
         """Raise what `address.check` does, or EngineDiedError if the engine runs on this machine and does not live."""
         self.address.check()
         with self._files:
-            dead = self._alive_file is not None and _is_free(self._alive_file)
+            dead = self._alive_file is not None and is_free(self._alive_file)
         if dead:
             raise EngineDiedError(f"the engine at {self.address.endpoint} has ended")
 
@@ -290,8 +290,8 @@ def _open(path: str) -> int | None:
         return None
 
 
-def _is_free(file: int) -> bool:
-    """Whether nobody holds the lock on a file, which then has ended: the kernel frees it."""
+def is_free(file: int) -> bool:
+    """Returns whether nobody holds the lock on a file; the kernel frees it when its holder ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -87,17 +87,13 @@ class PeftSource(ModelSource):
         return Offer(adapter_layout, adapters=True)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        if next(iter(views)).endswith((".lora_A", ".lora_B")):
-            self._fill_adapters(views)
-        else:
+        name, view = next(iter(views.items()))
+        if not name.endswith((".lora_A", ".lora_B")):
             self._fill_merged(views)
-
-    def _fill_adapters(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Copy adapters without a walk over the model, which takes longer than the copy."""
-        key = id(next(iter(views.values())))
-        if key not in self._copies:
-            self._copies[key] = self._copies_to(views)
-        self._copies[key].run([factor for part in self._parts for factor in (1.0, part.scale)])
+            return
+        if id(view) not in self._copies:  # a walk over the model takes longer than the copy
+            self._copies[id(view)] = self._copies_to(views)
+        self._copies[id(view)].run([factor for part in self._parts for factor in (1.0, part.scale)])
 
     @torch.no_grad()
     def _copies_to(self, views: Mapping[str, torch.Tensor]) -> ScaledCopies:

@@ -65,17 +65,16 @@ class Publisher:
     ):
         """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
         each `publish()` that is handed none.
-        transport: `Slots()` by default, which writes to the slots of a single engine directly; all else goes through a
-        staging buffer, which takes up to three times the memory of the weights on the trainer's device.
+        transport: `Slots()` by default, which writes to the slots of a single engine directly, unless it has only one
+        and the weights are checked or handed over; all else goes through a staging buffer, which takes up to three
+        times the memory of the weights on the trainer's device.
         check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
         `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
         WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
-        weights that they have. So that one with a single slot can do that, versions that are checked so, or handed
-        over, go through a staging buffer to it, too.
-        timeout_s: an engine that is waited for and says nothing for so long hangs (EngineHungError). It has to be
-        longer than the longest forward pass. slot_timeout_s: how long a single engine that answers may keep all of its
-        slots, while requests are pinned to versions (EngineBusyError); transports have bounds of their own for several.
-        After one of these errors every call raises it again.
+        weights that they have.
+        timeout_s: an engine that says nothing for so long hangs (EngineHungError); it has to be longer than the longest
+        forward pass. slot_timeout_s: how long a single engine that answers may keep all of its slots, while requests
+        are pinned to versions (EngineBusyError). After one of these errors every call raises it again.
         """
         transport = transport or Slots()
         self._check_finite, self._timeout_s = check_finite, timeout_s
@@ -145,15 +144,13 @@ class Publisher:
     def publish(self, weights: Weights | None = None) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
 
-        An engine draws with it from one of its next forward passes on. A version that could not be copied yet when this
-        one is called is dropped: the latest wins. Raises what made an earlier publish fail, or InflightError if the
-        publisher is closed.
+        A version that could not be copied yet when this one is called is dropped: the latest wins. Raises what made an
+        earlier publish fail, or InflightError if the publisher is closed.
 
         weights, of a publisher without a model: pairs of a name and a tensor (an iterator may gather one after
         another, on all ranks), a mapping, or the path of a checkpoint in safetensors. They are copied in this thread,
-        one tensor after another, and may change when this returns; on a GPU its stream has been waited for. While the
-        engine has no slot for them (as requests are pinned to versions, for example) this waits. All of the
-        engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
+        once the engine has a slot for them, and may change when this returns; on a GPU its stream has been waited for.
+        All of the engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
         LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming what is wrong; then nothing was published.
         """
         if isinstance(self._source, NamedSource):

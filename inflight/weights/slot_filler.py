@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
@@ -44,11 +43,10 @@ class SlotFiller:
         self._receiver: Receiver | None = None
         self._holds: dict[int, int] = {}
         """Maps a slot to the version that it was filled with here, which can be the base of a delta."""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="inflight-slot-filler", daemon=True)
 
     def submit(self, sender: bytes, job: Job) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="inflight-slot-filler", daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
         self._jobs.put((sender, job))
 
@@ -56,8 +54,7 @@ class SlotFiller:
         """The publisher is gone. Jobs that have not begun end with an error; one that waits for the publisher goes on
         until it notices, which another publisher's jobs need not wait for."""
         self._retired = True
-        if self._thread is not None:
-            self._jobs.put(None)
+        self._jobs.put(None)
 
     def _run(self) -> None:
         use_own_stream(self._device)
@@ -80,11 +77,13 @@ class SlotFiller:
         match job:
             case Prepare():
                 receiver = self._get_receiver()
+                if receiver.setup is None:
+                    raise ProtocolError("the transport does not prepare")
                 receiver.prepare(_decode(job.setup, receiver.setup))
             case Fill():
                 self._fill(job)
             case SlotReady():
-                self._compare(job.slot, job.version, job.checksum)
+                self._compare(job)
 
     def _get_receiver(self) -> Receiver:
         if self._receiver is None:
@@ -108,19 +107,18 @@ class SlotFiller:
             if base != job.slot:
                 slot.copy_(self._slots[base].buffer)
             delta.apply(slot, changes)
-        self._compare(job.slot, job.version, job.checksum)
+        self._compare(job)
         self._holds[job.slot] = job.version
 
-    def _compare(self, slot: int, version: int, expected: int | None) -> None:
-        found = checksum(self._slots[slot].buffer)
-        if found != expected:
+    def _compare(self, job: Fill | SlotReady) -> None:
+        found = checksum(self._slots[job.slot].buffer)
+        if found != job.checksum:
             raise ChecksumError(
-                f"slot {slot} does not hold version {version}: its checksum is {found:016x}, expected {expected:016x}"
+                f"slot {job.slot} does not hold version {job.version}: its checksum is {found:016x}, "
+                f"expected {job.checksum:016x}"
             )
 
 
-def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct] | None) -> Any:
+def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct]) -> msgspec.Struct:
     """Read what the sender of a transport says. Raises ProtocolError."""
-    if expected is None:
-        raise ProtocolError("the transport does not prepare")
     return read(msgspec.msgpack.Decoder(expected), raw)

@@ -151,11 +151,11 @@ class StagingBuffer:
             arriving = list(self._arriving)
             newest, self._newest = self._newest, None
         for engine, transport in arriving:
-            shared = [] if transport.writes_to_slots else [s for own, s in self._senders if own == transport]
-            if not shared:
-                shared = [transport.sender()]
-                self._senders.append((transport, shared[0]))
-            shared[0].add(engine)
+            equal = (s for settings, s in self._senders if settings == transport and not transport.writes_to_slots)
+            sender = next(equal, None) or transport.sender()
+            sender.add(engine)
+            if (transport, sender) not in self._senders:
+                self._senders.append((transport, sender))
             with self._condition:
                 self._arriving.remove((engine, transport))
         if newest is None:

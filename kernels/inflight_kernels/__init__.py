@@ -9,12 +9,13 @@ from inflight_kernels.copy import ScaledCopies, copy_all
 from inflight_kernels.linear import linear
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
-from inflight_kernels.normalization import add_rms_norm, rms_norm
+from inflight_kernels.normalization import Norm, add_rms_norm, rms_norm
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
 
 __all__ = [
+    "Norm",
     "ScaledCopies",
     "add_lora",
     "add_rms_norm",

@@ -7,6 +7,7 @@ rounded. N rows, K of them with a sampling mask, H hidden size, V vocabulary, C 
 import torch
 import torch.nn.functional as F
 
+from inflight_kernels._sampling_mask import Head, Rows, Split
 from inflight_kernels.linear import linear
 
 ROWS = 4096
@@ -18,13 +19,7 @@ ENTRIES = 2048
 
 
 def dense_forward(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    tokens_N: torch.Tensor,
-    temperatures_N: torch.Tensor,
-    softcap: float | None,
-    entropy: bool,
+    hidden_NH: torch.Tensor, head: Head, tokens_N: torch.Tensor, temperatures_N: torch.Tensor, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
     lowest = torch.finfo(temperatures_N.dtype).min
@@ -34,11 +29,10 @@ def dense_forward(
     for first in range(0, len(hidden_NH), ROWS):
         rows = slice(first, first + ROWS)
         peak, total, moment, chosen = peaks_N[rows], totals_N[rows], moments_N[rows], chosen_N[rows]
-        for begin in range(0, len(weight_VH), COLUMNS):
-            columns = slice(begin, begin + COLUMNS)
-            z_NC = _logits(hidden_NH[rows], weight_VH[columns], None if bias_V is None else bias_V[columns])
-            if softcap is not None:
-                z_NC.div_(softcap).tanh_().mul_(softcap)
+        for begin in range(0, len(head.weight_VH), COLUMNS):
+            z_NC = _logits(hidden_NH[rows], head.columns(slice(begin, begin + COLUMNS)))
+            if head.softcap is not None:
+                z_NC.div_(head.softcap).tanh_().mul_(head.softcap)
             z_NC.div_(temperatures_N[rows, None])
             row, column = _hits(tokens_N[rows], begin, z_NC.shape[1])
             chosen[row] = z_NC[row, column]
@@ -61,36 +55,23 @@ def dense_forward(
     return chosen_N - lses_N, lses_N, log_totals_N - moments_N / totals_N if entropy else None
 
 
-def grad_logits(
-    hidden_NH: torch.Tensor,
-    weight_CH: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    softcap: float | None,
-    begin: int,
-    tokens_N: torch.Tensor,
-    temperatures_N: torch.Tensor,
-    lses_N: torch.Tensor,
-    grad_logprobs_N: torch.Tensor,
-    entropies_N: torch.Tensor | None,
-    grad_entropies_N: torch.Tensor | None,
-) -> torch.Tensor:
-    """Gradient [N, C] of the logits of the vocabulary from `begin` on; `grad_logprobs` and `grad_entropies` are already
-    over τ."""
-    z_NC = _logits(hidden_NH, weight_CH, bias_C)
+def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) -> torch.Tensor:
+    """Gradient [N, C] of the logits of the piece of the vocabulary from `begin` on."""
+    z_NC = _logits(hidden_NH, piece)
     tanh_NC = None
-    if softcap is not None:
-        tanh_NC = z_NC.div_(softcap).tanh_()
-        z_NC = tanh_NC * softcap
-    logprobs_NC = z_NC.div_(temperatures_N[:, None]).sub_(lses_N[:, None])
-    if entropies_N is not None and grad_entropies_N is not None:
+    if piece.softcap is not None:
+        tanh_NC = z_NC.div_(piece.softcap).tanh_()
+        z_NC = tanh_NC * piece.softcap
+    logprobs_NC = z_NC.div_(rows.temperatures[:, None]).sub_(rows.lses[:, None])
+    if rows.entropies is not None and rows.grad_entropies is not None:
         probs_NC = logprobs_NC.exp()
         logprobs_NC.clamp_(min=-1e30)  # a logit of −∞ has p log p = 0
-        grad_NC = logprobs_NC.add_(entropies_N[:, None]).mul_(-grad_entropies_N[:, None])
-        grad_NC.sub_(grad_logprobs_N[:, None]).mul_(probs_NC)
+        grad_NC = logprobs_NC.add_(rows.entropies[:, None]).mul_(-rows.grad_entropies[:, None])
+        grad_NC.sub_(rows.grad_logprobs[:, None]).mul_(probs_NC)
     else:
-        grad_NC = logprobs_NC.exp_().mul_(-grad_logprobs_N[:, None])
-    row, column = _hits(tokens_N, begin, grad_NC.shape[1])
-    grad_NC[row, column] += grad_logprobs_N[row]
+        grad_NC = logprobs_NC.exp_().mul_(-rows.grad_logprobs[:, None])
+    row, column = _hits(rows.tokens, begin, grad_NC.shape[1])
+    grad_NC[row, column] += rows.grad_logprobs[row]
     return grad_NC if tanh_NC is None else grad_NC.mul_(tanh_NC.square_().neg_().add_(1))
 
 
@@ -102,27 +83,25 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 
 def masked_forward(
     hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
+    head: Head,
     tokens_K: torch.Tensor,
     temperatures_K: torch.Tensor,
-    softcap: float | None,
     entropy: bool,
-    token_ids_E: torch.Tensor,
-    offsets: torch.Tensor,
-    row_E: torch.Tensor,
+    split: Split,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(log-probabilities, logsumexps of scaled logits, entropies or None), each [K], and logits [E]."""
-    dtype = temperatures_K.dtype
+    dtype, token_ids_E, row_E = temperatures_K.dtype, split.token_ids, split.row_E
+    assert token_ids_E is not None
+    assert row_E is not None
     logits_E = torch.empty(len(token_ids_E), dtype=dtype)
     for begin in range(0, len(token_ids_E), ENTRIES):
         entries = slice(begin, begin + ENTRIES)
-        gathered_EH = weight_VH[token_ids_E[entries]].to(dtype)
+        gathered_EH = head.weight_VH[token_ids_E[entries]].to(dtype)
         torch.sum(gathered_EH.mul_(hidden_KH[row_E[entries]]), 1, out=logits_E[entries])
-    if bias_V is not None:
-        logits_E += bias_V[token_ids_E]
-    if softcap is not None:
-        logits_E.div_(softcap).tanh_().mul_(softcap)
+    if head.bias_V is not None:
+        logits_E += head.bias_V[token_ids_E]
+    if head.softcap is not None:
+        logits_E.div_(head.softcap).tanh_().mul_(head.softcap)
     scaled_E = logits_E / temperatures_K[row_E]
     chosen_K = torch.full_like(temperatures_K, torch.nan)
     hit_E = token_ids_E == tokens_K[row_E]
@@ -160,9 +139,10 @@ def segment_sum(
     )
 
 
-def _logits(hidden_NH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None) -> torch.Tensor:
+def _logits(hidden_NH: torch.Tensor, piece: Head) -> torch.Tensor:
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-    return linear(hidden_NH.to(dtype), weight_CH.to(dtype), None if bias_C is None else bias_C.to(dtype))
+    bias_C = None if piece.bias_V is None else piece.bias_V.to(dtype)
+    return linear(hidden_NH.to(dtype), piece.weight_VH.to(dtype), bias_C)
 
 
 def _hits(tokens_N: torch.Tensor, begin: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels._masked_logprob_triton import LOWEST, capped, fast_exp, masked_forward, segment_sum
+from inflight_kernels._sampling_mask import Head, Rows
 
 __all__ = ["COLUMNS", "ROWS", "add_product", "dense_forward", "grad_logits", "masked_forward", "segment_sum"]
 
@@ -171,16 +172,10 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def dense_forward(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    tokens_N: torch.Tensor,
-    temperatures_N: torch.Tensor,
-    softcap: float | None,
-    entropy: bool,
+    hidden_NH: torch.Tensor, head: Head, tokens_N: torch.Tensor, temperatures_N: torch.Tensor, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
-    rows, vocabulary = len(hidden_NH), len(weight_VH)
+    rows, vocabulary = len(hidden_NH), len(head.weight_VH)
     constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=True)
     num_tiles = triton.cdiv(vocabulary, constants["BLOCK_V"])
     chosen_N = torch.full_like(temperatures_N, torch.nan)
@@ -190,8 +185,8 @@ def dense_forward(
         launch: Any = forward_kernel[(triton.cdiv(rows, constants["BLOCK_N"]) * num_tiles,)]
         launch(
             hidden_NH,
-            weight_VH,
-            bias_V,
+            head.weight_VH,
+            head.bias_V,
             tokens_N,
             temperatures_N,
             chosen_N,
@@ -199,11 +194,11 @@ def dense_forward(
             totals,
             moments,
             hidden_NH.stride(0),
-            weight_VH.stride(0),
+            head.weight_VH.stride(0),
             rows,
             vocabulary,
             H=hidden_NH.shape[1],
-            SOFTCAP=softcap,
+            SOFTCAP=head.softcap,
             **constants,
         )
     peak_N = peaks.amax(0)
@@ -218,44 +213,28 @@ def dense_forward(
     return chosen_N - lse_N, lse_N, entropies_N
 
 
-def grad_logits(
-    hidden_NH: torch.Tensor,
-    weight_CH: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    softcap: float | None,
-    begin: int,
-    tokens_N: torch.Tensor,
-    temperatures_N: torch.Tensor,
-    lses_N: torch.Tensor,
-    grad_logprobs_N: torch.Tensor,
-    entropies_N: torch.Tensor | None,
-    grad_entropies_N: torch.Tensor | None,
-) -> torch.Tensor:
-    """Gradient [N, C] of the logits of the vocabulary from `begin` on, in the dtype of the weight; `grad_logprobs` and
-    `grad_entropies` are already over τ."""
-    rows, columns = len(hidden_NH), len(weight_CH)
-    grad_NC = weight_CH.new_empty(rows, columns)
-    constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=softcap is None)
-    grid = triton.cdiv(rows, constants["BLOCK_N"]) * triton.cdiv(columns, constants["BLOCK_V"])
+def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) -> torch.Tensor:
+    """Gradient [N, C] of the logits of the piece of the vocabulary from `begin` on, in the dtype of the weight."""
+    num_rows, num_columns = len(hidden_NH), len(piece.weight_VH)
+    grad_NC = piece.weight_VH.new_empty(num_rows, num_columns)
+    constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=piece.softcap is None)
+    grid = triton.cdiv(num_rows, constants["BLOCK_N"]) * triton.cdiv(num_columns, constants["BLOCK_V"])
     launch: Any = grad_logits_kernel[(grid,)]
     launch(
         hidden_NH,
-        weight_CH,
-        bias_C,
-        tokens_N,
-        temperatures_N,
-        lses_N,
-        grad_logprobs_N,
-        entropies_N if grad_entropies_N is not None else None,
-        grad_entropies_N,
+        piece.weight_VH,
+        piece.bias_V,
+        *rows[:4],
+        rows.entropies if rows.grad_entropies is not None else None,
+        rows.grad_entropies,
         grad_NC,
         hidden_NH.stride(0),
-        weight_CH.stride(0),
-        rows,
-        columns,
+        piece.weight_VH.stride(0),
+        num_rows,
+        num_columns,
         begin,
         H=hidden_NH.shape[1],
-        SOFTCAP=softcap,
+        SOFTCAP=piece.softcap,
         **constants,
     )
     return grad_NC

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._sampling_mask import Head, Split
+
 BLOCK_S: Any = 16
 BLOCK_K: Any = 128
 """Entries and columns that a program of a masked row reads at a time."""
@@ -128,39 +130,35 @@ def segment_sum_kernel(
 
 def masked_forward(
     hidden_KH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
+    head: Head,
     tokens_K: torch.Tensor,
     temperatures_K: torch.Tensor,
-    softcap: float | None,
     entropy: bool,
-    token_ids_E: torch.Tensor,
-    offsets: torch.Tensor,
-    row_E: torch.Tensor,
+    split: Split,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(log-probabilities, logsumexps of scaled logits, entropies or None), each [K], and logits [E]."""
-    del row_E  # a program has one row
-    logits_E = temperatures_K.new_empty(len(token_ids_E))
+    assert split.token_ids is not None
+    logits_E = temperatures_K.new_empty(len(split.token_ids))
     logprobs_K, lses_K = torch.empty_like(temperatures_K), torch.empty_like(temperatures_K)
     entropies_K = torch.empty_like(temperatures_K) if entropy else None
     launch: Any = masked_kernel[(len(hidden_KH),)]
     launch(
         hidden_KH,
-        weight_VH,
-        bias_V,
+        head.weight_VH,
+        head.bias_V,
         tokens_K,
         temperatures_K,
-        token_ids_E,
-        offsets,
+        split.token_ids,
+        split.offsets,
         logits_E,
         logprobs_K,
         lses_K,
         entropies_K,
         hidden_KH.stride(0),
-        weight_VH.stride(0),
-        V=len(weight_VH),
+        head.weight_VH.stride(0),
+        V=len(head.weight_VH),
         H=hidden_KH.shape[1],
-        SOFTCAP=softcap,
+        SOFTCAP=head.softcap,
         BLOCK_S=BLOCK_S,
         BLOCK_K=BLOCK_K,
     )

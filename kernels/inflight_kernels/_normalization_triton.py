@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels.normalization import Norm
+
 
 @triton.jit
 def weigh(normed, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
@@ -44,53 +46,30 @@ def rms_norm_kernel(
     tl.store(y + row * D + columns, weigh(normed, w, offset, y.dtype.element_ty, CAST_FIRST), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast_first: bool) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, y, None, eps, offset, cast_first)
-    return y
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast_first: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    s = torch.empty_like(y)
-    _launch(x, residual, weight, y, s, eps, offset, cast_first)
-    return y, s
-
-
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    y: torch.Tensor,
-    s: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    cast_first: bool,
-) -> None:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, s); without a residual s is x."""
     rows, width = x.shape
-    if not rows:
-        return
     x = x if x.stride(1) == 1 else x.contiguous()
-    stride_residual = 0
+    y, s, stride_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device), None, 0
     if residual is not None:
         residual = residual if residual.stride(1) == 1 else residual.contiguous()
-        stride_residual = residual.stride(0)
-    block = triton.next_power_of_2(width)
-    launch: Any = rms_norm_kernel[(rows,)]
-    launch(
-        x,
-        residual,
-        weight,
-        y,
-        s,
-        x.stride(0),
-        stride_residual,
-        eps,
-        offset,
-        D=width,
-        BLOCK=block,
-        CAST_FIRST=cast_first,
-        num_warps=min(max(block // 512, 1), 16),
-    )
+        s, stride_residual = torch.empty_like(y), residual.stride(0)
+    if rows:
+        block = triton.next_power_of_2(width)
+        launch: Any = rms_norm_kernel[(rows,)]
+        launch(
+            x,
+            residual,
+            norm.weight,
+            y,
+            s,
+            x.stride(0),
+            stride_residual,
+            norm.eps,
+            norm.offset,
+            D=width,
+            BLOCK=block,
+            CAST_FIRST=norm.cast_first,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return y, x if s is None else s

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels._normalization_triton import weigh
+from inflight_kernels.normalization import Norm
 
 
 @triton.jit
@@ -132,17 +133,15 @@ def rope_and_cache(
     *,
     q_heads: int,
     kv_heads: int,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    offset: float,
-    cast_first: bool,
+    norms: tuple[Norm, Norm] | None,
 ) -> torch.Tensor:
     tokens, head_dim = qkv.shape[0], k_cache.shape[3]
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     q = torch.empty(tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
+    q_norm, k_norm = (norms[0].weight, norms[1].weight) if norms else (None, None)
+    eps, offset, cast_first = norms[0][1:] if norms else (0.0, 0.0, True)
     block_q, block_d = triton.next_power_of_2(q_heads), triton.next_power_of_2(head_dim)
     launch: Any = rope_and_cache_kernel[(tokens,)]
     launch(

@@ -1,15 +1,39 @@
-"""Finds the rows of `linear_logprob` that have a sampling mask, and checks the masks.
+"""What the parts of `linear_logprob` hand each other. Finds the rows that have a sampling mask, and checks the masks.
 
-N rows, of which K have a sampling mask; E token ids in all masks.
+N rows, of which K have a sampling mask; V vocabulary, E token ids in all masks.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Head(NamedTuple):
+    """The output layer, or some columns of its vocabulary."""
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    softcap: float | None
+
+    def columns(self, columns: slice) -> "Head":
+        return Head(self.weight_VH[columns], None if self.bias_V is None else self.bias_V[columns], self.softcap)
+
+
+class Rows(NamedTuple):
+    """What the gradient of the logits depends on, each [N]. The gradients of the loss are already over τ."""
+
+    tokens: torch.Tensor
+    temperatures: torch.Tensor
+    lses: torch.Tensor
+    grad_logprobs: torch.Tensor
+    entropies: torch.Tensor | None
+    grad_entropies: torch.Tensor | None
+
+    def take(self, rows: slice | torch.Tensor) -> "Rows":
+        return Rows._make(value if value is None else value[rows] for value in self)
+
+
+class Split(NamedTuple):
     """The rows that are over the whole vocabulary and those that have a mask; None where there are none."""
 
     dense: slice | torch.Tensor | None = None

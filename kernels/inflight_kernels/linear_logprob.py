@@ -12,15 +12,13 @@ Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"). Wit
 N rows, of which K have a sampling mask; H hidden size, V vocabulary, C columns of one piece of it, E ids in all masks.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from inflight_kernels._sampling_mask import Split, split_rows
+from inflight_kernels._sampling_mask import Head, Rows, Split, split_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -167,19 +165,18 @@ class LinearLogprobs(torch.autograd.Function):
         split: Split,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         backend = _backend(hidden_NH.device)
+        head = Head(weight_VH, bias_V, softcap)
         logprobs_N, lses_N = torch.empty_like(temperatures_N), torch.empty_like(temperatures_N)
         entropies_N = torch.empty_like(temperatures_N) if entropy else None
         logits_E = None
         for rows, is_dense in ((split.dense, True), (split.masked, False)):
             if rows is None:
                 continue
-            arguments = (hidden_NH[rows], weight_VH, bias_V, tokens_N[rows], temperatures_N[rows], softcap, entropy)
+            arguments = (hidden_NH[rows], head, tokens_N[rows], temperatures_N[rows], entropy)
             if is_dense:
                 logprobs, lses, entropies = backend.dense_forward(*arguments)
             else:
-                logprobs, lses, entropies, logits_E = backend.masked_forward(
-                    *arguments, split.token_ids, split.offsets, split.row_E
-                )
+                logprobs, lses, entropies, logits_E = backend.masked_forward(*arguments, split)
             logprobs_N[rows], lses_N[rows] = logprobs, lses
             if entropies_N is not None:
                 entropies_N[rows] = entropies
@@ -192,44 +189,41 @@ class LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, tokens_N, temperatures_N, lses_N, entropies_N, logits_E = ctx.saved_tensors
-        softcap, split = ctx.softcap, ctx.split
+        head, split = Head(weight_VH, bias_V, ctx.softcap), ctx.split
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         backend = _backend(hidden_NH.device)
         dtype = temperatures_N.dtype
         # Gradients of the loss over τ: with u = z / τ, d loss / dz is d loss / du over τ.
         grad_logprobs_N = torch.zeros_like(temperatures_N) if grads[0] is None else grads[0] / temperatures_N
         grad_entropies_N = None if grads[1] is None else grads[1] / temperatures_N
-        row_values: tuple[Any, ...] = (tokens_N, temperatures_N, lses_N, grad_logprobs_N, entropies_N, grad_entropies_N)
+        all_rows = Rows(tokens_N, temperatures_N, lses_N, grad_logprobs_N, entropies_N, grad_entropies_N)
 
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
         grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
         by_token = None
         if split.masked is not None:
-            grad_E = _masked_grad_logits(logits_E, split, softcap, *_take(row_values, split.masked))
+            grad_E = _masked_grad_logits(logits_E, split, ctx.softcap, all_rows.take(split.masked))
             if grad_hidden_NH is not None:
-                grad_hidden_NH[split.masked] = backend.segment_sum(
-                    grad_E, weight_VH, split.token_ids, split.offsets
-                ).to(hidden_NH.dtype)
-            by_token = _ByToken.sort(grad_E, split, hidden_NH[split.masked], len(weight_VH))
+                grad_KH = backend.segment_sum(grad_E, weight_VH, split.token_ids, split.offsets)
+                grad_hidden_NH[split.masked] = grad_KH.to(hidden_NH.dtype)
+            by_token = _ByToken.sort(backend, grad_E, split, hidden_NH[split.masked], len(weight_VH))
 
         dense = slice(0) if split.dense is None else split.dense
-        dense_NH, dense_values = hidden_NH[dense], _take(row_values, dense)
+        dense_NH, dense_rows = hidden_NH[dense], all_rows.take(dense)
         grad_dense_NH = dense_NH.new_zeros(dense_NH.shape, dtype=dtype) if wants_hidden else None
         for begin in range(0, len(weight_VH), backend.COLUMNS):
             columns = slice(begin, begin + backend.COLUMNS)
-            weight_CH, bias_C = weight_VH[columns], None if bias_V is None else bias_V[columns]
+            piece = head.columns(columns)
             grad_CH = grad_C = None
             if by_token is not None:
-                grad_CH = by_token.grad_weight(backend, columns) if wants_weight else None
-                grad_C = by_token.grad_bias(backend, columns) if wants_bias else None
+                grad_CH = by_token.sum(by_token.hidden_KH, columns) if wants_weight else None
+                grad_C = by_token.sum(torch.ones_like(by_token.hidden_KH[:, :1]), columns)[:, 0] if wants_bias else None
             for first in range(0, len(dense_NH), backend.ROWS):
                 rows = slice(first, first + backend.ROWS)
-                grad_NC = backend.grad_logits(
-                    dense_NH[rows], weight_CH, bias_C, softcap, begin, *_take(dense_values, rows)
-                )
+                grad_NC = backend.grad_logits(dense_NH[rows], piece, begin, dense_rows.take(rows))
                 if grad_dense_NH is not None:
-                    backend.add_product(grad_dense_NH[rows], grad_NC, weight_CH)
+                    backend.add_product(grad_dense_NH[rows], grad_NC, piece.weight_VH)
                 if wants_weight:
                     grad_CH = backend.add_product(grad_CH, grad_NC.T, dense_NH[rows])
                 if wants_bias:
@@ -245,40 +239,25 @@ class LinearLogprobs(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
-def _take(values: Sequence[Any], rows: slice | torch.Tensor) -> tuple[Any, ...]:
-    return tuple(value if value is None else value[rows] for value in values)
-
-
-def _masked_grad_logits(
-    logits_E: torch.Tensor,
-    split: Split,
-    softcap: float | None,
-    tokens_K: torch.Tensor,
-    temperatures_K: torch.Tensor,
-    lses_K: torch.Tensor,
-    grad_logprobs_K: torch.Tensor,
-    entropies_K: torch.Tensor | None,
-    grad_entropies_K: torch.Tensor | None,
-) -> torch.Tensor:
-    """Gradient of the logits of all masks, in the order of their ids; `grad_logprobs` and `grad_entropies` are
-    already over τ."""
+def _masked_grad_logits(logits_E: torch.Tensor, split: Split, softcap: float | None, rows: Rows) -> torch.Tensor:
+    """Gradient of the logits of all masks, in the order of their ids."""
     assert split.row_E is not None
     row_E = split.row_E
-    logprobs_E = logits_E / temperatures_K[row_E] - lses_K[row_E]
+    logprobs_E = logits_E / rows.temperatures[row_E] - rows.lses[row_E]
     probs_E = logprobs_E.exp()
-    coefficient_E = grad_logprobs_K[row_E]
-    hit_E = torch.where(split.token_ids == tokens_K[row_E], coefficient_E, 0.0)
-    if entropies_K is not None and grad_entropies_K is not None:
-        coefficient_E = coefficient_E + grad_entropies_K[row_E] * (logprobs_E + entropies_K[row_E])
+    coefficient_E = rows.grad_logprobs[row_E]
+    hit_E = torch.where(split.token_ids == rows.tokens[row_E], coefficient_E, 0.0)
+    if rows.entropies is not None and rows.grad_entropies is not None:
+        coefficient_E = coefficient_E + rows.grad_entropies[row_E] * (logprobs_E + rows.entropies[row_E])
     grad_E = hit_E - torch.where(probs_E == 0, 0.0, probs_E * coefficient_E)  # a logit of −∞ has p log p = 0
     return grad_E if softcap is None else grad_E * (1 - (logits_E / softcap) ** 2)
 
 
-@dataclass(frozen=True, slots=True)
-class _ByToken:
+class _ByToken(NamedTuple):
     """The entries of all masks in the order of token ids, so that a row of the weight's gradient is a sum over
     neighbours, always in the same order, and needs no atomic addition."""
 
+    backend: ModuleType
     grad_E: torch.Tensor
     row_E: torch.Tensor
     offsets: torch.Tensor
@@ -286,20 +265,16 @@ class _ByToken:
     hidden_KH: torch.Tensor
 
     @classmethod
-    def sort(cls, grad_E: torch.Tensor, split: Split, hidden_KH: torch.Tensor, vocabulary: int) -> "_ByToken":
+    def sort(
+        cls, backend: ModuleType, grad_E: torch.Tensor, split: Split, hidden_KH: torch.Tensor, vocabulary: int
+    ) -> "_ByToken":
         assert split.token_ids is not None
         assert split.row_E is not None
         ids_E, order_E = split.token_ids.sort(stable=True)
         bounds = torch.arange(vocabulary + 1, device=ids_E.device)
-        return cls(grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds), hidden_KH)
+        return cls(backend, grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds), hidden_KH)
 
-    def grad_weight(self, backend: ModuleType, columns: slice) -> torch.Tensor:
-        """[C, H] of these columns of the vocabulary."""
-        return self._sum(backend, columns, self.hidden_KH)
-
-    def grad_bias(self, backend: ModuleType, columns: slice) -> torch.Tensor:
-        """[C]."""
-        return self._sum(backend, columns, self.hidden_KH.new_ones(len(self.hidden_KH), 1))[:, 0]
-
-    def _sum(self, backend: ModuleType, columns: slice, table: torch.Tensor) -> torch.Tensor:
-        return backend.segment_sum(self.grad_E, table, self.row_E, self.offsets[columns.start : columns.stop + 1])
+    def sum(self, table: torch.Tensor, columns: slice) -> torch.Tensor:
+        """[C, width]: for these columns of the vocabulary, gradients times rows of the table [K, width]."""
+        offsets = self.offsets[columns.start : columns.stop + 1]
+        return self.backend.segment_sum(self.grad_E, table, self.row_E, offsets)

@@ -10,7 +10,7 @@ import torch
 
 from inflight_kernels import _cpu
 from inflight_kernels.attention import is_layout_for_cpu
-from inflight_kernels.normalization import rms_norm_reference
+from inflight_kernels.normalization import Norm, rms_norm_reference
 
 
 def rope_and_cache(
@@ -24,19 +24,15 @@ def rope_and_cache(
     *,
     q_heads: int,
     kv_heads: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast_first: bool = True,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values into the cache → queries [T, Hq, D] in the dtype of qkv.
 
     qkv [T, (Hq + 2·Hk)·D] of any float dtype, its rows any distance apart: all query heads, then all keys, then all
     values. cos and sin f32[P, R], the second half of the columns repeating the first; positions i64[T] are rows of
     them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype; cache_index i64[T] are
-    block · block size + index in the block, and a negative one writes nothing. q_norm and k_norm [D] are weights of an
-    RMSNorm over each head before the rotation; eps, offset and cast_first are those of `rms_norm`.
+    block · block size + index in the block, and a negative one writes nothing. norms are over each head of queries and
+    of keys before the rotation, with weights [D]; but for the weights they are the same.
     Raises ValueError if the shapes do not fit. Neither positions nor cache_index are checked against their range.
     """
     head_dim, rotated = k_cache.shape[-1], cos.shape[-1]
@@ -60,16 +56,17 @@ def rope_and_cache(
             f"expected positions and cache_index [{qkv.shape[0]}], got {list(positions.shape)} and "
             f"{list(cache_index.shape)}"
         )
-    for weight in (q_norm, k_norm):
-        if weight is not None and weight.shape != (head_dim,):
+    weights = [norm.weight for norm in norms or ()]
+    for weight in weights:
+        if weight.shape != (head_dim,):
             raise ValueError(f"expected q_norm and k_norm [{head_dim}], got {list(weight.shape)}")
-    norms = [weight for weight in (q_norm, k_norm) if weight is not None]
-    if _cpu.takes(qkv, k_cache.permute(0, 2, 3, 1), v_cache, *norms) and is_layout_for_cpu(k_cache, v_cache):
+    if _cpu.takes(qkv, k_cache.permute(0, 2, 3, 1), v_cache, *weights) and is_layout_for_cpu(k_cache, v_cache):
         q = torch.empty(qkv.shape[0], q_heads, head_dim, dtype=qkv.dtype)
+        rounding = norms[0][1:] if norms else (0.0, 0.0, True)
         ran = _cpu.call(
             "rope_and_cache", qkv, qkv.stride(0), q, qkv.dtype == torch.bfloat16, k_cache, v_cache,
             cos.float().contiguous(), sin.float().contiguous(), rotated, positions.contiguous(),
-            cache_index.contiguous(), len(qkv), q_heads, kv_heads, head_dim, q_norm, k_norm, eps, offset, cast_first,
+            cache_index.contiguous(), len(qkv), q_heads, kv_heads, head_dim, *(weights or (None, None)), *rounding,
         )  # fmt: skip
         if ran:
             return q
@@ -80,20 +77,7 @@ def rope_and_cache(
     else:
         function = rope_and_cache_reference
     return function(
-        qkv,
-        cos,
-        sin,
-        positions,
-        cache_index,
-        k_cache,
-        v_cache,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        eps=eps,
-        offset=offset,
-        cast_first=cast_first,
+        qkv, cos, sin, positions, cache_index, k_cache, v_cache, q_heads=q_heads, kv_heads=kv_heads, norms=norms
     )
 
 
@@ -108,18 +92,12 @@ def rope_and_cache_reference(
     *,
     q_heads: int,
     kv_heads: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    cast_first: bool = True,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """The same in plain PyTorch."""
     q_THD, k_THD, v_THD = qkv.unflatten(1, (q_heads + 2 * kv_heads, -1)).split((q_heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None:
-        q_THD = rms_norm_reference(q_THD, q_norm, eps, offset=offset, cast_first=cast_first)
-    if k_norm is not None:
-        k_THD = rms_norm_reference(k_THD, k_norm, eps, offset=offset, cast_first=cast_first)
+    if norms is not None:
+        q_THD, k_THD = rms_norm_reference(q_THD, norms[0]), rms_norm_reference(k_THD, norms[1])
     cos_T1R = cos[positions].to(qkv.dtype).float()[:, None]
     sin_T1R = sin[positions].to(qkv.dtype).float()[:, None]
     k_THD = _rotate(k_THD, cos_T1R, sin_T1R)

@@ -41,7 +41,7 @@ from inflight.stream.writer import StreamWriter
 from inflight.weights.link import EngineLink
 from inflight.weights.slot_table import MAX_VERSIONS_AT_ONCE
 from inflight.weights.sources import ModelSource
-from inflight.weights.transports.accepted import AcceptedTransports
+from inflight.weights.transports import AcceptedTransports
 
 SLOTS = inflight.Slots.name()
 

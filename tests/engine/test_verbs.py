@@ -19,7 +19,7 @@ from inflight.engine.engine import Engine
 from inflight.engine.process import EngineProcess
 from inflight.engine.verbs import Verbs, verb
 from inflight.stream.writer import StreamWriter
-from inflight.weights.transports.accepted import AcceptedTransports
+from inflight.weights.transports import AcceptedTransports
 
 
 class Note(msgspec.Struct):

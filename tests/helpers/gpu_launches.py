@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
-"""Shared memory that one program may have, or its launch fails: H100 and H200 have 227 KiB, an A100 163, but GPUs of
-compute capability 8.6 and 8.9, which take the same code, 99 (CUDA C++ Programming Guide, compute capabilities)."""
+SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Shared memory that one program may have, or its launch fails: H100, H200 and B200 have 227 KiB, an A100 163, but
+GPUs of compute capability 8.6 and 8.9, which take the same code, have 99 (CUDA C++ Programming Guide, compute
+capabilities)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from inflight_kernels import (
 )
 from inflight_kernels.activation import gated_activation_reference
 from inflight_kernels.lora import add_lora_reference
-from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
+from inflight_kernels.normalization import Norm, add_rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
 
@@ -165,12 +165,11 @@ def check_rms_norm(device: str, dtype: torch.dtype, rows: int, width: int, offse
     x = torch.randn(rows, width + 3, generator=generator).to(device, dtype)[:, 1:-2]
     residual = torch.randn(rows, 2 * width, generator=generator).to(device, dtype)[:, width:]
     weight = torch.randn(width, generator=generator).to(device, dtype)
-    expected = rms_norm_reference(x, weight, 1e-5, offset=offset, cast_first=cast_first)
-    assert_close(_normalization_triton.rms_norm(x, weight, 1e-5, offset, cast_first), expected)
-    expected = add_rms_norm_reference(x, residual, weight, 1e-5, offset=offset, cast_first=cast_first)
-    results = _normalization_triton.add_rms_norm(x, residual, weight, 1e-5, offset, cast_first)
-    assert_close(results[0], expected[0])
-    assert_close(results[1], expected[1])
+    norm = Norm(weight, 1e-5, offset, cast_first)
+    for added in (None, residual):
+        results = _normalization_triton.add_rms_norm(x, added, norm)
+        for result, expected in zip(results, add_rms_norm_reference(x, added, norm), strict=True):
+            assert_close(result, expected)
 
 
 def check_gated_activation(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
@@ -202,7 +201,8 @@ def check_rope_and_cache(
     angles = torch.rand(9, rotated // 2, generator=generator).repeat(1, 2) * 6
     positions = torch.randint(0, 9, (tokens,), generator=generator).to(device)
     slots = torch.tensor([11, -1, 4, 0, -12], device=device)
-    norms = torch.randn(2, head_dim, generator=generator).to(device, dtype) if norm else (None, None)
+    weights = torch.randn(2, head_dim, generator=generator).to(device, dtype)
+    norms = tuple(Norm(weight, 1e-6, offset, cast_first) for weight in weights) if norm else None
     results = []
     for function in (_rotary_triton.rope_and_cache, rope_and_cache_reference):
         # [Hk, blocks, D, block size], and the same with a gap behind each block
@@ -218,11 +218,7 @@ def check_rope_and_cache(
             v_cache[:, :block_size],
             q_heads=q_heads,
             kv_heads=kv_heads,
-            q_norm=norms[0],
-            k_norm=norms[1],
-            eps=1e-6,
-            offset=offset,
-            cast_first=cast_first,
+            norms=norms,
         )
         results.append((q, k_cache, v_cache))
     for result, expected in zip(*results, strict=True):

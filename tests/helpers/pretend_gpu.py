@@ -36,7 +36,7 @@ _WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _KERNELS = {  # by module, those with a reference of the same name
     "activation": ["gated_activation"],
     "lora": ["add_lora"],
-    "normalization": ["rms_norm", "add_rms_norm"],
+    "normalization": ["add_rms_norm"],
     "rotary": ["rope_and_cache"],
     "sampling": ["draw"],
 }

@@ -96,7 +96,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows_beside_it():
 SCRIPT = """
 import logging, torch
 logging.basicConfig(level=logging.WARNING)
-from inflight_kernels import _cpu, gated_activation, linear, rms_norm
+from inflight_kernels import Norm, _cpu, gated_activation, linear, rms_norm
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 torch.manual_seed(0)
 keys, values = empty_cache_for_cpu(3, 2, 32, 32, torch.float32)
@@ -107,7 +107,7 @@ table, starts, contexts = (torch.tensor(ids, dtype=torch.int32) for ids in ([[1,
 results = [
     paged_attention(query, keys, values, table, starts, contexts, scale=0.2),
     linear(x, torch.randn(8, 64)),
-    rms_norm(x, weight, 1e-6),
+    rms_norm(x, Norm(weight, 1e-6)),
     gated_activation(x, "silu"),
 ]
 print(_cpu.library() is not None, [round(float(r.sum()), 3) for r in results])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_launches import SHARED_BYTES, launches_of, resources, sass
 from inflight_kernels import (
+    Norm,
     _activation_triton,
     _copy_triton,
     _linear_logprob_triton,
@@ -18,6 +19,7 @@ from inflight_kernels import (
     _sampling_triton,
     _selective_logprob_triton,
 )
+from inflight_kernels._sampling_mask import Head, Rows, Split
 from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
@@ -31,8 +33,8 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def norm(hidden: int, dtype: torch.dtype) -> None:
     x, weight = meta(256, hidden, dtype=dtype), meta(hidden, dtype=dtype)
-    _normalization_triton.rms_norm(x, weight, 1e-6, 0.0, True)
-    _normalization_triton.add_rms_norm(x, x, weight, 1e-6, 0.0, True)
+    for residual in (None, x):
+        _normalization_triton.add_rms_norm(x, residual, Norm(weight, 1e-6))
 
 
 def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
@@ -40,7 +42,6 @@ def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
 
 
 def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
-    weights = meta(2, 128, dtype=dtype).unbind() if norms else (None, None)
     _rotary_triton.rope_and_cache(
         meta(256, (q_heads + 2 * kv_heads) * 128, dtype=dtype),
         *meta(2, 40_960, 128, dtype=FP32).unbind(),
@@ -48,11 +49,7 @@ def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
         *meta(2, 5000, 16, kv_heads, 128, dtype=dtype).unbind(),
         q_heads=q_heads,
         kv_heads=kv_heads,
-        q_norm=weights[0],
-        k_norm=weights[1],
-        eps=1e-6,
-        offset=0.0,
-        cast_first=True,
+        norms=tuple(Norm(weight, 1e-6) for weight in meta(2, 128, dtype=dtype)) if norms else None,
     )
 
 
@@ -84,11 +81,11 @@ def logprobs_and_gradient(vocabulary: int, entropy: bool, softcap: float | None,
     tokens, (temperatures, *others) = meta(rows, dtype=I64), meta(5, rows, dtype=FP32).unbind()
     if not entropy:
         others[2:] = None, None
-    _linear_logprob_triton.dense_forward(hidden_NH, weight_VH, None, tokens, temperatures, softcap, entropy)
+    head = Head(weight_VH, None if softcap is None else meta(vocabulary, dtype=dtype), softcap)
+    _linear_logprob_triton.dense_forward(hidden_NH, head, tokens, temperatures, entropy)
     begin = (vocabulary - 1) // columns * columns
-    _linear_logprob_triton.grad_logits(
-        hidden_NH, weight_VH[begin:], None, softcap, begin, tokens, temperatures, *others
-    )
+    piece, row_values = head.columns(slice(begin, None)), Rows(tokens, temperatures, *others)
+    _linear_logprob_triton.grad_logits(hidden_NH, piece, begin, row_values)
 
 
 def masked_rows(dtype: torch.dtype) -> None:
@@ -96,9 +93,9 @@ def masked_rows(dtype: torch.dtype) -> None:
     hidden_KH, weight_VH = meta(rows, 4096, dtype=dtype), meta(131_072, 4096, dtype=dtype)
     (tokens, offsets), ids = (meta(rows, dtype=I64), meta(rows + 1, dtype=I64)), meta(entries, dtype=I64)
     temperatures, factors = meta(rows, dtype=FP32), meta(entries, dtype=FP32)
-    _linear_logprob_triton.masked_forward(
-        hidden_KH, weight_VH, None, tokens, temperatures, None, True, ids, offsets, ids
-    )
+    split = Split(token_ids=ids, offsets=offsets)
+    for head in (Head(weight_VH, None, None), Head(weight_VH, meta(131_072, dtype=dtype), 30.0)):
+        _linear_logprob_triton.masked_forward(hidden_KH, head, tokens, temperatures, True, split)
     _linear_logprob_triton.segment_sum(factors, weight_VH, ids, offsets)
 
 
@@ -122,11 +119,11 @@ CASES: dict[str, Callable[..., None]] = {
 WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel")
 """Kernels that are nothing but loads and stores."""
 PRODUCT = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x256x16.F32.BF16"}
+PRODUCT_IN_PTX = {80: "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 80), (BF16, 90), (FP32, 90)], ids=["80", "90", "90 fp32"])
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
+def compiled_launches(case, dtype, capability, monkeypatch):
+    """Each launch of the case and what it compiles to, within the limits of every GPU of this compute capability."""
     monkeypatch.setattr(_linear_logprob_triton, "capability_of", lambda _: divmod(capability, 10))
     launches = launches_of(CASES[case], dtype)
     assert launches
@@ -134,6 +131,24 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
         assert launch.grid[0] < 2**31
         assert all(programs < 2**16 for programs in launch.grid[1:])
         compiled = launch.compiled(capability)
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], launch.name
+        ptx = compiled.asm["ptx"]
+        if dtype == FP32:
+            assert "tf32" not in ptx, launch.name
+        elif is_product(case) and "softcap" not in case:
+            assert PRODUCT_IN_PTX[capability] in ptx, launch.name
+            assert "cp.async" in ptx, launch.name
+        yield launch, compiled
+
+
+def is_product(case):
+    return case.startswith("linear_logprobs") and case != "linear_logprobs, masked"
+
+
+@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 80), (BF16, 90), (FP32, 90)], ids=["80", "90", "90 fp32"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
+    for launch, compiled in compiled_launches(case, dtype, capability, monkeypatch):
         used = resources(compiled, tmp_path)
         assert used.shared_bytes <= SHARED_BYTES[capability], launch.name
         assert used.spilled_bytes <= SPILLED_BYTES, launch.name
@@ -141,7 +156,17 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
         if launch.name in WIDE:
             assert re.search(r"\bLDG\.E\.(\w+\.)*128\b", code), launch.name
             assert re.search(r"\bSTG\.E\.(\w+\.)*128\b", code) or launch.name == "block_kernel", launch.name
-        if dtype == BF16 and case.startswith("linear_logprobs") and case != "linear_logprobs, masked":
+        if dtype == BF16 and is_product(case):
             assert PRODUCT[capability] in code or "softcap" in case, launch.name
             if launch.name == "grad_logits_kernel":
                 assert not re.search(r"\bSTG\.E\.U16\b", code)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability"), [(FP32, 80), (BF16, 100), (FP32, 100)], ids=["80 fp32", "100", "100 fp32"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_launched_compiles_for_the_gpu(case, dtype, capability, monkeypatch):
+    for launch, compiled in compiled_launches(case, dtype, capability, monkeypatch):
+        assert f"sm_{capability}" in compiled.asm["ptx"], launch.name
+        assert len(compiled.asm["cubin"]) > 1000, launch.name

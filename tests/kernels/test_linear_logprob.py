@@ -1,19 +1,16 @@
-"""Log-probabilities straight from hidden states: values, gradients, memory, errors, and that the kernels compile."""
+"""Log-probabilities straight from hidden states: values, gradients, memory and errors."""
 
 import itertools
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight_kernels import _linear_logprob_cpu, _linear_logprob_triton, _masked_logprob_triton
+from inflight_kernels import _linear_logprob_cpu
 from inflight_kernels import linear_logprobs as fused
 from inflight_kernels import linear_logprobs_reference as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from inflight.bench import loss as bench
 from inflight.bench.options import LossOptions
@@ -339,79 +336,3 @@ def test_a_peer_that_fails_is_told():
     times_ms, failures = bench._measure_peers({"a": bench._ours, "b": missing}, problem, 1, lambda _: None)
     assert times_ms["a"] > 0
     assert (times_ms["b"], failures) == (None, {"b": "ImportError: no module named liger_kernel"})
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-PLAIN = {"SOFTCAP": None, "bias": None}
-SHAPE = {"H": 4096}
-SET = {"V": 151_936, "BLOCK_S": _masked_logprob_triton.BLOCK_S, "BLOCK_K": _masked_logprob_triton.BLOCK_K}
-FORWARD, BACKWARD = _linear_logprob_triton.forward_kernel, _linear_logprob_triton.grad_logits_kernel
-MASKED, SEGMENT_SUM = _masked_logprob_triton.masked_kernel, _masked_logprob_triton.segment_sum_kernel
-I64_POINTERS = ("tokens", "token_ids", "offsets", "index")
-I32_SCALARS = ("num_rows", "num_columns", "begin", "table_rows")
-
-
-def argument_type(name, dtype):
-    if name.startswith("stride"):
-        return "i64"
-    if name in I32_SCALARS:
-        return "i32"
-    if name in I64_POINTERS:
-        return "*i64"
-    return f"*{dtype}" if name in ("hidden", "weight", "bias", "grad_logits", "table") else "*fp32"
-
-
-def compiled(kernel, constants, dtype, capability, **options):
-    signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in kernel.arg_names}
-    sixteen = [
-        index
-        for index, name in enumerate(kernel.arg_names)
-        if signature[name][0] == "*"
-        or (name.startswith(("stride", "num_columns")) and name not in [*kernel.do_not_specialize, *constants])
-    ]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(index,): [["tt.divisibility", 16]] for index in sixteen},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-PRODUCT = {80: "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("kernel", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_products_of_bf16_run_on_tensor_cores(kernel, capability):
-    tile = _linear_logprob_triton.tiles(torch.bfloat16, divmod(capability, 10), wide=True)
-    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    without = {"moments": None, "entropies": None, "grad_entropies": None}
-    constants = PLAIN | SHAPE | tile | {name: None for name in without if name in kernel.arg_names}
-    kernel_asm = compiled(kernel, constants, "bf16", capability, **options)
-    assert PRODUCT[capability] in kernel_asm.asm["ptx"]
-    assert "cp.async" in kernel_asm.asm["ptx"]
-    assert kernel_asm.metadata.shared <= (99 if capability == 80 else 227) * 1024
-
-
-@pytest.mark.parametrize("capability", [90, 100])
-def test_products_of_fp32_are_not_rounded_to_tf32(capability):
-    tile = _linear_logprob_triton.tiles(torch.float32, divmod(capability, 10), wide=True)
-    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    ptx = compiled(FORWARD, SHAPE | {"SOFTCAP": 30.0} | tile, "fp32", capability, **options).asm["ptx"]
-    assert "fma.rn.f32" in ptx
-    assert "tf32" not in ptx
-
-
-def test_the_whole_backward_compiles():
-    tile = _linear_logprob_triton.tiles(torch.bfloat16, (9, 0), wide=False)
-    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
-    assert compiled(BACKWARD, SHAPE | {"SOFTCAP": 30.0} | tile, "bf16", 90, **options).asm["cubin"]
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_of_sampling_masks_compile(capability):
-    blocks = {name: SET[name] for name in ("BLOCK_S", "BLOCK_K")}
-    assert compiled(MASKED, SHAPE | SET | {"SOFTCAP": 30.0}, "bf16", capability).asm["cubin"]
-    assert compiled(SEGMENT_SUM, SHAPE | blocks, "bf16", capability).asm["cubin"]

@@ -12,7 +12,7 @@ import inflight
 from inflight.bench.lagged_publisher import LaggedPublisher
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
-from inflight.training.data.dropped import Dropped
+from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example
 

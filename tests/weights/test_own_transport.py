@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import ChecksumError, ProtocolError, WeightFileError
-from inflight.weights.transports.accepted import AcceptedTransports
+from inflight.weights.transports import AcceptedTransports
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,8 @@ from inflight.core.clock import now_ns
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.inbox import SILENCE_S, Group, Inbox
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.dropped import Dropped
 from inflight.training.data.group_scoring import GroupScoring
-from inflight.training.data.scored_groups import ScoredGroups, measure_consumed
+from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed
 from inflight.training.data.scoring import Score, Scorer
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 

@@ -1,9 +1,9 @@
 """From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`. It adds, packs and, once an
 optimizer step has consumed the batch, measures how old its tokens were."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite, isnan, nan, sqrt
 
 import numpy as np
 
@@ -11,8 +11,7 @@ from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch, pack
-from inflight.training.data.dropped import Dropped
-from inflight.training.data.staleness_filter import StalenessRule, take_out_stale
+from inflight.training.data.staleness_filter import StalenessRule
 
 Advantages = Callable[[Sequence[Sequence[float | None]]], Sequence[float]]
 """A function of the rewards of each group that returns an advantage for every sample, groups concatenated."""
@@ -33,7 +32,7 @@ def group_advantages(
     """
     advantages: list[float] = []
     for index, group in enumerate(rewards):
-        bad = next((i for i, reward in enumerate(group) if reward is None or not math.isfinite(reward)), None)
+        bad = next((i for i, reward in enumerate(group) if reward is None or not isfinite(reward)), None)
         if bad is not None:
             raise ValueError(
                 f"sample {bad} of group {index} has reward {group[bad]}; a group's advantages need finite rewards: "
@@ -41,9 +40,73 @@ def group_advantages(
             )
         r = np.asarray(group, np.float64)
         centred = r - r.mean() if len(r) else r
-        spread = math.sqrt((centred**2).sum() / (len(r) - ddof)) if len(r) > ddof else 0.0
+        spread = sqrt((centred**2).sum() / (len(r) - ddof)) if len(r) > ddof else 0.0
         advantages += (centred / (spread + eps) if scale else centred).tolist()
     return advantages
+
+
+@dataclass(slots=True)
+class Dropped:
+    """Counts of what was left out. Two records add up to one: `a + b`."""
+
+    num_failed_groups: int = 0
+    """Groups of which a sample was cancelled or ended with an error."""
+    num_unscored_groups: int = 0
+    """Groups of which no sample has a reward."""
+    num_unscored_rollouts: int = 0
+    """Rollouts that have no reward: it was None, not finite, or took too long. Those of unscored groups are among
+    them, those of failed groups are not."""
+    num_uniform_groups: int = 0
+    """Groups of equal rewards, which were left out of the forward pass and still count in what the loss is averaged
+    over."""
+    num_stale_rollouts: int = 0
+    """Rollouts that staleness rules rejected."""
+    num_stale_tokens: int = 0
+    """Tokens that have no part in the loss because they are too old: masked ones, and all of rejected rollouts."""
+    num_masked_tokens: int = 0
+    """The stale tokens that stayed in the batch."""
+    num_rollouts: int = 0
+    """Rollouts to which the staleness rules were applied, old or not."""
+    num_tokens: int = 0
+    """Tokens of these rollouts."""
+    sum_lengths: int = 0
+    """The sum over these tokens of the length of the rollout that each belongs to."""
+    sum_kept_lengths: int = 0
+    """The same sum over the tokens that are not stale."""
+
+    @property
+    def num_unusable_groups(self) -> int:
+        """Groups of which nothing can be trained on: failed or unscored."""
+        return self.num_failed_groups + self.num_unscored_groups
+
+    @property
+    def stale_share(self) -> float:
+        """Share of the tokens that are stale; NaN if there are no tokens."""
+        return self.num_stale_tokens / self.num_tokens if self.num_tokens else nan
+
+    @property
+    def length_bias(self) -> float:
+        """Mean length of the rollout that a token belongs to, over the tokens that are not stale, as a share of that
+        over all tokens: below 1, short rollouts are favoured. NaN if all tokens are stale."""
+        num_kept = self.num_tokens - self.num_stale_tokens
+        return (self.sum_kept_lengths / num_kept) / (self.sum_lengths / self.num_tokens) if num_kept else nan
+
+    def __add__(self, other: "Dropped") -> "Dropped":
+        return Dropped(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_failed_groups:,} groups failed, {self.num_unscored_groups:,} groups and "
+            f"{self.num_unscored_rollouts:,} rollouts had no reward, {self.num_uniform_groups:,} groups had equal "
+            f"rewards, {self.stale_share:.1%} of {self.num_tokens:,} tokens were too old "
+            f"({self.num_masked_tokens:,} masked, {self.num_stale_rollouts:,} of {self.num_rollouts:,} rollouts "
+            f"rejected; length bias {self.length_bias:.3f})"
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """The counts, the share of stale tokens and the length bias, under their names; what is NaN is left out."""
+        numbers = asdict(self) | {"stale_share": self.stale_share, "length_bias": self.length_bias}
+        return {name: number for name, number in numbers.items() if name[:4] != "sum_" and not isnan(number)}
 
 
 @dataclass(slots=True)
@@ -116,6 +179,33 @@ class ScoredGroups:
             num_groups=len(batch.totals.group_tokens) + len(uniform),
         )
         return batch
+
+
+def take_out_stale(
+    rollouts: Sequence[Rollout], rules: Sequence[StalenessRule], trainer_version: int, now_ns: int, dropped: Dropped
+) -> dict[int, np.ndarray]:
+    """Apply all rules, and count what they take out in `dropped`.
+
+    Returns a map of the indices of the rollouts that stay to bool[T], which of their tokens take part in the loss.
+    """
+    included: dict[int, np.ndarray] = {}
+    for index, rollout in enumerate(rollouts):
+        length = len(rollout.token_ids)
+        old = [(rule.action, rule.too_old(rollout, trainer_version, now_ns)) for rule in rules]
+        rejected = any(action == "reject" and too_old.any() for action, too_old in old)
+        taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(length, bool)
+        num_kept = 0 if rejected else int(taking_part.sum())
+        dropped.num_rollouts += 1
+        dropped.num_tokens += length
+        dropped.sum_lengths += length * length
+        dropped.sum_kept_lengths += length * num_kept
+        dropped.num_stale_tokens += length - num_kept
+        if rejected:
+            dropped.num_stale_rollouts += 1
+        else:
+            dropped.num_masked_tokens += length - num_kept
+            included[index] = taking_part
+    return included
 
 
 def ended_by_itself(group: list[Rollout]) -> bool:

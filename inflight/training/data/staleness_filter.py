@@ -12,7 +12,6 @@ import numpy as np
 
 from inflight.core.clock import NS_PER_MS
 from inflight.core.rollout import Rollout
-from inflight.training.data.dropped import Dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,30 +55,3 @@ def check_rules(rules: Sequence[StalenessRule]) -> None:
     """Raises ValueError if these are not a sequence of rules."""
     if not isinstance(rules, Sequence) or not all(isinstance(rule, StalenessRule) for rule in rules):
         raise ValueError(f"staleness is a tuple of StalenessRule, got {rules!r}")
-
-
-def take_out_stale(
-    rollouts: Sequence[Rollout], rules: Sequence[StalenessRule], trainer_version: int, now_ns: int, dropped: Dropped
-) -> dict[int, np.ndarray]:
-    """Apply all rules, and count what they take out in `dropped`.
-
-    Returns a map of the indices of the rollouts that stay to bool[T], which of their tokens take part in the loss.
-    """
-    included: dict[int, np.ndarray] = {}
-    for index, rollout in enumerate(rollouts):
-        length = len(rollout.token_ids)
-        old = [(rule.action, rule.too_old(rollout, trainer_version, now_ns)) for rule in rules]
-        rejected = any(action == "reject" and too_old.any() for action, too_old in old)
-        taking_part = ~np.any([too_old for _, too_old in old], axis=0) if old else np.ones(length, bool)
-        num_kept = 0 if rejected else int(taking_part.sum())
-        dropped.num_rollouts += 1
-        dropped.num_tokens += length
-        dropped.sum_lengths += length * length
-        dropped.sum_kept_lengths += length * num_kept
-        dropped.num_stale_tokens += length - num_kept
-        if rejected:
-            dropped.num_stale_rollouts += 1
-        else:
-            dropped.num_masked_tokens += length - num_kept
-            included[index] = taking_part
-    return included

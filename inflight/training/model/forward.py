@@ -4,7 +4,8 @@ n drawn tokens, V vocabulary.
 """
 
 import logging
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -78,13 +79,13 @@ def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, ent
     head = plain_head(inner) if way == "fused" else None
     with (
         packed_attention(inner),
-        _Replay(model, batch, packed.source) as replay,
+        _replaying(model, batch, packed.source) as stay_until_backward,
         scoring_head(inner, head, batch, packed, entropy=entropy) if head else nullcontext(),
     ):
         out = model(
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
         ).logits[0]
-        replay.stay_until_backward(out)
+        stay_until_backward(out)
     if head is None:
         return _score_logits(out[packed.predicting], batch, entropy)
     out = out / head.scale if head.scale != 1 else out
@@ -137,34 +138,28 @@ def _apply_sampling_mask(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.T
     return logits_nV.masked_fill(cut, -torch.inf)
 
 
-class _Replay:
-    """Replays a batch's routed experts, if it has any: during the forward pass, and where activations are checkpointed
-    until backward is done, since that runs the routers again."""
+_left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
-    _left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()
 
-    def __init__(self, model: nn.Module, batch: PackedBatch, source: torch.Tensor):
-        self._model = model
-        self._experts = None if batch.routed_experts is None else batch.routed_experts[source]
-        self._stack = ExitStack()
+@contextmanager
+def _replaying(model: nn.Module, batch: PackedBatch, source: torch.Tensor) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Replays a batch's routed experts, if it has any, during the forward pass. What is yielded takes the output, and
+    replays until backward is done where activations are checkpointed, since that runs the routers again."""
+    if model in _left_open:  # of a loss that nobody went backward from
+        _left_open.pop(model).close()
+    with ExitStack() as stack:
+        if batch.routed_experts is not None:
+            stack.enter_context(replay_routed_experts(model, batch.routed_experts[source]))
 
-    def __enter__(self) -> "_Replay":
-        if self._model in self._left_open:  # of a loss that nobody went backward from
-            self._left_open.pop(self._model).close()
-        if self._experts is not None:
-            self._stack.enter_context(replay_routed_experts(self._model, self._experts))
-        return self
+        def stay_until_backward(out: torch.Tensor) -> None:
+            if batch.routed_experts is None or not out.requires_grad or not checkpoints(model):
+                return
+            left_open = _left_open[model] = stack.pop_all()
+            engine = torch.autograd.Variable._execution_engine
+            # The hook is called where backward begins, and what it queues where backward ends.
+            out.register_hook(lambda _: engine.queue_callback(left_open.close))
 
-    def stay_until_backward(self, out: torch.Tensor) -> None:
-        if self._experts is None or not out.requires_grad or not checkpoints(self._model):
-            return
-        stack = self._left_open[self._model] = self._stack.pop_all()
-        engine = torch.autograd.Variable._execution_engine
-        # The hook is called where backward begins, and what it queues where backward ends.
-        out.register_hook(lambda _: engine.queue_callback(stack.close))
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+        yield stay_until_backward
 
 
 def _transformers_model(model: nn.Module) -> nn.Module:

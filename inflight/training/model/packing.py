@@ -181,7 +181,7 @@ def _bucket(segments: list[Segment], device: torch.device | str) -> tuple[tuple[
 
 def is_packable(model: nn.Module) -> bool:
     """Whether the model says that attention, through Transformers' interface, is all that mixes its tokens. Whether
-    that is so is tried (`scoring.py`)."""
+    that is so is tried (`ways.py`)."""
     config = getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig) or not getattr(model, "_supports_attention_backend", False):
         return False

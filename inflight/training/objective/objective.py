@@ -11,25 +11,12 @@ from typing import Literal, get_args
 
 import torch
 
+from inflight.training.objective import corrections, surrogates
+from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
 from inflight.training.objective.bounds import TokenFunction, open_form
-from inflight.training.objective.corrections import (
-    sequence_mask,
-    sequence_truncate,
-    token_mask,
-    token_truncate,
-    uncorrected,
-)
 from inflight.training.objective.kl import KLEstimator
-from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce
 from inflight.training.objective.tokens import DrawnTokens
-from inflight.training.objective.trust_regions import (
-    binary_tv_mask,
-    geometric_mask,
-    m2po_mask,
-    opsm_mask,
-    second_moment_mask,
-)
 
 Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 
@@ -44,8 +31,8 @@ class Objective:
     do not exist. `LossStats.clipped` is None if the correction or the surrogate does not declare its bounds
     (`bounds.bounded`), as it is not known then which tokens they changed. What a trust region leaves out is known."""
 
-    correction: TokenFunction = token_truncate
-    surrogate: TokenFunction = reinforce
+    correction: TokenFunction = corrections.token_truncate
+    surrogate: TokenFunction = surrogates.reinforce
     trust_regions: tuple[TokenFunction, ...] = ()
     aggregation: Aggregation = "token"
     max_tokens: int | None = None
@@ -81,7 +68,7 @@ class Objective:
         ):
             if name not in names:
                 raise ValueError(f"unknown {what} {name!r}; choose {', '.join(names)}")
-        if self.proximal == "behavior" and self.correction is not uncorrected:
+        if self.proximal == "behavior" and self.correction is not corrections.uncorrected:
             raise ValueError(
                 "with proximal='behavior' the surrogate's ratio is the whole of ρ and nothing is left to correct; "
                 "give correction=uncorrected"
@@ -109,22 +96,26 @@ class Objective:
         return None if correction is None or surrogate is None else correction(tokens) * surrogate(tokens)
 
 
+_UNTRUNCATED = partial(corrections.token_truncate, cap=inf)
+
 PRESETS: dict[str, Objective] = {
-    "none": Objective(correction=uncorrected),
-    "tis": Objective(correction=token_truncate),
-    "icepop": Objective(correction=token_mask),
-    "sequence_tis": Objective(correction=sequence_truncate),
-    "sequence_mask": Objective(correction=sequence_mask),
-    "geometric_mask": Objective(trust_regions=(geometric_mask,)),
-    "ppo_clip": Objective(correction=uncorrected, surrogate=ppo_clip, proximal="behavior"),
-    "cispo": Objective(correction=uncorrected, surrogate=cispo, proximal="behavior"),
-    "gspo": Objective(correction=uncorrected, surrogate=gspo, proximal="behavior", aggregation="sequence"),
-    "decoupled_ppo": Objective(surrogate=ppo_clip, proximal="recomputed"),
-    "loglinear_ppo": Objective(surrogate=ppo_clip, proximal="loglinear"),
-    "dppo": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(binary_tv_mask,)),
-    "opsm": Objective(trust_regions=(opsm_mask,)),
-    "m2po": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(m2po_mask,)),
-    "second_moment": Objective(correction=partial(token_truncate, cap=inf), trust_regions=(second_moment_mask,)),
+    "none": Objective(correction=corrections.uncorrected),
+    "tis": Objective(correction=corrections.token_truncate),
+    "icepop": Objective(correction=corrections.token_mask),
+    "sequence_tis": Objective(correction=corrections.sequence_truncate),
+    "sequence_mask": Objective(correction=corrections.sequence_mask),
+    "geometric_mask": Objective(trust_regions=(regions.geometric_mask,)),
+    "ppo_clip": Objective(correction=corrections.uncorrected, surrogate=surrogates.ppo_clip, proximal="behavior"),
+    "cispo": Objective(correction=corrections.uncorrected, surrogate=surrogates.cispo, proximal="behavior"),
+    "gspo": Objective(
+        correction=corrections.uncorrected, surrogate=surrogates.gspo, proximal="behavior", aggregation="sequence"
+    ),
+    "decoupled_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="recomputed"),
+    "loglinear_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="loglinear"),
+    "dppo": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,)),
+    "opsm": Objective(trust_regions=(regions.opsm_mask,)),
+    "m2po": Objective(correction=_UNTRUNCATED, trust_regions=(regions.m2po_mask,)),
+    "second_moment": Objective(correction=_UNTRUNCATED, trust_regions=(regions.second_moment_mask,)),
 }
 """Objectives by name. The bounds are the defaults of their functions."""
 

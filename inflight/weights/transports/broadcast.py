@@ -1,8 +1,5 @@
-"""The transport of process groups: one collective broadcast to all engines, gloo or NCCL.
-
-Groups are made without the default group of torch.distributed, which the trainer may have for itself, and made anew
-whenever an engine comes or goes: a group is short-lived and its name is never used twice.
-"""
+"""The transport of process groups, which are made without the default group of torch.distributed (the trainer may have
+that for itself), and anew whenever an engine comes or goes. The name of a group is never used twice."""
 
 import socket
 import uuid
@@ -105,18 +102,9 @@ class BroadcastSender(Sender):
         self._drop_group()
         gpus = [uuid_of(device), *(engine.welcome.device_uuid for engine in engines)]
         with_nccl = all(gpus) and len(set(gpus)) == len(gpus)  # NCCL wants a GPU for each rank
-        joins = [
-            Join(
-                group=uuid.uuid4().hex,
-                backend="nccl" if with_nccl else "gloo",
-                host=self._settings.host,
-                port=self._store.port,
-                rank=0,
-                size=len(gpus),
-                timeout_s=self.timeout_s,
-            )
-        ]
-        joins += [msgspec.structs.replace(joins[0], rank=rank) for rank in range(1, len(gpus))]
+        name, backend, host = uuid.uuid4().hex, "nccl" if with_nccl else "gloo", self._settings.host
+        size = len(gpus)
+        joins = [Join(name, backend, host, self._store.port, rank, size, self.timeout_s) for rank in range(size)]
 
         def join() -> None:
             with telling(f"engines come together for a broadcast, within {self.timeout_s:g} s"):

@@ -56,25 +56,16 @@ class FileSender(Sender):
         ahead = [engine for engine in slots if self.holds(engine, base)]
         changes = self.changes(ahead, staged, base) if ahead else None
         for engine in slots:
-            payload, since = (changes, base) if changes is not None and engine in ahead else (None, None)
-            self.fill(engine, staged, FileOrigin(str(self._write(engine, staged, payload, since))), since)
-        self._prune(staged.version)
-
-    def _write(
-        self, engine: EngineLink, staged: StagedVersion, changes: torch.Tensor | None, base: StagedVersion | None
-    ) -> Path:
-        """Write the file for an engine, once for all that need the same."""
-        since = base.version if base else None
-        key = staged.version, since
-        if key not in self._written:
-            self._written[key] = write_version(
-                self._directory, engine.layout, staged.version, staged.data, delta=changes, base=since
-            )
-            self.sent_bytes += self._written[key].stat().st_size
-        return self._written[key]
-
-    def _prune(self, newest: int) -> None:
-        versions = sorted({version for version, _ in self._written} | {newest})
+            since = base if changes is not None and engine in ahead else None
+            key = staged.version, since.version if since else None
+            if key not in self._written:  # once for all engines that need the same
+                delta = changes if since else None
+                self._written[key] = write_version(
+                    self._directory, engine.layout, staged.version, staged.data, delta=delta, base=key[1]
+                )
+                self.sent_bytes += self._written[key].stat().st_size
+            self.fill(engine, staged, FileOrigin(str(self._written[key])), since)
+        versions = sorted({version for version, _ in self._written} | {staged.version})
         for key in [key for key in self._written if key[0] not in versions[-self._keep :]]:
             self._written.pop(key).unlink(missing_ok=True)
 

@@ -11,8 +11,7 @@ from tiny_models import make_model
 
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.dropped import Dropped
-from inflight.training.data.scored_groups import ScoredGroups, group_advantages, measure_consumed
+from inflight.training.data.scored_groups import Dropped, ScoredGroups, group_advantages, measure_consumed
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective

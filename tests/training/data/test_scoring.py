@@ -11,7 +11,7 @@ from made_frames import ends, make_frame, starts
 
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.training.data.dropped import Dropped
+from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.scoring import _REMEMBERED, Scorer
 
 

@@ -13,8 +13,8 @@ from tiny_models import make_model
 from inflight.core.clock import NS_PER_MS
 from inflight.core.rollout import Rollout
 from inflight.training.data.batch import pack
-from inflight.training.data.dropped import Dropped
-from inflight.training.data.staleness_filter import StalenessRule, take_out_stale
+from inflight.training.data.scored_groups import Dropped, take_out_stale
+from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
