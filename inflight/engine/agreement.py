@@ -1,8 +1,7 @@
 """Checks that the engine computes what a model does: in fp32, on a twin of it, and on its own weights if it is small.
 
-Three ways to compute the logits of the same sequences are held against each other: Transformers' own (eager) attention,
-one sequence at a time; the same module with our attention over a paged cache, several sequences to a pass, prompts in
-chunks; and the fused decoder. A model whose module differs is refused, a fused decoder that differs is not used.
+Logits of Transformers' eager attention, sequence by sequence, are held against those of the same module with our
+attention over a paged cache, which must agree, and those of the fused decoder, which is not used if it differs.
 """
 
 import copy
@@ -16,11 +15,10 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import ForwardBatch
+from inflight.engine.attention.backend import ForwardBatch, KVMemory
 from inflight.engine.attention.choose import choose_backend
 from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
 from inflight.engine.fused import FusedDecoder, UnknownPartError
-from inflight.engine.kv_memory import KVMemory
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import module_over
 from inflight.models.twin import TOLERANCE, NoTwinError, first_line, relative_error, row_errors, try_sequences, twin_of

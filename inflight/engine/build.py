@@ -8,10 +8,10 @@ from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
+from inflight.engine.attention.backend import KVMemory
 from inflight.engine.attention.choose import choose_backend
 from inflight.engine.device import resolve_device
 from inflight.engine.kv_cache import KVCache
-from inflight.engine.kv_memory import KVMemory
 from inflight.engine.layers import probe_layers
 from inflight.engine.loading import (
     context_limit,
@@ -85,12 +85,13 @@ class Parts:
         self.runner = ModelRunner(modules, self.memory, options, self.adapters, unfused_reason)
         self.scheduler = Scheduler(self.cache, options, order)
         eos_ids = eos_token_ids(modules[0])
-        self.stop = StopCondition(eos_ids, load_tokenizer(options.model))
+        tokenizer = load_tokenizer(options.model)
+        self.stop = StopCondition(eos_ids, tokenizer)
         own_columns = load_columns(options.columns, vocab_size=int(text_config.vocab_size), device=self.device)
         self.limits = Limits(
             max_context=options.max_context,
             vocab_size=int(text_config.vocab_size),
-            can_read_text=self.stop.can_read_text,
+            can_read_text=tokenizer is not None,
             adapters=options.adapters if self.adapters is not None else (),
             columns=tuple(own_columns),
         )

@@ -201,7 +201,7 @@ class Engine(Parts):
         if schedule is not None:
             kind = "decode" if schedule.num_single == len(schedule.chunks) else "prefill"
             with span(kind, version=schedule.version, sequences=len(schedule.chunks)):
-                logits = self._forward(schedule)
+                logits = self.runner.forward(schedule, self.slot_table.slot_of(schedule.version))
                 launched = self._sample(schedule, logits)
         if self._overlap:
             launched, self._under_way = self._under_way, launched
@@ -240,10 +240,6 @@ class Engine(Parts):
         self.memory.copy_blocks(self.cache.take_copies())  # of what earlier passes computed
         schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
         return schedule if schedule.chunks else None
-
-    def _forward(self, schedule: Schedule) -> torch.Tensor:
-        """Logits [M, V], one row per draw of the schedule."""
-        return self.runner.forward(schedule, self.slot_table.slot_of(schedule.version))
 
     def _sample(self, schedule: Schedule, logits: torch.Tensor) -> _Launched:
         """Draw tokens, and put their way to the host behind the pass."""

@@ -1,10 +1,8 @@
 """Known decoders, run with fused kernels over the slot's own weights.
 
 A decoder is known if it is made of the parts below: embedding; layers of attention and MLP with RMSNorms before them
-(Llama, Qwen, Mistral, Phi-3, mixtures of experts), behind them (OLMo 2) or both (Gemma); a norm; a head. What a part
-does is found by its attributes and then by its results: a norm is taken for what it computes on random numbers, and a
-whole decoder is used only if its logits are those of the Transformers model (`agreement.py`). Everything else runs as
-Transformers runs it.
+(Llama, Qwen, Mistral, Phi-3, mixtures of experts), behind them (OLMo 2) or both (Gemma); a norm; a head. It is used
+only if its logits are those of the Transformers model (`agreement.py`), which runs everything else.
 
 Nothing is copied: q, k and v, and gate and up, lie side by side in the slot, so that one product covers them.
 T tokens, D head dimension, M rows that are drawn from, V vocabulary.
@@ -24,8 +22,7 @@ from transformers import PreTrainedModel
 
 from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
 from inflight.engine.adapters import Lora, lora_of, merge_lora
-from inflight.engine.attention.backend import ForwardBatch
-from inflight.engine.kv_memory import KVMemory
+from inflight.engine.attention.backend import ForwardBatch, KVMemory
 
 
 class UnknownPartError(Exception):

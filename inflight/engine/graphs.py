@@ -12,10 +12,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from inflight.engine.attention.backend import ForwardBatch, GraphBackend
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory
 from inflight.engine.fused import FusedDecoder
 from inflight.engine.kv_cache import NO_BLOCK
-from inflight.engine.kv_memory import KVMemory
 
 _WARM_UP_PASSES = 2
 

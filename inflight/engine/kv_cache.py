@@ -1,6 +1,6 @@
 """Who holds which blocks of keys and values, and what the prefix cache remembers.
 
-For each group of layers (`kv_memory.py`) a sequence holds a list of block numbers; block i covers its tokens
+For each group of layers (`attention/backend.py`) a sequence holds a list of block numbers; block i covers its tokens
 i·block_size … . Blocks are counted: the samples of a prompt, a fork and its parent, and prompts with a common beginning
 hold the same blocks. Only full blocks are shared, so nothing is ever written to a block with two holders; what a partly
 filled block holds is copied. A group with a sliding window gives back the blocks that no later token will see.

@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import agrees_with, check_weights, make_batch, why_unfused
-from inflight.engine.attention.backend import ForwardBatch, GraphBackend
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory
 from inflight.engine.attention.hook import run_packed
 from inflight.engine.device import to_device
 from inflight.engine.fused import FusedDecoder
 from inflight.engine.graphs import DecodeGraphs
 from inflight.engine.kv_cache import NO_BLOCK
-from inflight.engine.kv_memory import KVMemory
 from inflight.engine.sequence import Schedule
 
 logger = logging.getLogger("inflight.engine")

@@ -58,8 +58,6 @@ class Samples:
 
     def to_host(self) -> "Samples":
         """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
-        if self.tokens.device.type == "cpu":
-            return self
         tokens, logprobs, *columns = (
             tensor.to("cpu", non_blocking=True) for tensor in (self.tokens, self.logprobs, *self.columns.values())
         )
@@ -125,7 +123,11 @@ class Sampler:
         else:
             samples, filtered = self._sample_filtered(logits_MV.float(), sequences, rows, positions)
         if rows.own:
-            samples.columns.update(self._compute_own(logits_MV, samples.tokens, rows, filtered))
+            logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
+            if filtered is not None:
+                cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
+                logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
+            samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
         self._last_tokens[rows.batch_rows] = samples.tokens
         if self._seen is not None:
             watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
@@ -142,7 +144,6 @@ class Sampler:
         key = [s.request_id * 65536 + s.batch_row for s in sequences]
         if self._rows is None or self._rows.key != key:
             params = [s.params for s in sequences]
-            own = {name: f for name, f in self._own_columns.items() if any(name in p.columns for p in params)}
             self._rows = _Rows(
                 key=key,
                 temperatures=self._tensor([p.temperature for p in params], torch.float32),
@@ -152,7 +153,7 @@ class Sampler:
                 filtered=[i for i, p in enumerate(params) if p.filtered],
                 entropy=any(p.return_entropy for p in params),
                 top=max(p.top_logprobs for p in params),
-                own=own,
+                own={name: f for name, f in self._own_columns.items() if any(name in p.columns for p in params)},
             )
         return self._rows
 
@@ -253,16 +254,6 @@ class Sampler:
         columns["mask_token_ids"] = order_AK[mask_AK]
         return columns
 
-    def _compute_own(
-        self, logits_MV: torch.Tensor, tokens_M: torch.Tensor, rows: _Rows, filtered: _Filtered | None
-    ) -> dict[str, torch.Tensor]:
-        """The columns [M] of a user's own that some row asked for."""
-        logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
-        if filtered is not None:
-            cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
-            logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
-        return compute_columns(rows.own, logprobs_MV, tokens_M)
-
 
 def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.Tensor:
     """[count]: the values at their rows and 0 elsewhere."""
@@ -292,20 +283,20 @@ def _candidates(
     """(scores [F, K] by falling probability, their token ids i64[F, K], which of them the filters leave bool[F, K])."""
     vocabulary = scaled_FV.shape[1]
     most = max(p.top_k or vocabulary for p in params)
+
+    def cut(order_FK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        sorted_FK = scaled_FV.gather(1, order_FK)
+        probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
+        return sorted_FK, order_FK, filter_mask(probs_FK, params)
+
     few = all(p.top_k <= _MANY for p in params)  # top-p asks for the mass of all that top-k leaves
     if most >= vocabulary and few and scaled_FV.device.type == "cpu" and vocabulary > 4 * _MANY:
         # Sorting is slow and what top-p or min-p leave is mostly few: try that first. (On a GPU, asking whether it was
         # enough would wait for the device.)
-        order_FK = _best(scaled_FV, _MANY)
-        best_FK = scaled_FV.gather(1, order_FK)
-        probs_FK = torch.exp(best_FK - scaled_FV.logsumexp(-1, keepdim=True))
-        mask_FK = filter_mask(probs_FK, params)
-        if not bool(mask_FK[:, -1].any()):
-            return best_FK, order_FK, mask_FK
-    order_FK = _best(scaled_FV, most) if most <= vocabulary // 2 else _all(scaled_FV)
-    sorted_FK = scaled_FV.gather(1, order_FK)
-    probs_FK = torch.exp(sorted_FK - scaled_FV.logsumexp(-1, keepdim=True))
-    return sorted_FK, order_FK, filter_mask(probs_FK, params)
+        tried = cut(_best(scaled_FV, _MANY))
+        if not bool(tried[2][:, -1].any()):
+            return tried
+    return cut(_best(scaled_FV, most) if most <= vocabulary // 2 else _all(scaled_FV))
 
 
 def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:

@@ -76,7 +76,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self.num_waiting -= 1
-            self._drop(sequence)
+            self._release(sequence)
         followers = [s for s in sequence.followers if not s.finished]
         sequence.followers = []
         if followers:  # the next of them leads
@@ -93,7 +93,7 @@ class Scheduler:
         for sequence in reversed(list(self.running.values())):
             self.preempt(sequence)
         for sequence in list(self._waiting_forks.values()):
-            self._drop(sequence)
+            self._release(sequence)
 
     def recompute_unpinned(self, *, adapted: bool) -> None:
         """Have sequences that are not pinned and draw a token in each pass compute their keys and values again.
@@ -108,7 +108,7 @@ class Scheduler:
                 self._send_back(sequence)
         for fork in list(self._waiting_forks.values()):
             if is_meant(fork):
-                self._drop(fork)
+                self._release(fork)
 
     def renew_kv_namespaces(self, adapters: Iterable[str]) -> None:
         """Keep what these adapters compute from now on apart from all that was computed before."""
@@ -268,17 +268,15 @@ class Scheduler:
         """The youngest fork that waits with shared blocks loses them. False if there is none but `but`."""
         for sequence in reversed(self._waiting_forks.values()):
             if sequence is not but:
-                self._drop(sequence)
+                self._release(sequence)
                 return True
         return False
 
-    def _drop(self, sequence: Sequence) -> None:
-        self._release(sequence)
-        self._waiting_forks.pop(sequence.request_id, None)
-
     def _release(self, sequence: Sequence) -> None:
+        """Take its blocks back, whether it runs or is a fork that waits with some."""
         self._cache.release(sequence.holding)
         sequence.taken_over, sequence.taken_over_version = 0, NO_VERSION
+        self._waiting_forks.pop(sequence.request_id, None)
 
     def _enter(self, sequence: Sequence) -> None:
         sequence.batch_row = self._free_rows.pop()

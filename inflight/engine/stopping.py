@@ -17,11 +17,6 @@ class StopCondition:
     def __init__(self, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None):
         self._eos_ids, self._tokenizer = eos_ids, tokenizer
 
-    @property
-    def can_read_text(self) -> bool:
-        """There is a tokenizer, without which stop strings cannot be seen."""
-        return self._tokenizer is not None
-
     def is_met(self, sequence: Sequence) -> bool:
         params, token = sequence.params, sequence.tokens[-1]
         if len(sequence.tokens) < params.min_tokens:

@@ -23,10 +23,9 @@ def length_limit(config: PretrainedConfig) -> tuple[int, str] | None:
             limits.append((int(end), "longrope"))
         if "dynamic" in kind and positions:
             limits.append((int(positions), f"{kind} rotary embeddings"))
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        chunk = getattr(config, "attention_chunk_size", None)
-        if chunk:
-            limits.append((int(chunk), "chunked attention"))
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append((int(chunk), "chunked attention"))
     if (row := row_limit(config)) is not None:
         limits.append(row)
     return min(limits) if limits else None

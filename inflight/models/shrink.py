@@ -9,9 +9,12 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PretrainedConfig
+
+_Rule = Callable[[str, int | float], int | float]
+"""What becomes of a number in the field of this name."""
 
 VOCABULARY = 96
 WINDOW = 6
@@ -79,7 +82,7 @@ def config_numbers(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
 
 def _changed(
     config: PretrainedConfig,
-    rule: Callable[[str, int | float], int | float],
+    rule: _Rule,
     layers: list[int] | None,
     inner: Callable[[PretrainedConfig], PretrainedConfig],
 ) -> PretrainedConfig:
@@ -95,20 +98,26 @@ def _changed(
             fields[name] = inner(value)
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             fields[name] = _shorter_rope(value, rule, config)
-        elif _is_number(value):
-            fields[name] = rule(name, value)
         elif layers is not None and _are_indices(name, value):
             fields[name] = type(value)(layers.index(i) for i in value if i in layers)
-        elif isinstance(value, (list, tuple)):
-            chosen = [value[i] for i in layers] if layers is not None and len(value) == count else list(value)
-            fields[name] = type(value)(rule(name, x) if _is_number(x) else x for x in chosen)
+        elif layers is not None and isinstance(value, (list, tuple)) and len(value) == count:
+            fields[name] = _map_numbers(rule, name, type(value)(value[i] for i in layers))
+        else:
+            fields[name] = _map_numbers(rule, name, value)
     if layers is not None:
         _renumber(small, count, layers)
     return small
 
 
+def _map_numbers(rule: _Rule, name: str, value: Any) -> Any:
+    """The value of a field with what `rule` makes of it, if it is a number, or of the numbers in it."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(rule(name, x) if _is_number(x) else x for x in value)
+    return rule(name, value) if _is_number(value) else value
+
+
 def _length_rules(name: str, value: int | float) -> int | float:
-    if isinstance(value, float) or not _is_count(value):
+    if not _is_count(value):
         return min(value, _SOFTCAP) if "softcap" in name and value > 0 else value
     if "original_max_position" in name:
         return min(value, ORIGINAL_CONTEXT)
@@ -125,7 +134,7 @@ def _length_rules(name: str, value: int | float) -> int | float:
     return value
 
 
-def _rules(config: PretrainedConfig) -> Callable[[str, int | float], int | float]:
+def _rules(config: PretrainedConfig) -> _Rule:
     """What becomes of each number of this configuration."""
     heads = [n for name, value in config_numbers(config) if _HEAD_COUNT.match(name) for n in _flat(value) if n > 0]
     dims = [n for name, value in config_numbers(config) if _HEAD_DIM.match(name) for n in _flat(value) if n > 0]
@@ -142,7 +151,7 @@ def _rules(config: PretrainedConfig) -> Callable[[str, int | float], int | float
     groups = getattr(config, "n_group", None) or getattr(config, "num_expert_group", None) or 1
 
     def rule(name: str, value: int | float) -> int | float:
-        if isinstance(value, float) or not _is_count(value) or value <= 0:
+        if not _is_count(value) or value <= 0:
             return _length_rules(name, value)
         if _HEAD_COUNT.match(name):
             return value // by_heads
@@ -167,7 +176,7 @@ def _width(value: int, divisor: int, multiple: int) -> int:
 def _number(config: PretrainedConfig, name: str) -> int:
     """A field under the name that Transformers gives it in all configurations; 0 where there is none."""
     value = vars(config).get(config.attribute_map.get(name, name))
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    return value if _is_count(value) else 0
 
 
 def _divisor(counts: list[int], smallest: int) -> int:
@@ -237,9 +246,7 @@ def _renumber(small: PretrainedConfig, count: int, layers: list[int]) -> None:
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _shorter_rope(
-    rope: dict[str, Any], rule: Callable[[str, int | float], int | float], config: PretrainedConfig
-) -> dict[str, Any]:
+def _shorter_rope(rope: dict[str, Any], rule: _Rule, config: PretrainedConfig) -> dict[str, Any]:
     short: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, dict):  # by type of layer
@@ -247,12 +254,8 @@ def _shorter_rope(
         elif name in ("short_factor", "long_factor") and isinstance(value, (list, tuple)):
             head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
             short[name] = list(value)[:: max(1, head_dim // int(rule("head_dim", head_dim)))]
-        elif isinstance(value, (list, tuple)):
-            short[name] = [rule(name, x) if _is_number(x) else x for x in value]
-        elif _is_number(value):
-            short[name] = rule(name, value)
         else:
-            short[name] = value
+            short[name] = _map_numbers(rule, name, value)
     return short
 
 
@@ -263,12 +266,12 @@ def _special_token(name: str, value: int) -> int:
     return min(value, kind if kind is not None else VOCABULARY - 1) if value >= 0 else value
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return _is_count(value) or isinstance(value, float)
 
 
 def _flat(value: Any) -> list[int]:

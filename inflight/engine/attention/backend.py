@@ -1,13 +1,20 @@
-"""The seam behind which attention is computed: what a forward pass looks like to a backend."""
+"""The seam behind which attention is computed: what a forward pass looks like to a backend, and the memory of the KV
+cache, where the keys and values of every layer lie in blocks.
 
+Layers that look equally far back form a *group* and share block tables: one group for full attention, one for each
+sliding window.
+"""
+
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from inflight.engine.kv_memory import KVMemory
+from inflight.core.errors import DeviceMemoryError
+from inflight.core.options import EngineOptions
+from inflight.engine.device import memory_left, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,6 @@ class AttentionBackend(Protocol):
 
     def begin(self, batch: ForwardBatch, memory: "KVMemory") -> None:
         """What a pass needs to know once, before its first layer."""
-        ...
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """query [T, Hq, D] → [T, Hq, Dv]; the batch's keys and values are in the cache already."""
@@ -81,10 +87,105 @@ class GraphBackend(AttentionBackend, Protocol):
 
     def prepare_graphs(self, memory: "KVMemory", max_sequences: int) -> None:
         """Take memory at fixed addresses for passes of up to max_sequences single tokens."""
-        ...
 
     def begin_graph(self, batch: ForwardBatch, memory: "KVMemory") -> None: ...
 
     def drop_graphs(self) -> None:
         """Give that memory back; no graph recorded since may be replayed any more."""
-        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with one window, and the number of blocks that they share."""
+
+    window: int | None
+    layers: list[int]
+    num_blocks: int
+
+
+class KVMemory:
+    """Keys and values of all layers, in blocks. Who holds which block is for `KVCache` to say."""
+
+    def __init__(
+        self, layers: list[LayerShape], backend: AttentionBackend, options: EngineOptions, device: torch.device
+    ):
+        """Takes room for max_sequences · max_context tokens (or kv_cache_tokens, if set), within kv_cache_fraction of
+        the memory that is left. max_context and max_prefill_tokens of the options are numbers of tokens, not 0. Raises
+        DeviceMemoryError, with the size needed and the size left, if not even one sequence fits."""
+        self.backend = backend
+        """Says how large a block is and how its memory lies, and computes attention over it."""
+        self.block_size = backend.block_size
+        self.max_blocks = math.ceil(options.max_context / self.block_size)
+        """Blocks that one sequence needs at most."""
+        self._layers, self.device = layers, device
+        windows = [w if w is not None and w < options.max_context else None for w in (s.window for s in layers)]
+        distinct = list(dict.fromkeys(windows))
+        self.group_of = [distinct.index(window) for window in windows]
+        """The group of each layer."""
+        members = {window: [i for i, other in enumerate(windows) if other == window] for window in distinct}
+        sizes = self._sizes(members, options)
+        self.groups = [LayerGroup(*group, size) for group, size in zip(members.items(), sizes, strict=True)]
+        self.nbytes = sum(self._block_bytes(group.layers) * group.num_blocks for group in self.groups)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.allocate()
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of full attention that fit."""
+        return (max(group.num_blocks for group in self.groups) - 1) * self.block_size
+
+    def allocate(self) -> None:
+        """Take the memory (again). Raises DeviceMemoryError if it is not there; then nothing is held."""
+        try:
+            for layer, group in zip(self._layers, self.group_of, strict=True):
+                keys, values = self.backend.allocate(layer, self.groups[group].num_blocks)
+                self.keys.append(keys)
+                self.values.append(values)
+        except torch.OutOfMemoryError as error:
+            self.free()
+            raise DeviceMemoryError(
+                f"the KV cache needs {self.nbytes / 2**20:,.0f} MiB, and that much is not free on {self.device} now"
+            ) from error
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.keys.clear()
+        self.values.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: list[dict[int, int]]) -> None:
+        """Copy blocks: for each group, to block → from block."""
+        for group, pairs in zip(self.groups, copies, strict=True):
+            if pairs:
+                to, source = (to_device(list(blocks), self.device) for blocks in (pairs, pairs.values()))
+                for layer in group.layers:
+                    self.keys[layer][to] = self.keys[layer][source]
+                    self.values[layer][to] = self.values[layer][source]
+
+    def _block_bytes(self, layers: list[int]) -> int:
+        return sum(self._layers[layer].bytes_per_token for layer in layers) * self.block_size
+
+    def _sizes(self, members: dict[int | None, list[int]], options: EngineOptions) -> list[int]:
+        """The number of blocks of each group, given as window → layers."""
+        max_context, fraction = options.max_context, options.kv_cache_fraction
+        # A prompt is admitted only when all of it fits, so a group needs that much for one sequence at least.
+        least, wanted = self.max_blocks + 1, []
+        for window in members:
+            reach = max_context if window is None else min(max_context, window + options.max_prefill_tokens)
+            per_sequence = min(math.ceil(reach / self.block_size) + (window is not None), self.max_blocks)
+            in_all = math.ceil(options.kv_cache_tokens / self.block_size) or per_sequence * options.max_sequences
+            wanted.append(max(in_all + 1, least))
+        left = memory_left(self.device)
+        block_bytes = [self._block_bytes(layers) for layers in members.values()]
+        needed = sum(block_bytes) * least
+        if needed > left * fraction:
+            raise DeviceMemoryError(
+                f"the KV cache of a single sequence of {max_context} tokens needs {needed / 2**20:,.0f} MiB and "
+                f"{self.device} has {left / 2**20:,.0f} MiB left, of which the engine may use {fraction:.0%}; "
+                "lower max_context or raise kv_cache_fraction"
+            )
+        scale = min(1.0, left * fraction / sum(size * n for size, n in zip(block_bytes, wanted, strict=True)))
+        return [max(least, int(n * scale)) for n in wanted]

@@ -5,7 +5,7 @@ import torch
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.backend import AttentionBackend, LayerShape
 from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
-from inflight.engine.attention.paged import CpuAttention, TorchAttention
+from inflight.engine.attention.paged import PagedAttention
 
 
 def choose_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:
@@ -19,5 +19,4 @@ def choose_backend(name: str, layers: list[LayerShape], device: torch.device) ->
             raise UnsupportedModelError(f"attention='flashinfer' cannot be used: {reason}")
     if name == "cpu" and device.type != "cpu":
         raise UnsupportedModelError(f"attention='cpu' cannot be used on {device}")
-    use_c = device.type == "cpu" and name != "torch"
-    return (CpuAttention if use_c else TorchAttention)(layers, device)
+    return PagedAttention(layers, device, use_c=device.type == "cpu" and name != "torch")

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import ForwardBatch, LayerShape
-from inflight.engine.attention.paged import TorchAttention
-from inflight.engine.kv_memory import KVMemory
+from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
+from inflight.engine.attention.paged import PagedAttention
 from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
@@ -285,20 +284,20 @@ class FlashInferAttention:
             (group, replace(layer, window=memory.groups[group].window))
             for group, layer in zip(memory.group_of, self._layers, strict=True)
         ]
-        plans_of = {kind: self._new_plans(*kind) for kind in dict.fromkeys(kinds)}
+        lib, workspace = self._lib, self._workspace
+        plans_of: dict[tuple[int, LayerShape], _Plans] = {}
+        for kind in dict.fromkeys(kinds):
+            decode = lib.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "NHD", use_tensor_cores=_TENSOR_CORES, backend=_BACKEND
+            )
+            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_BACKEND)
+            plans_of[kind] = _Plans(*kind, decode, prefill)
         self._plans = list(plans_of.values())
         self._plans_of = [plans_of[kind] for kind in kinds]
 
     def _mark_staged(self) -> None:
         if self._staged is not None:
             self._staged.record(torch.cuda.current_stream(self._device))
-
-    def _new_plans(self, group: int, layer: LayerShape) -> _Plans:
-        lib, workspace = self._lib, self._workspace
-        decode = lib.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=_TENSOR_CORES, backend=_BACKEND
-        )
-        return _Plans(group, layer, decode, lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_BACKEND))
 
     def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
         num_sms = 0
@@ -352,7 +351,7 @@ def _difference(layers: list[LayerShape], device: torch.device) -> float:
         kv_cache_fraction=1.0,
         kv_cache_tokens=int(used.sum()) * BLOCK_SIZE,
     )
-    ours, theirs = FlashInferAttention(layers, device), TorchAttention(layers, device)
+    ours, theirs = FlashInferAttention(layers, device), PagedAttention(layers, device)
     memory = KVMemory(layers, ours, options, device)
     nothing = torch.empty(0)
     batch = ForwardBatch(

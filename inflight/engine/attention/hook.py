@@ -14,8 +14,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.backend import ForwardBatch, LayerShape
-from inflight.engine.kv_memory import KVMemory
+from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
 from inflight.models.masks import BOTH_SIDES, mask_note, noted
 
 ATTENTION_NAME = "inflight"
