@@ -3,7 +3,7 @@
 N rows, of which K have a sampling mask; V vocabulary, E token ids in all masks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,8 @@ class Rows(NamedTuple):
     grad_entropies: torch.Tensor | None
 
     def take(self, rows: slice | torch.Tensor) -> "Rows":
-        return Rows(*(value if value is None else value[rows] for value in self))
+        values: Any = (value if value is None else value[rows] for value in self)
+        return Rows(*values)
 
 
 class Split(NamedTuple):
