@@ -26,8 +26,8 @@ from inflight.weights.named import NamedSource, Weights, copy_named
 from inflight.weights.sharded import ShardGroup, is_sharded
 from inflight.weights.sources import ModelSource, Source
 from inflight.weights.staging import StagingBuffer
-from inflight.weights.transports.base import Transport
-from inflight.weights.transports.slots import DirectTarget, Slots
+from inflight.weights.transports.base import Target, Transport
+from inflight.weights.transports.slots import Slots
 
 logger = logging.getLogger("inflight.weights")
 
@@ -39,8 +39,6 @@ _GIVE_UP_S = 5.0
 
 Engine = Any
 """A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
-
-Target = DirectTarget | StagingBuffer
 
 
 class Publisher:

@@ -17,7 +17,7 @@ from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.tensors import slot_views
-from inflight.weights.transports.base import Sender, StagedVersion, Transport
+from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
 
 logger = logging.getLogger("inflight.weights")
 
@@ -25,7 +25,7 @@ _MAX_BUFFERS = 3
 """One was sent last, one is being sent, one is being filled. Each is made when it is needed."""
 
 
-class StagingBuffer:
+class StagingBuffer(Target):
     """A publisher's target whose slots are its own."""
 
     def __init__(

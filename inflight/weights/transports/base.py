@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 import torch
@@ -20,9 +20,6 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare
 from inflight.weights import delta
 from inflight.weights.link import EngineLink, Published
-
-if TYPE_CHECKING:
-    from inflight.weights.transports.slots import DirectTarget
 
 _ATTEMPTS = 3
 """Attempts per engine and version; the next version is another chance."""
@@ -55,7 +52,7 @@ class Transport(ABC):
         """Return the settings for the only engine of a publisher with this `slot_timeout_s`."""
         return self
 
-    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "DirectTarget | None":
+    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "Target | None":
         """Return what writes versions straight to the only engine; None if they go through a staging buffer."""
         return None
 
@@ -236,6 +233,49 @@ class Receiver(ABC):
 
     def close(self) -> None:  # noqa: B027
         """The publisher is gone, and nothing more will come."""
+
+
+class Target(ABC):
+    """Where a publisher writes versions: to the slots of its only engine, or to a staging buffer before its engines."""
+
+    views: list[dict[str, torch.Tensor]]
+    """The tensors of each slot."""
+    sent_bytes: int
+    """Bytes that engines were sent of the last version that all of them got."""
+    lost: Mapping[str, Exception] = {}
+    """Maps endpoints of engines that ended, or did not answer, to what happened."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> list[EngineLink]:
+        """Engines that have not been lost."""
+
+    @abstractmethod
+    def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
+        """Send versions to another engine, too. Raises InflightError, before `attach` is called, if that cannot be."""
+
+    @abstractmethod
+    def acquire(self) -> int:
+        """Return a slot to write to, once there is one. Raises what keeps engines from lending one."""
+
+    @abstractmethod
+    def announce(self, slot: int, record: Published) -> None:
+        """The slot holds this version."""
+
+    @abstractmethod
+    def release(self, slot: int) -> None:
+        """What is in the slot is not announced."""
+
+    def listen(self) -> None:  # noqa: B027
+        """Hear what engines say while there is nothing to publish."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise what keeps versions from reaching any engine, if something does."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Send what was announced, and let the engines go."""
 
 
 def _raw(struct: msgspec.Struct) -> msgspec.Raw:

@@ -14,7 +14,7 @@ from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
-from inflight.weights.transports.base import Sender, StagedVersion, Transport
+from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,8 @@ class Slots(Transport):
         return DirectTarget(self, engine, refuse)
 
 
-class DirectTarget:
-    """The slots of one engine, which the publisher writes to without a staging buffer. See StagingBuffer for what the
-    methods do."""
-
-    lost: Mapping[str, Exception] = {}
+class DirectTarget(Target):
+    """The slots of one engine, which the publisher writes to without a staging buffer."""
 
     def __init__(self, settings: Slots, engine: EngineLink, refuse: Callable[[Exception], None]):
         self._settings, self._engine, self._refuse = settings, engine, refuse
