@@ -44,7 +44,7 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) ->
     if x.is_cuda:
         from inflight_kernels import _normalization_triton
 
-        return _normalization_triton.add_rms_norm(x, residual, norm)
+        return _normalization_triton.add_rms_norm(x, residual, *norm)
     if _cpu.takes(x, norm.weight, *(() if residual is None else (residual,))):
         y = torch.empty(x.shape, dtype=x.dtype)
         s, stride = (None, 0) if residual is None else (torch.empty_like(y), residual.stride(0))
