@@ -1,13 +1,12 @@
 """The order of scheduling: one function of a sequence.
 
-A function of one's own is named in `EngineOptions.schedule_order` as "module:function", and its module is imported by
-the engine's process. `priority` below is an example of one.
+A function of one's own is named in `EngineOptions.schedule_order`, and imported by the engine's process.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 
+from inflight.core.by_name import load_by_name
 from inflight.core.errors import InvalidRequestError, ModelLoadError
 from inflight.engine.sequence import Sequence
 
@@ -22,16 +21,14 @@ def first_come_first_served(sequence: Sequence) -> float:
 
 
 def load_order(name: str) -> Order:
-    """The function that "module:function" names. Raises ModelLoadError if there is none."""
-    module, _, function = name.partition(":")
+    """The function of this name, as `load_by_name` takes it. Raises ModelLoadError if there is none."""
     try:
-        order = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        return load_by_name(name)
+    except Exception as error:  # a module of the user's may raise anything
         raise ModelLoadError(
-            f"schedule_order={name!r} names no function that the engine can import ({error}); "
-            'write it as "module:function"'
+            f"schedule_order={name!r} names no function that the engine can import ({error!r}); "
+            'write it as "module:function" or "path/to/file.py:function"'
         ) from error
-    return order
 
 
 def check_order(name: str, order: Order, sequence: Sequence) -> None:

@@ -4,16 +4,13 @@ Only `EngineOptions.columns` names code to import; a request can ask for the col
 S tokens, V vocabulary.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import cast
 
 import numpy as np
 import torch
 
+from inflight.core.by_name import load_by_name
 from inflight.core.columns import NUMBERS, own_column_name
 from inflight.core.errors import TokenColumnError
 
@@ -54,7 +51,7 @@ def compute_columns(
 def _load(path: str) -> ColumnFunction:
     where, _, name = path.rpartition(":")
     try:
-        function = getattr(_import(where), name)
+        function = load_by_name(path)
     except Exception as error:
         raise TokenColumnError(
             f"column {name} cannot be imported from {where} ({type(error).__name__}: {error}); the engine finds the "
@@ -63,14 +60,3 @@ def _load(path: str) -> ColumnFunction:
     if not callable(function):
         raise TokenColumnError(f"{path} is no function but {type(function).__name__}")
     return cast(ColumnFunction, function)
-
-
-def _import(where: str) -> ModuleType:
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
