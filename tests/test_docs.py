@@ -208,3 +208,14 @@ def test_code_that_no_test_runs_is_found():
     assert path == "tests/test_docs.py"
     assert is_excerpt(code, "def f():\n    return any(\n        1\n    )\n")
     assert not is_excerpt(code, "def f():\n    return any(\n        2\n    )\n")
+
+
+def test_the_code_layout_names_files_that_exist():
+    files = {
+        path.name
+        for folder in ("inflight", "kernels", "tests", "examples", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+    }
+    named = re.findall(r"`(?:[\w/]*/)?(\w+\.\w+)`", (ROOT / "docs" / "structure.md").read_text())
+    assert len(named) > 60
+    assert sorted({name for name in named if name.endswith((".py", ".c"))} - files) == []
