@@ -45,7 +45,7 @@ _TELL_EVERY_S = 30.0
 _WAKE_TIMEOUT_S = 600.0
 """Bound for `wake()`, which may record CUDA graphs anew."""
 _CLOSE_S = 5.0
-"""For a publisher to send what it has, where the engine is about to end anyway."""
+"""How long a publisher may take to send what it has when the engine is about to end anyway."""
 
 
 def _takes(options: Callable[Options, EngineOptions]) -> Callable[[Any], "Callable[Options, LaunchedEngine]"]:

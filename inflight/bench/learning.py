@@ -13,7 +13,7 @@ from inflight.training.objective.objective import resolve
 from inflight.training.schedules import ROLLOUT_SCHEDULES
 
 LAG_DEFAULTS = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
-"""In place of those of LearningSettings: with lags there are many runs, and each is shorter."""
+"""Defaults that replace those of LearningSettings: with lags there are many runs, and each is shorter."""
 
 
 def measure(options: LearningOptions, progress: Progress = lambda _: None) -> dict[str, Any]:

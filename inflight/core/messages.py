@@ -130,7 +130,7 @@ class Fill(_Message, frozen=True):
     base: int | None
     """What comes is the difference to this version; None: it is whole."""
     checksum: int
-    """Of the slot once it is filled."""
+    """The checksum of the slot once it is filled."""
 
 
 class SlotReady(_Message, frozen=True):
@@ -141,7 +141,7 @@ class SlotReady(_Message, frozen=True):
     fingerprint: str
     published_ns: Count
     checksum: int | None = None
-    """Of the slot, to be compared before anything is drawn with it."""
+    """The checksum of the slot, which is compared before anything is drawn with it."""
 
 
 class Detach(_Message, frozen=True):

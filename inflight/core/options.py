@@ -45,8 +45,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     a prompt is; a sequence that is not through with that when the next version comes goes on, so that all of them
     advance however often weights are published."""
     prefix_across_versions: int = 0
-    """By how many versions a beginning that a prompt takes from the prefix cache may be older than the weights that go
-    on with it: 0, by none. More lets conversations go on without computing their past again after every publish; their
+    """How many versions older than the weights that go on with it a beginning may be that a prompt takes from the
+    prefix cache; 0: none. More lets conversations go on without computing their past again after every publish; their
     tokens then attend to what older weights computed, as those of running sequences do (kv_on_swap="keep", which it
     asks for). Adapters share nothing with each other or the weights alone, requests that are pinned to a version
     nothing with others. Each rollout says what it took over (`prefix_tokens`, `prefix_version`)."""
@@ -134,6 +134,6 @@ class Startup(msgspec.Struct, frozen=True):
 
     options: EngineOptions
     directory: str
-    """For its sockets and the publisher's lock."""
+    """The directory of its sockets and of the publisher's lock."""
     parent_pid: int
     """The launcher, with which the engine ends."""

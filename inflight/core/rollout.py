@@ -24,7 +24,7 @@ class SamplingMask:
     from it. None: 0 everywhere."""
 
     def split(self) -> list[np.ndarray]:
-        """For each token its i32[…] of token_ids."""
+        """Returns the part i32[…] of token_ids of each token."""
         return np.split(self.token_ids, self.offsets[1:-1])
 
     @classmethod

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 class Thread(msgspec.Struct):
     name: str
     ident: int
-    """Of the pthread."""
+    """The identifier of the pthread."""
 
 
 class Span(msgspec.Struct):
@@ -36,7 +36,7 @@ class Span(msgspec.Struct):
 
 
 _spans: list[Span] | None = None
-"""Of the trace that is being taken of this process, if one is."""
+"""The spans of the trace that is being taken of this process, if one is."""
 _threads: dict[int, Thread] = {}
 _NOTHING = nullcontext()
 

@@ -77,8 +77,8 @@ class EngineClient:
     async def acall(
         self, verb: str, arguments: Mapping[str, Any], returns: type[Value], *, undo: Callable[[Value], None]
     ) -> Value:
-        """As `call`, for asyncio. If the task is cancelled before the answer has come, `undo` is called with it when it
-        comes, by another thread."""
+        """Do what `call` does, for asyncio. If the task is cancelled before the answer has come, another thread calls
+        `undo` with it when it comes."""
         answer = self.call_soon(verb, arguments)
         wrapped = asyncio.wrap_future(answer)
         try:

@@ -23,9 +23,9 @@ Namespace = int | str
 ("": the weights alone) in whichever version, given by its name."""
 
 NO_VERSION = -1
-"""In place of a version or namespace: nothing is computed yet."""
+"""Stands in place of a version or namespace while nothing is computed yet."""
 MIXED = -2
-"""In place of a namespace: the keys and values of a sequence are of several, and are not remembered any further."""
+"""Stands in place of a namespace when the keys and values of a sequence are of several; no more are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Holding:
     blocks: list[list[int]] = field(default_factory=list)
     """Block numbers per group. A list only grows; a sequence that gave its blocks back holds another list."""
     num_dropped: list[int] = field(default_factory=list)
-    """Per group: leading blocks given back because a sliding window has passed them."""
+    """How many leading blocks of each group were given back because a sliding window has passed them."""
     computed: int = 0
     """Leading tokens whose keys and values are in the blocks once the passes that are under way are done."""
     namespace: Namespace = NO_VERSION
@@ -127,8 +127,8 @@ class KVCache:
             group.entry_of.clear()
 
     def take_copies(self) -> list[dict[int, int]]:
-        """For each group, to block → from block: the partly filled blocks that were shared since the last call. They
-        are to be copied before the next forward pass."""
+        """Maps, for each group, the new block to the partly filled one that was shared since the last call, from which
+        it is to be copied before the next forward pass."""
         copies, self._copies = self._copies, [{} for _ in self._groups]
         return copies
 

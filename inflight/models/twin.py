@@ -23,7 +23,8 @@ from inflight.models.shrink import VOCABULARY, shrink, shrink_lengths
 logger = logging.getLogger("inflight.models")
 
 TOLERANCE = 1e-4
-"""Of the norm of a token's logits. Rounding makes 1e-6 to 1e-5; the smallest mistake planted in the tests 5e-3."""
+"""The largest difference that passes, as a share of the norm of a token's logits. Rounding makes 1e-6 to 1e-5; the
+smallest mistake planted in the tests 5e-3."""
 LENGTHS = (40, 23, 8, 1)
 """Tokens of the sequences that are tried."""
 _MAX_PARAMETERS = 8_000_000

@@ -48,9 +48,9 @@ class ForwardBatch:
     positions: torch.Tensor
     """i64[T]"""
     cache_index: list[torch.Tensor]
-    """Per group, i64[T]: block · block_size + index in the block, where the token's key and value go."""
+    """Where the key and value of each token go, i64[T] for each group: block · block_size + index in the block."""
     tables: list[np.ndarray]
-    """Per group, i32[S, B] on the CPU: the blocks of each chunk's sequence."""
+    """The blocks of each chunk's sequence, i32[S, B] on the CPU for each group."""
     starts: torch.Tensor
     """i32[S + 1] on the CPU: where the chunks begin."""
     contexts: torch.Tensor

@@ -177,7 +177,7 @@ class FlashInferAttention:
         self._plans_of: list[_Plans] = []
         """The plans of each layer."""
         self._graph_inputs: list[torch.Tensor] = []
-        """Per group of the cache, i32: the page lists that graphs read, one after another."""
+        """The page lists that graphs read, i32 for each group of the cache, one list after another."""
         self._graph_workspace: torch.Tensor | None = None
         self._num_single = 0
         self._staged = torch.cuda.Event() if device.type == "cuda" else None
@@ -308,8 +308,8 @@ class FlashInferAttention:
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _stage(self, batch: ForwardBatch, rows: slice) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-        """Per group of the cache, the page lists of these sequences: i32 on the CPU, one after another in a tensor, and
-        each."""
+        """Returns for each group of the cache the page lists of these sequences, i32 on the CPU: one after another in a
+        tensor, and each."""
         assert self._memory is not None
         counts, contexts = np.diff(batch.starts.numpy())[rows], batch.contexts.numpy()[rows]
         staged = []
@@ -320,7 +320,7 @@ class FlashInferAttention:
         return staged
 
     def _lists_on_device(self, batch: ForwardBatch, rows: slice) -> list[tuple[torch.Tensor, ...]]:
-        """Per group, (indptr, indices, last_page_len) of these sequences, the indices on the device."""
+        """Returns (indptr, indices, last_page_len) of these sequences for each group, the indices on the device."""
         staged = [lists for _, lists in self._stage(batch, rows)]
         return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in staged]
 

@@ -40,7 +40,7 @@ class PackedBatch:
     groups: torch.Tensor
     """i64[B], which prompt each sequence answers, as an index into totals.group_tokens."""
     totals: StepTotals
-    """Of the optimizer step that this batch is, or is a micro-batch of."""
+    """Totals of the optimizer step that this batch is, or is a micro-batch of."""
     drawn: torch.Tensor = None  # pyright: ignore
     """i64[n], where loss_mask is true; found out where it is not given."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class PackedBatch:
     reference_logprobs: torch.Tensor | None = None
     """f32[T], under the policy that a KL penalty refers to."""
     trainer_version: int | None = None
-    """Of the weights that the trainer has when it takes the batch; tells mismatch from staleness."""
+    """The version of the weights that the trainer has when it takes the batch; it tells mismatch from staleness."""
     rollouts: Sequence[Rollout] = ()
     """B, what the sequences were made of: text, rewards and metadata."""
 
@@ -180,7 +180,7 @@ def pack(
     lengths = [len(r.prompt_token_ids) + len(r.token_ids) for r in rollouts]
 
     def column(dtype: np.typing.DTypeLike, context_value: float, of_rollouts: Sequence[Any]) -> torch.Tensor:
-        """Of each rollout one value, or one per token, for what the policy drew."""
+        """Lay out one value per rollout, or one per token, at the tokens that the policy drew."""
         out = np.full(sum(lengths), context_value, dtype)
         end = 0
         for mask, length, values in zip(masks, lengths, of_rollouts, strict=True):
