@@ -35,7 +35,7 @@ def first_index(hits, weights, index):
 def block_kernel(
     logits, temperatures, peaks, totals, moments, stride_m, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Reduces a block to its largest logit, Σ w and, where asked for, Σ w·z with z = (logit − largest) / temperature."""
+    """Reduces a block to its largest logit, Σ w and, where asked for, Σ w·z; z = (logit − largest) / temperature."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
