@@ -10,7 +10,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -315,7 +315,8 @@ def pinned_to_halves(device: str) -> Iterator[tuple[Callable[[], None], Callable
 
 def _move_to(cores: set[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
+        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def _measure_peer(settings: SwapOptions, setup: Setup, directory: Path, progress: Progress) -> dict[str, Any]:

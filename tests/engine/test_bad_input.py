@@ -276,7 +276,8 @@ def test_a_container_that_forbids_cuda_ipc_is_told_what_to_change(monkeypatch):
         raise RuntimeError("CUDA error: invalid device context\nmore")
 
     monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", refuse)
-    monkeypatch.setattr(cuda_ipc, "_device_with_uuid", lambda uuid: 0)
+    monkeypatch.setattr(cuda_ipc.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: "GPU-1")
     descriptor = CudaIpcDescriptor("GPU-1", 64, b"", 64, 0, b"", 0, b"", False)
     with pytest.raises(ProtocolError, match=r"invalid device context\).*--ipc=host --pid=host.*inflight.Broadcast"):
         cuda_ipc.CudaSlot.attach(descriptor)
