@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._norm import Norm
+
 
 @triton.jit
 def weigh(normed, weight, offset, DTYPE: tl.constexpr, CAST_FIRST: tl.constexpr):
@@ -44,9 +46,7 @@ def rms_norm_kernel(
     tl.store(y + row * D + columns, weigh(normed, w, offset, y.dtype.element_ty, CAST_FIRST), mask=mask)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float, cast_first: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, s); without a residual s is x."""
     rows, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -60,16 +60,16 @@ def add_rms_norm(
         launch(
             x,
             residual,
-            weight,
+            norm.weight,
             y,
             s,
             x.stride(0),
             stride_residual,
-            eps,
-            offset,
+            norm.eps,
+            norm.offset,
             D=width,
             BLOCK=block,
-            CAST_FIRST=cast_first,
+            CAST_FIRST=norm.cast_first,
             num_warps=min(max(block // 512, 1), 16),
         )
     return y, x if s is None else s

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inflight_kernels._norm import Norm
 from inflight_kernels._normalization_triton import weigh
-from inflight_kernels.normalization import Norm
 
 
 @triton.jit

@@ -4,21 +4,10 @@ n = x / √(mean(x²) + ε) in fp32 (Zhang and Sennrich 2019, "Root Mean Square 
 y = round(n · (offset + weight)). T tokens, D hidden.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from inflight_kernels import _cpu
-
-
-class Norm(NamedTuple):
-    weight: torch.Tensor
-    """[D] of any float dtype."""
-    eps: float
-    offset: float = 0.0
-    """It is 1 in Gemma and 0 in OLMo 2 and gpt-oss."""
-    cast_first: bool = True
-    """Whether n is rounded to the dtype of x before the product too, as in Llama and Qwen."""
+from inflight_kernels._norm import Norm
 
 
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -44,7 +33,7 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) ->
     if x.is_cuda:
         from inflight_kernels import _normalization_triton
 
-        return _normalization_triton.add_rms_norm(x, residual, *norm)
+        return _normalization_triton.add_rms_norm(x, residual, norm)
     if _cpu.takes(x, norm.weight, *(() if residual is None else (residual,))):
         y = torch.empty(x.shape, dtype=x.dtype)
         s, stride = (None, 0) if residual is None else (torch.empty_like(y), residual.stride(0))

@@ -167,7 +167,7 @@ def check_rms_norm(device: str, dtype: torch.dtype, rows: int, width: int, offse
     weight = torch.randn(width, generator=generator).to(device, dtype)
     norm = Norm(weight, 1e-5, offset, cast_first)
     for added in (None, residual):
-        results = _normalization_triton.add_rms_norm(x, added, *norm)
+        results = _normalization_triton.add_rms_norm(x, added, norm)
         for result, expected in zip(results, add_rms_norm_reference(x, added, norm), strict=True):
             assert_close(result, expected)
 

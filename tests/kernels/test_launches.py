@@ -34,7 +34,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def norm(hidden: int, dtype: torch.dtype) -> None:
     x, weight = meta(256, hidden, dtype=dtype), meta(hidden, dtype=dtype)
     for residual in (None, x):
-        _normalization_triton.add_rms_norm(x, residual, *Norm(weight, 1e-6))
+        _normalization_triton.add_rms_norm(x, residual, Norm(weight, 1e-6))
 
 
 def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
