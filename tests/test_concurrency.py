@@ -137,6 +137,7 @@ def torch_sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_named_in_bounded_time_and_may_come_back(model_dir):
     with inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=1) as engine:
         [group_id] = engine.submit([[1, 2, 3]], inflight.SamplingParams(max_tokens=200, ignore_eos=True))
@@ -173,6 +174,7 @@ def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_ther
         assert len(engine.partial(more[0])[0].token_ids) >= 5
 
 
+@pytest.mark.slow
 def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=120)
     engine.stream._inbox._silence_s = 0.1

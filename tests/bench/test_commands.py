@@ -53,6 +53,7 @@ def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
     file, png = tmp_path / "scaling.json", tmp_path / "scaling.png"
     options = ("--sequences", "1,3", "--prompt-tokens", "4", "--contexts", "4,9", "--tokens", "3", "--pairs", "1")

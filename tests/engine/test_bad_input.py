@@ -479,6 +479,7 @@ def test_cancelled_requests_arrive_while_the_only_slot_is_lent(make_engine):
     assert engine.step() is None
 
 
+@pytest.mark.slow
 def test_an_engine_ends_when_its_trainer_is_killed(model_dir):
     program = (
         "import inflight, os, signal\n"

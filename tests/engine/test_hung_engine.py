@@ -210,6 +210,7 @@ def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine():
         assert set(rollout.weight_versions) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_publisher_by_endpoint_learns_of_the_engines_end_and_of_its_silence(how):
     with launch() as engine:
@@ -221,6 +222,7 @@ def test_a_publisher_by_endpoint_learns_of_the_engines_end_and_of_its_silence(ho
         publisher.close()
 
 
+@pytest.mark.slow
 def test_closing_a_stopped_engine_kills_it_and_leaves_nothing():
     engine = launch()
     publisher = engine.publisher(tiny())
@@ -236,6 +238,7 @@ def test_closing_a_stopped_engine_kills_it_and_leaves_nothing():
     assert not any(Path(slot).exists() for slot in slots)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_beside_a_stopped_engine_ends():
     program = (
         "import inflight, os, signal\n"

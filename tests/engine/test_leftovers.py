@@ -61,6 +61,7 @@ def running_pair() -> tuple[subprocess.Popen, int, set[Path], Path]:
     return trainer, pid, slots, directory
 
 
+@pytest.mark.slow
 def test_sigterm_to_both_leaves_nothing():
     """As a cluster ends a job."""
     trainer, pid, slots, directory = running_pair()
@@ -72,6 +73,7 @@ def test_sigterm_to_both_leaves_nothing():
     assert not any(slot.exists() for slot in slots)
 
 
+@pytest.mark.slow
 def test_what_sigkill_to_both_leaves_the_next_launch_or_doctor_removes():
     trainer, pid, slots, directory = running_pair()
     os.kill(pid, signal.SIGKILL)

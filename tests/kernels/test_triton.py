@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 PARITY = Path(__file__).parents[1] / "helpers" / "kernel_parity.py"
 
 
+@pytest.mark.slow
 def test_kernels_equal_their_references_in_the_interpreter():
     subprocess.run([sys.executable, PARITY, "cpu"], check=True, env=os.environ | {"TRITON_INTERPRET": "1"})
 
