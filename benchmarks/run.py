@@ -1,6 +1,6 @@
 """Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 80 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|swap|kernels|scaling|staleness|loss|learning|handle|demo …]
+    python benchmarks/run.py [throughput|swap|vllm|kernels|scaling|staleness|loss|learning|handle|serve|fuzz|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -34,6 +34,14 @@ def demo() -> None:
             out = RESULTS / f"demo-{mode}-seed{seed}"
             inflight("demo", "--seed", str(seed), "--out", str(out), *(["--sync"] if mode == "sync" else []))
     write_json(RESULTS / "demo.json", {mode: summarise_demo(mode) for mode in ("inflight", "sync")})
+
+
+def demo_vllm() -> None:
+    """Run the same demo with vLLM as the backend."""
+    for seed in SEEDS:
+        out = RESULTS / f"demo-vllm-seed{seed}"
+        inflight("demo", "--backend", "vllm", "--seed", str(seed), "--out", str(out))
+    write_json(RESULTS / "demo-vllm.json", {"vllm": summarise_demo("vllm")})
 
 
 def summarise_demo(mode: str) -> dict:
@@ -98,6 +106,25 @@ def swap() -> None:
     script("lora.py")
 
 
+def vllm() -> None:
+    """Measure vLLM as our backend against vLLM as it is."""
+    common = ("--model", "small", "--device", "cpu", "--backend", "vllm", "--peer", "vllm")
+    for dtype in ("float32", "bfloat16"):
+        path = RESULTS / f"swap-vllm-small-{dtype}.json"
+        inflight("bench", "swap", *common, "--dtype", dtype, "--publishes", "200", "--json", str(path))
+    throughput_vllm()
+    shape = ("--model", "small", "--device", "cpu", "--backend", "vllm", "--steps", "30")
+    inflight("bench", "staleness", *shape, "--json", str(RESULTS / "staleness-vllm-small-slots2.json"))
+
+
+def throughput_vllm() -> None:
+    """Measure from `submit()` to our stream against `LLM.generate`."""
+    path = RESULTS / "throughput-vllm-small-float32-32x128.json"
+    common = ("--model", "small", "--device", "cpu", "--backend", "vllm", "--peer", "vllm")
+    shape = ("--dtype", "float32", "--sequences", "32", "--tokens", "128", "--pairs", "9")
+    inflight("bench", "throughput", *common, *shape, "--json", str(path))
+
+
 def loss() -> None:
     inflight("bench", "loss", "--device", "cpu", "--json", str(RESULTS / "loss.json"))
     masked = ("--tokens", "1024", "--sampling-mask", "64")
@@ -122,6 +149,14 @@ def handle() -> None:
     script("handle.py")
 
 
+def serve() -> None:
+    script("serve.py")
+
+
+def fuzz() -> None:
+    script("fuzz.py")
+
+
 def script(name: str) -> None:
     """Run a benchmark that is a script of its own."""
     print("$ python", f"benchmarks/{name}", flush=True)
@@ -129,9 +164,9 @@ def script(name: str) -> None:
 
 
 if __name__ == "__main__":
-    runs = (throughput, swap, kernels, scaling, staleness, loss, learning, handle, demo)
-    benchmarks = {run.__name__: run for run in runs}
-    for name in sys.argv[1:] or benchmarks:
+    runs = (throughput, swap, vllm, kernels, scaling, staleness, loss, learning, handle, serve, fuzz, demo, demo_vllm)
+    benchmarks = {run.__name__: run for run in (*runs, throughput_vllm)}
+    for name in sys.argv[1:] or [run.__name__ for run in runs]:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")
         benchmarks[name]()

@@ -111,7 +111,8 @@ def measure(size: Size, where: str) -> dict[str, Any]:
 
 
 def plot(path: Path, where: str, points: list[dict[str, Any]]) -> None:
-    figure, (axes,) = new_figure(1)
+    sides = "a CPU core for the engine and one for the trainer" if where != "cuda" else "engine and trainer on one GPU"
+    figure, (axes,) = new_figure(f"bf16, {SEQUENCES[where]} sequences, {sides}")
     sizes = [point["weight_bytes"] for point in points]
     for name, label, marker in (
         ("forward_ms", "forward pass", "^:"),
@@ -126,9 +127,6 @@ def plot(path: Path, where: str, points: list[dict[str, Any]]) -> None:
     axes.minorticks_off()
     axes.set_xlabel("parameters")
     axes.set_ylabel("ms")
-    sides = "a CPU core for the engine and one for the trainer" if where != "cuda" else "engine and trainer on one GPU"
-    axes.set_title(f"bf16, {SEQUENCES[where]} sequences, {sides}", loc="left", fontsize=10)
-    axes.grid(alpha=0.3)
     axes.legend()
     save_figure(path, figure)
 

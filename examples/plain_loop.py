@@ -35,6 +35,7 @@ def main(name: str = "tiny") -> None:
     with inflight.launch(name, threads=torch.get_num_threads()) as engine:
         publisher = engine.publisher(model)
         publisher.publish()  # the engine starts from the trainer's weights
+        rewards: list[float] = []
         engine.submit(islice(prompts, 16), params)  # the more is under way, the older are the tokens that arrive
         for step, batch in enumerate(engine.stream.batches(rollouts=64, score=reward), 1):
             engine.submit(islice(prompts, 8), params)
@@ -42,8 +43,10 @@ def main(name: str = "tiny") -> None:
             loss.backward()
             inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite
             publisher.publish()  # returns at once; the generator never stops
+            rewards.append(engine.stream.last_reward)
             if step % 10 == 0:
                 print(f"step {step}  reward {engine.stream.last_reward:.3f}  ESS {stats.ess:.3f}")
+        print(f"reward before {rewards[0]:.3f}, after {rewards[-1]:.3f}")
         for metric, values in engine.staleness.summary().items():
             print(metric, {key: round(value, 2) for key, value in values.items()})
 

@@ -16,7 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 import inflight
 from inflight.engine.shapes import byte_tokenizer, shape_config
-from inflight.integrations.trl import EngineRollouts, PublishCallback
+from inflight.integrations.transformers import PublishCallback
+from inflight.integrations.trl import EngineRollouts
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is experimental in TRL
 

@@ -15,19 +15,34 @@ _HOME = {
     "SamplingParams": "inflight.core.sampling",
     "span": "inflight.core.spans",
     "Engine": "inflight.engine.engine",
+    "replay": "inflight.journal_replay",
+    "EnginePool": "inflight.pool.pool",
+    "launch_pool": "inflight.pool.pool",
+    "RemoteEngine": "inflight.session",
+    "Run": "inflight.run",
     "LaunchedEngine": "inflight.session",
+    "attach": "inflight.session",
     "launch": "inflight.session",
-    "group_advantages": "inflight.training.data.scored_groups",
+    "group_advantages": "inflight.training.data.advantages",
     "PackedBatch": "inflight.training.data.batch",
     "pack": "inflight.training.data.batch",
-    "GRPOConfig": "inflight.training.grpo",
+    "GRPOConfig": "inflight.training.config",
     "grpo": "inflight.training.grpo",
+    "AttachedEngine": "inflight.ranks.attached",
+    "attach_local": "inflight.ranks.attached",
     "score_tokens": "inflight.training.model.forward",
     "token_logprobs": "inflight.training.model.forward",
     "policy_loss": "inflight.training.objective.loss",
     "Objective": "inflight.training.objective.objective",
     "VersionProbe": "inflight.training.objective.probe",
     "replay_routed_experts": "inflight.training.model.replay",
+    "Evaluation": "inflight.training.evaluation",
+    "Rewards": "inflight.training.data.rewards",
+    "turn_advantages": "inflight.training.data.advantages",
+    "JsonLines": "inflight.observability.loggers",
+    "TensorBoard": "inflight.observability.loggers",
+    "WandB": "inflight.observability.loggers",
+    "Trackio": "inflight.observability.loggers",
     "ScoredGroups": "inflight.training.data.scored_groups",
     "Scorer": "inflight.training.data.scoring",
     "StalenessRule": "inflight.training.data.staleness_filter",
@@ -48,15 +63,30 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.core.sampling import SamplingParams as SamplingParams
     from inflight.core.spans import span as span
     from inflight.engine.engine import Engine as Engine
+    from inflight.journal_replay import replay as replay
+    from inflight.observability.loggers import JsonLines as JsonLines
+    from inflight.observability.loggers import TensorBoard as TensorBoard
+    from inflight.observability.loggers import Trackio as Trackio
+    from inflight.observability.loggers import WandB as WandB
+    from inflight.pool.pool import EnginePool as EnginePool
+    from inflight.pool.pool import launch_pool as launch_pool
+    from inflight.ranks.attached import AttachedEngine as AttachedEngine
+    from inflight.ranks.attached import attach_local as attach_local
+    from inflight.run import Run as Run
     from inflight.session import LaunchedEngine as LaunchedEngine
+    from inflight.session import RemoteEngine as RemoteEngine
+    from inflight.session import attach as attach
     from inflight.session import launch as launch
+    from inflight.training.config import GRPOConfig as GRPOConfig
+    from inflight.training.data.advantages import group_advantages as group_advantages
+    from inflight.training.data.advantages import turn_advantages as turn_advantages
     from inflight.training.data.batch import PackedBatch as PackedBatch
     from inflight.training.data.batch import pack as pack
+    from inflight.training.data.rewards import Rewards as Rewards
     from inflight.training.data.scored_groups import ScoredGroups as ScoredGroups
-    from inflight.training.data.scored_groups import group_advantages as group_advantages
     from inflight.training.data.scoring import Scorer as Scorer
     from inflight.training.data.staleness_filter import StalenessRule as StalenessRule
-    from inflight.training.grpo import GRPOConfig as GRPOConfig
+    from inflight.training.evaluation import Evaluation as Evaluation
     from inflight.training.grpo import grpo as grpo
     from inflight.training.model.forward import score_tokens as score_tokens
     from inflight.training.model.forward import token_logprobs as token_logprobs

@@ -2,23 +2,19 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from inflight.bench.options import (
-    LearningOptions,
-    LossOptions,
-    ScalingOptions,
-    StalenessOptions,
-    SwapOptions,
-    ThroughputOptions,
-    TraceOptions,
-)
-from inflight.command_line import Output, PlottedOutput, add_command
+from inflight.bench import options as bench_options
+from inflight.command_line import Output, PlottedOutput, add_command, argument, option, reported
 from inflight.demo.options import DemoOptions
+from inflight.server.command import ServedModel, allow_files
+from inflight.server.options import ServerOptions
 
 app = typer.Typer(
     help="Reinforcement learning of language models in which the generator never stops.",
@@ -28,6 +24,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure something; every benchmark prints one line of JSON last.", no_args_is_help=True)
 console = Console()
+_OTHER_FILES = 512
+"""Files that a server has open beside its connections."""
 
 
 def demo(options: DemoOptions, output: Output) -> None:
@@ -43,7 +41,8 @@ def demo(options: DemoOptions, output: Output) -> None:
 
 
 def benchmark(name: str) -> Callable[[Any, Output], None]:
-    """What runs `inflight bench NAME`: a module of that name has `measure`, `table` and, if it can draw, `plot`."""
+    """What runs `inflight bench NAME`: a module of that name has `measure`, which raises InflightError or ValueError,
+    `table` and, if it can draw, `plot`."""
 
     def run(options: Any, output: Output) -> None:
         from inflight.observability.environment import write_result
@@ -66,11 +65,64 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
     return run
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Say what is in a journal of a token stream, which `launch(…, journal=DIR)` keeps."""
+
+    directory: Path = argument("The directory of the journal.", metavar="DIR")
+    groups: int = option(0, "Show so many of the first groups.", min=0)
+    model: str | None = option(None, "A directory or a Hugging Face hub id, whose tokenizer makes text of the tokens.")
+
+
+def replay(options: ReplayOptions, output: Output) -> None:
+    from inflight.journal_replay import report
+    from inflight.observability.environment import write_json
+
+    found = report(console, options.directory, num_groups=options.groups, model=options.model)
+    if output.json_file:
+        write_json(output.json_file, found)
+    _print_json(found)
+
+
+def serve(model: ServedModel, options: ServerOptions) -> None:
+    from inflight.session import LaunchedEngine
+
+    try:
+        from inflight.server.http_server import HttpServer
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serving needs {error.name}: pip install 'inflight[serve]'") from error
+    allow_files(options.max_connections + _OTHER_FILES)
+    with console.status(f"loading {model.model}"):
+        engine = LaunchedEngine(model.engine_options())
+    with engine, HttpServer(engine, options) as server:
+        console.print(f"{model.model} is served at {server.url}", markup=False, highlight=False, soft_wrap=True)
+        server.wait()
+
+
 def doctor() -> None:
     """Say what this machine can do, and what to change."""
     from inflight.doctor import print_report
 
     raise typer.Exit(print_report(console))
+
+
+def keys(directory: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")]) -> None:
+    """Make keys with which an engine is reached over TCP."""
+    from inflight.core.keys import make_keys
+
+    with reported():
+        make_keys(directory)
+    console.print(
+        f"{directory} holds engine.key_secret and client.key_secret, which are for one machine each, and the public "
+        "engine.key and client.key.\n"
+        "On the engine's machine keep engine.key_secret and the *.key of every client:\n"
+        f'    inflight.launch(model, listen="tcp://0.0.0.0:5600", keys="{directory}")\n'
+        "On a client's machine, in a directory of mode 700, keep client.key_secret and engine.key:\n"
+        f'    inflight.attach("tcp://HOST:5600", keys="{directory}")',
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _print_json(result: dict[str, Any]) -> None:
@@ -81,16 +133,20 @@ def _print_json(result: dict[str, Any]) -> None:
 add_command(app, "demo", demo, DemoOptions, Output)
 app.add_typer(bench, name="bench")
 for name, options, output in (
-    ("throughput", ThroughputOptions, PlottedOutput),
-    ("swap", SwapOptions, Output),
-    ("staleness", StalenessOptions, Output),
-    ("scaling", ScalingOptions, PlottedOutput),
-    ("learning", LearningOptions, PlottedOutput),
-    ("loss", LossOptions, Output),
-    ("trace", TraceOptions, Output),
+    ("throughput", bench_options.ThroughputOptions, PlottedOutput),
+    ("swap", bench_options.SwapOptions, Output),
+    ("staleness", bench_options.StalenessOptions, Output),
+    ("stream", bench_options.StreamOptions, Output),
+    ("scaling", bench_options.ScalingOptions, PlottedOutput),
+    ("learning", bench_options.LearningOptions, PlottedOutput),
+    ("loss", bench_options.LossOptions, Output),
+    ("trace", bench_options.TraceOptions, Output),
 ):
     add_command(bench, name, benchmark(name), options, output)
+add_command(app, "replay", replay, ReplayOptions, Output)
+add_command(app, "serve", serve, ServedModel, ServerOptions)
 app.command()(doctor)
+app.command()(keys)
 
 if __name__ == "__main__":
     app()

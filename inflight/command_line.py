@@ -13,7 +13,7 @@ dataclass is the help of the command. Beside the types that typer knows, a field
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,19 @@ def option(
     max: float | None = None,
     shown: str | bool = True,
     metavar: str | None = None,
+    envvar: str | None = None,
 ) -> Any:
-    """Make a field that is an option. `names` replace its own; `shown` is what help gives as its default."""
+    """Make a field that is an option. `names` replace its own; `shown` is what help gives as its default. `envvar` may
+    hold its value instead."""
     about = typer.Option(
-        *names, help=help, rich_help_panel=panel, min=min, max=max, show_default=shown, metavar=metavar
+        *names, help=help, rich_help_panel=panel, min=min, max=max, show_default=shown, metavar=metavar, envvar=envvar
     )
     return field(default=default, metadata={"option": about})
+
+
+def argument(help: str, *, metavar: str | None = None) -> Any:
+    """Make a field that is given without a name, and must be given."""
+    return field(metadata={"option": typer.Argument(help=help, metavar=metavar)})
 
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -86,13 +93,14 @@ class _Spelling(NamedTuple):
 def add_command(app: typer.Typer, name: str, run: Callable[..., None], *groups: Any) -> None:
     """Add a command that fills each of these dataclasses from its options and calls `run` with them.
 
-    The first dataclass describes the command. An error that a user can cause is told in a sentence, with exit code 2.
+    The first dataclass describes the command. An error that a user can cause is told in a sentence, without a
+    traceback, with exit code 2.
     """
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     options = [field for group in groups for field in fields(group)]
     spellings = {field.name: _spelling(field, hints[field.name]) for field in options}
 
-    @_reported()
+    @reported()
     def command(**given: Any) -> None:
         values = {name: spelling.read(given[name]) for name, spelling in spellings.items()}
         run(*(group(**{field.name: values[field.name] for field in fields(group)}) for group in groups))
@@ -112,7 +120,7 @@ def add_command(app: typer.Typer, name: str, run: Callable[..., None], *groups: 
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
+def reported() -> Iterator[None]:
     """Tell an error that a user can cause in a sentence, without a traceback, and exit with code 2."""
     try:
         yield
@@ -124,7 +132,7 @@ def _reported() -> Iterator[None]:
 
 
 def _spelling(field: Field, kind: Any) -> _Spelling:
-    default: Any = field.default
+    default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
     items = get_args(kind) if get_origin(kind) is tuple else ()
     literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
     if literal is not None:

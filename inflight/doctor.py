@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from rich.console import Console
 from inflight.core.errors import InflightError
 from inflight.engine.directory import remove_orphan_directories
 from inflight.engine.shapes import SHAPES, shape_config
-from inflight.observability.environment import mps_runs
+from inflight.observability.environment import installed, mps_runs
 from inflight.weights.shared_memory import SharedMemorySlot, bytes_left, default_directory, remove_orphans
 
 Verdict = Literal["ok", "note", "fail"]
@@ -110,12 +110,10 @@ def _gpu() -> Finding:
     if "expandable_segments:True" in config:
         advice = "remove expandable_segments:True from PYTORCH_ALLOC_CONF; CUDA IPC cannot share such memory"
         return Finding("note", "gpu", f"{names}; {advice}")
-    try:
-        attention = f"attention by FlashInfer {version('flashinfer-python')}"
-    except PackageNotFoundError:
-        advice = "attention by PyTorch, several times as slow as FlashInfer: pip install flashinfer-python"
-        return Finding("note", "gpu", f"{names}; slots are shared by CUDA IPC; {advice}")
-    return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC; {attention}")
+    if found := installed("flashinfer-python"):
+        return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC; attention by FlashInfer {found}")
+    advice = "attention by PyTorch, several times as slow as FlashInfer: pip install flashinfer-python"
+    return Finding("note", "gpu", f"{names}; slots are shared by CUDA IPC; {advice}")
 
 
 def _sharing() -> Finding:
@@ -131,9 +129,9 @@ def _optional() -> Iterator[Finding]:
         ("matplotlib", "demo", "the demo's plot"),
         ("trl", "trl", "inflight.integrations.trl"),
     ):
-        try:
-            yield Finding("ok", package, version(package))
-        except PackageNotFoundError:
+        if found := installed(package):
+            yield Finding("ok", package, found)
+        else:
             yield Finding("note", package, f"not installed; for {purpose}: pip install 'inflight[{extra}]'")
 
 

@@ -1,17 +1,30 @@
 """Tiny random models on disk, and engines over them."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported; where there is no network each look-up takes long
+
 import pytest
 import torch
+from forked_engines import POPEN
 from made_frames import Wire
 from tiny_models import CONFIGS, make_model
 
 from inflight.core.options import EngineOptions
+from inflight.engine import launcher
 from inflight.engine.engine import Engine
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # what a GPU's driver knows of a process does not outlive a fork
+    launcher.subprocess = POPEN  # type: ignore[assignment]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of whole programs lie beside this file and take longest: they begin first, so that at the end no worker
+    is left with one while the others have nothing to do."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +62,4 @@ def make_engine(model_dir: Callable[[str], str]) -> Iterator[Callable[..., Engin
 def wire(tmp_path):
     wire = Wire(tmp_path)
     yield wire
-    wire.stream.close()
-    wire.writer.close()
+    wire.close()

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import inflight
+from inflight.server.options import ServerOptions
 from inflight.session import LaunchedEngine
 
 ROOT = Path(__file__).parent.parent
@@ -82,12 +83,29 @@ def test_launch_takes_the_options_of_the_engine():
     assert parameters_of(inflight.launch) == defaults_of(inflight.EngineOptions)
 
 
+def test_options_name_what_attach_takes():
+    assert differences(table_of(OPTIONS, "attach"), parameters_of(inflight.attach)) == []
+
+
+def test_an_attached_engine_publishes_as_a_launched_one():
+    assert parameters_of(inflight.RemoteEngine.publisher) == parameters_of(LaunchedEngine.publisher)
+
+
 def test_options_name_what_a_publisher_takes():
     assert differences(table_of(OPTIONS, "publisher"), parameters_of(LaunchedEngine.publisher)) == []
 
 
 def test_options_name_what_a_scorer_takes():
     assert differences(table_of(OPTIONS, "Scorer"), parameters_of(inflight.Scorer)) == []
+
+
+@pytest.mark.parametrize("kind", [inflight.Rewards, inflight.Evaluation])
+def test_options_name_what_is_given_to(kind):
+    assert differences(table_of(OPTIONS, kind.__name__), parameters_of(kind)) == []
+
+
+def test_options_name_what_a_server_takes():
+    assert differences(table_of(OPTIONS, "serve"), defaults_of(ServerOptions)) == []
 
 
 def test_staleness_rules_are_documented():

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "160"}
 
 
@@ -25,17 +27,32 @@ def inflight(*arguments: str, **options) -> subprocess.CompletedProcess:
     return run_program("-m", "inflight.cli", *arguments, **options)
 
 
+def torchrun(*program: str | Path) -> subprocess.CompletedProcess:
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return run_program(*ranks, *map(str, program))
+
+
+def needs_deepspeed() -> None:
+    if find_spec("deepspeed") is None:
+        pytest.skip("the deepspeed extra is not installed")
+
+
+def gained(done: subprocess.CompletedProcess) -> float:
+    """By how much the reward grew that a program prints at its end."""
+    assert done.returncode == 0, done.stderr
+    [(before, after)] = re.findall(r"reward before ([\d.]+), after ([\d.]+)", done.stdout)
+    return float(after) - float(before)
+
+
 @pytest.mark.slow
 def test_the_plain_loop_learns():
-    done = run_program(str(ROOT / "examples" / "plain_loop.py"))
-    assert done.returncode == 0, done.stderr
-    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
-    assert rewards[-1] > rewards[0] + 0.3, done.stdout
+    done = run_program(str(EXAMPLES / "plain_loop.py"))
+    assert gained(done) > 0.3, done.stdout
 
 
 @pytest.mark.slow
 def test_a_slow_judge_and_evaluations_beside_training():
-    done = run_program(str(ROOT / "examples" / "slow_reward.py"))
+    done = run_program(str(EXAMPLES / "slow_reward.py"))
     assert done.returncode == 0, done.stderr
     held_out = [float(reward) for reward in re.findall(r"held out, after step \d+  reward ([\d.]+)", done.stdout)]
     assert len(held_out) >= 3, done.stdout
@@ -44,12 +61,62 @@ def test_a_slow_judge_and_evaluations_beside_training():
 
 
 @pytest.mark.slow
+def test_two_ranks_learn_and_take_the_same_steps():
+    done = torchrun(EXAMPLES / "fsdp_torchrun.py", "30")
+    assert gained(done) > 0.1, done.stdout
+    assert sorted(re.findall(r"rank (\d) of 2 took (\d+) steps", done.stdout)) == [("0", "30"), ("1", "30")]
+
+
+@pytest.mark.slow
+def test_transformers_trainer_learns():
+    assert gained(run_program(str(EXAMPLES / "transformers_trainer.py"), "--max_steps", "25")) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "steps"),
+    [("accelerate_loop.py", "--steps"), ("deepspeed_zero3.py", "--steps"), ("transformers_trainer.py", "--max_steps")],
+)
+def test_two_ranks_learn_with_trainers_of_others(program, steps):
+    if program.startswith("deepspeed"):
+        needs_deepspeed()
+    done = torchrun(EXAMPLES / program, steps, "25")
+    assert gained(done) > 0.1, done.stdout
+
+
+@pytest.mark.slow
+def test_transformers_trainer_on_deepspeed(tmp_path):
+    needs_deepspeed()
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+    }
+    (tmp_path / "zero3.json").write_text(json.dumps(config))
+    program = [ROOT / "tests" / "helpers" / "on_deepspeed.py", EXAMPLES / "transformers_trainer.py"]
+    done = torchrun(*program, "--deepspeed", tmp_path / "zero3.json", "--max_steps", "12")
+    assert gained(done) > 0.02, done.stdout
+
+
+@pytest.mark.slow
 def test_trl_learns():
-    done = run_program(str(ROOT / "examples" / "trl_grpo.py"))
+    done = run_program(str(EXAMPLES / "trl_grpo.py"))
     assert done.returncode == 0, done.stderr
     assert int(re.search(r"swaps: (\d+)", done.stdout).group(1)) >= 15
     rewards = [float(reward) for reward in re.findall(r"'reward': '?([\d.e-]+)", done.stdout)]
     assert rewards[-1] > rewards[0], done.stdout
+
+
+@pytest.mark.slow
+def test_trls_asynchronous_trainer_learns():
+    pytest.importorskip("requests", reason="the trl extra is not installed")
+    done = run_program(str(EXAMPLES / "trl_async_grpo.py"))
+    assert done.returncode == 0, done.stderr
+    assert int(re.search(r"swaps: (\d+)", done.stdout).group(1)) >= 30
+    rewards = [float(reward) for reward in re.findall(r"'reward': ([\d.]+)", done.stdout)]
+    assert rewards[-1] > rewards[0] + 0.1, done.stdout
 
 
 @pytest.mark.slow
@@ -101,6 +168,7 @@ def test_control_c_ends_both_processes_and_keeps_what_was_written(tmp_path):
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
+@pytest.mark.slow
 def test_bench_staleness_prints_one_json_line_last(tmp_path):
     path = tmp_path / "staleness.json"
     done = inflight("bench", "staleness", "--steps", "4", "--sequences", "8", "--tokens", "16", "--json", str(path))
@@ -123,11 +191,21 @@ def test_doctor_says_that_inflight_runs_here():
     ("arguments", "message"),
     [
         (["demo", "--data", "/no/such/file"], "cannot read /no/such/file: No such file or directory"),
-        (["demo", "--task", "no_such_task"], "reasoning-gym cannot make task 'no_such_task'"),
-        (["demo", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
-        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
-        (["bench", "staleness", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
-        (["bench", "staleness", "--slots", "0"], "Invalid value for '--slots'"),
+        pytest.param(
+            ["demo", "--task", "no_such_task"],
+            "reasoning-gym cannot make task 'no_such_task'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["demo", "--model", "/no/such/model"], "cannot load model '/no/such/model'", marks=pytest.mark.slow
+        ),
+        pytest.param(["demo", "--steps", "0"], "Invalid value for '--steps'", marks=pytest.mark.slow),
+        pytest.param(
+            ["bench", "staleness", "--model", "/no/such/model"],
+            "cannot load model '/no/such/model'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["bench", "staleness", "--slots", "0"], "Invalid value for '--slots'", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(arguments, message, tmp_path):
@@ -137,6 +215,7 @@ def test_mistakes_are_told_in_a_sentence(arguments, message, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_bad_line_of_data_is_named(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2="}\n')

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import ApertusConfig, AutoModelForCausalLM
 
@@ -53,12 +54,14 @@ def run_with(diff: str, program: str, directory: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_control_verb_is_added_in_two_places(tmp_path):
     diff = diff_of("A control verb")
     assert diff.count("@@ -") == 2
     assert run_with(diff, USES_THE_VERB, tmp_path) == "3 0"
 
 
+@pytest.mark.slow
 def test_an_architecture_is_fused_by_an_entry_in_one_place(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = ApertusConfig(**sizes, num_key_value_heads=2, vocab_size=99, max_position_embeddings=64)

@@ -21,16 +21,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observability": {"core"},
     "engine": {"core", "kernels", "weights", "models", "stream", "observability"},
     "training": {"core", "kernels", "weights", "models", "stream", "observability"},
-    "session": {"core", "weights", "stream", "observability", "engine", "training"},
-    "integrations": {"core", "weights", "stream", "engine", "training", "session"},
-    "doctor": {"core", "kernels", "weights", "observability", "engine"},
+    "ranks": {"core", "weights", "engine", "training"},
+    "supervisor": {"core", "weights", "stream", "engine", "training"},
     "command_line": {"core"},
-    "demo": {"core", "command_line", "observability", "engine", "training", "session"},
+    "server": {"core", "weights", "stream", "engine", "training", "command_line"},
+    "running_engine": {
+        *("core", "weights", "stream", "observability", "engine", "training", "ranks", "supervisor", "server"),
+    },
+    "session": {"core", "stream", "observability", "engine", "ranks", "supervisor", "running_engine"},
+    "pool": {"core", "weights", "stream", "engine", "training", "ranks", "supervisor", "running_engine", "session"},
+    "run": {"core", "weights", "stream", "training", "ranks", "supervisor", "running_engine"},
+    "journal_replay": {"core", "stream", "observability", "engine", "training"},
+    "integrations": {"core", "weights", "stream", "engine", "training", "running_engine"},
+    "doctor": {"core", "kernels", "weights", "observability", "engine"},
+    "demo": {"core", "command_line", "observability", "engine", "training", "session", "run"},
     "bench": {
         *("core", "command_line", "kernels", "weights", "stream", "observability"),
         *("engine", "training", "session", "demo"),
     },
-    "cli": {"core", "command_line", "observability", "doctor", "demo", "bench"},
+    "cli": {"core", "command_line", "server", "session", "observability", "journal_replay", "doctor", "demo", "bench"},
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""
 

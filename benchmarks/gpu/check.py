@@ -3,12 +3,12 @@
 Independent parts, each with a time limit; for each a log, and JSON where it measures. At the end a table of what was
 claimed, what was measured and whether it holds, which also lies in summary.json.
 
-    make gpu-check PART=swap,loss    runs some of the parts; `peers` and `mps` are run only when they are named
+    make gpu-check PART=swap,loss    runs some of the parts; `peers`, `vllm` and `mps` are run only when they are named
     OUT=DIRECTORY                    where logs and JSON go (default benchmarks/results/NAME-OF-THE-GPU)
     GPU_PYTHON=…                     the interpreter (default .venv/bin/python if it is there, else python3)
     BUNDLE=DIRECTORY                 what `make gpu-bundle` made (default .gpu-bundle, if it is there)
     INFLIGHT_COMMIT=…                what results name, where the repository is a copy without .git
-    PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the part `peers`
+    PEERS_PATH=DIRECTORY             where vLLM lies unpacked, for the parts `peers` and `vllm`
 
     python benchmarks/gpu/check.py --rehearse     the same way with tiny models on a CPU, to try the scripts
 """
@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from inflight.observability.environment import write_result  # noqa: E402
 
 BENCH = "-m inflight.cli bench"
+VLLM_TESTS = "tests/engine/test_backends.py"
 TOTAL_S = 475
 """Seconds of all parts together, where none was named. A part has its own limit besides, and is reported as not run
 where no time is left for it."""
@@ -53,6 +54,8 @@ class Part:
     limit_s: int
     commands: list[str]
     by_default: bool = True
+    vllm: bool = False
+    """True if its engines run vLLM, in the interpreter that runs this and finds it in PEERS_PATH."""
     mps: bool = False
     """True if it runs with NVIDIA's Multi-Process Service, so that kernels of two processes run side by side."""
 
@@ -81,6 +84,8 @@ def gpu_parts() -> list[Part]:
     )
     loss = "loss --device cuda --dtype bfloat16 --tokens 8192 --hidden 4096 --vocab 131072 --pairs 3"
     loop = "--device cuda --dtype bfloat16 --model qwen3-0.6b"
+    on_vllm = "--device cuda --dtype bfloat16 --model qwen3-1.7b --backend vllm --peer vllm"
+    lengths = "--prompt-tokens 100-1024 --tokens 100-1024"
     peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
     tests = f"-m pytest -q -m gpu -rP -p no:cacheprovider {spread(min(6, os.cpu_count() or 1))} tests"
     return [
@@ -99,6 +104,18 @@ def gpu_parts() -> list[Part]:
         Part("staleness", 40, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
         Part("trace", 40, [f"{BENCH} trace {loop} --seconds 2 --out {{out}}/trace.json.gz --json {{out}}/trace.json"]),
         Part("peers", 560, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
+        Part(
+            "vllm",
+            900,
+            [
+                f"-m pytest -q -m peers -rP -p no:cacheprovider {VLLM_TESTS}",
+                f"{BENCH} swap {on_vllm} --sequences 64 --publishes 50 --json {{out}}/vllm-swap.json",
+                f"{BENCH} throughput {on_vllm} --sequences 256 {lengths} --json {{out}}/vllm-throughput.json",
+                f"{BENCH} staleness {loop} --backend vllm --sequences 64 --steps 15 --json {{out}}/vllm-staleness.json",
+            ],
+            by_default=False,
+            vllm=True,
+        ),
         Part("mps", 120, [swap, f"{learning} {{out}}/mps-learning.json"], by_default=False, mps=True),
     ]
 
@@ -120,7 +137,15 @@ def rehearsal_parts() -> list[Part]:
         "staleness": f"{BENCH} staleness --device cpu --sequences 4 --tokens 8 --steps 2 --json {{out}}/staleness.json",
         "trace": f"{BENCH} trace --device cpu --seconds 0.5 --out {{out}}/trace.json.gz --json {{out}}/trace.json",
     }
-    return [Part(name, REHEARSAL_LIMIT_S, [command]) for name, command in commands.items()]
+    tiny = "--device cpu --backend vllm"
+    on_vllm = [
+        f"-m pytest -q -m peers -n 0 -p no:cacheprovider {VLLM_TESTS} -k seed_decides",
+        f"{BENCH} swap {tiny} --peer vllm --sequences 4 --publishes 4 --tokens 256 --json {{out}}/vllm-swap.json",
+        f"{BENCH} throughput {tiny} --peer vllm --sequences 4 --tokens 8 --json {{out}}/vllm-throughput.json",
+        f"{BENCH} staleness {tiny} --sequences 4 --tokens 8 --steps 2 --json {{out}}/vllm-staleness.json",
+    ]
+    parts = [Part(name, REHEARSAL_LIMIT_S, [command]) for name, command in commands.items()]
+    return [*parts, Part("vllm", REHEARSAL_LIMIT_S, on_vllm, by_default=False, vllm=True)]
 
 
 def spread(workers: int) -> str:
@@ -167,6 +192,7 @@ def run_part(part: Part, out: Path, env: dict[str, str], limit_s: float) -> Outc
         return Outcome(part.name, f"NOT RUN, no time was left for it: PART={part.name} runs it alone", 0.0, False)
     began = time.monotonic()
     failures: list[str] = []
+    env = with_vllm(env) if part.vllm else env
     with open(out / f"{part.name}.log", "wb") as log, mps(env) if part.mps else nullcontext(env) as env_of_part:
         for command in part.commands:
             left = limit_s - (time.monotonic() - began)
@@ -201,6 +227,14 @@ def run(arguments: list[str], log, env: dict[str, str], limit_s: float) -> int |
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return None
+
+
+def with_vllm(env: dict[str, str]) -> dict[str, str]:
+    """Where PEERS_PATH says so, vLLM is found behind what the host has, and run by this interpreter."""
+    path = env.get("PEERS_PATH")
+    if not path:
+        return env
+    return env | {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], path]), "INFLIGHT_VLLM_PYTHON": sys.executable}
 
 
 @contextmanager

@@ -106,6 +106,20 @@ def peers(result: dict[str, Any]) -> Told:
         yield f"{result['model']}: as fast as {name} or faster", measured, peer["ratio"] >= 1
 
 
+def vllm_swap(result: dict[str, Any]) -> Told:
+    stall, forward = result["stall_ms"]["p99"], result["forward_ms"]["p50"]
+    yield "stall p99 below one step of vLLM", f"{stall:.3f} ms, step {forward:.2f} ms", stall < forward
+    paused, ours = result["peer_stall_ms"]["p50"], result["stall_ms"]["p50"]
+    yield "vLLM's own pause, load and resume stalls longer", f"{paused:.2f} ms to {ours:.3f} ms", paused > ours
+    grown = {key: value for key, value in result["grown"].items() if value > GROWTH.get(key, A_FEW)}
+    yield "publishes leave nothing behind", str(grown or result["grown"]), not grown
+
+
+def vllm_throughput(result: dict[str, Any]) -> Told:
+    measured = f"{result['ratio']:.3f}: {result['tokens_per_s']:,.0f} to {result['peer_tokens_per_s']:,.0f} tokens/s"
+    yield "submit() to the stream at 0.97 × LLM.generate or more", measured, result["ratio"] >= 0.97
+
+
 def loss(result: dict[str, Any]) -> Told:
     share = result["matmul_share"]
     measured = "not measured" if share is None else f"{share:.2f}, {result['tflops']:,.0f} TFLOP/s"
@@ -147,6 +161,9 @@ CHECKS: list[tuple[str, str, Callable[[Any], Told]]] = [
     ("throughput", "throughput-qwen3-1.7b.json", throughput),
     ("throughput", "throughput-qwen3-0.6b.json", throughput),
     ("peers", "peers.json", peers),
+    ("vllm", "vllm-swap.json", vllm_swap),
+    ("vllm", "vllm-throughput.json", vllm_throughput),
+    ("vllm", "vllm-staleness.json", staleness),
     ("loss", "loss.json", loss),
     ("learning", "learning.json", learning),
     ("staleness", "staleness.json", staleness),

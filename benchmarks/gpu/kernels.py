@@ -44,11 +44,10 @@ from inflight_kernels import (
     selective_logprobs_reference,
     uniforms,
 )
-from inflight_kernels.activation import gated_activation_reference
 from inflight_kernels.lora import add_lora_reference
-from inflight_kernels.normalization import add_rms_norm_reference, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import draw_reference
+from inflight_kernels.tokenwise import add_rms_norm_reference, gated_activation_reference, rms_norm_reference
 from rich.console import Console
 from rich.table import Table
 

@@ -1,31 +1,44 @@
 """One run of GRPO from a warmed-up start: `inflight bench learning` compares many of them."""
 
 import logging
-import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from inflight.bench.lagged_publisher import LaggedPublisher
 from inflight.bench.options import LearningOptions, Progress
 from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
 from inflight.demo.run import held_out_accuracy, longest
 from inflight.demo.tasks import Task, gym_task
-from inflight.demo.trainer import Threads, load_trainer, require_tokenizer, torch_threads, without_full_collections
-from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
+from inflight.demo.trainer import (
+    Threads,
+    WarmupConfig,
+    load_trainer,
+    ramp_and_decay,
+    require_tokenizer,
+    saved,
+    torch_threads,
+    warm_up,
+    without_full_collections,
+)
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
-from inflight.session import launch
+from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import RolloutSchedule
+from inflight.weights.tensors import fill, published_tensors
 
 logger = logging.getLogger("inflight.observability")
 
@@ -36,7 +49,6 @@ ENGINE_SEQUENCES = 128
 """The engine decodes at most so many sequences together."""
 SMOOTHING_STEPS = 10
 """A smoothed reward is the mean over the last so many steps; the final reward is the last smoothed one."""
-TARGET_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +116,18 @@ def warm_start(settings: LearningSettings, seed: int, progress: Progress) -> Ite
     torch.manual_seed(seed)
     model, tokenizer = load_trainer(settings.model, resolve_device(settings.device)), require_tokenizer(settings.model)
     if settings.warmup_steps and settings.model in SHAPES:
-        warm_up(
-            model,
-            tokenizer,
-            task.train,
-            WarmupConfig(
-                steps=settings.warmup_steps,
-                demonstrations=settings.demonstrations,
-                learning_rate=settings.warmup_learning_rate,
-            ),
+        config = WarmupConfig(
+            steps=settings.warmup_steps,
+            demonstrations=settings.demonstrations,
+            learning_rate=settings.warmup_learning_rate,
             seed=seed,
-            on_step=lambda step, loss: progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}"),
         )
-    with tempfile.TemporaryDirectory(prefix="inflight-learning-") as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        for step, loss in enumerate(warm_up(model, tokenizer, task.train, config), start=1):
+            progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}")
+    with (
+        TemporaryDirectory(prefix="inflight-start-") as parent,
+        saved(model, tokenizer, Path(parent) / "start") as directory,
+    ):
         yield Start(task, seed, directory)
 
 
@@ -192,6 +201,49 @@ def learn(
         )
 
 
+class LaggedPublisher:
+    """Stands in for a Publisher in ablations: `publish()` sends the weights that the model had `lag` calls ago.
+
+    The n-th call sends what the model was at call n − lag, under that version number: a version means the same weights
+    of the trainer as without a lag. Until there is something that old, the engine keeps what it was launched with.
+    With schedule "sync" the tokens of step t are all of version max(0, t − 1 − lag). Holds lag + 2 copies of the model.
+    """
+
+    def __init__(self, engine: LaunchedEngine, model: nn.Module, *, lag: int):
+        if lag < 0:
+            raise ValueError(f"lag must be at least 0 versions, got {lag}")
+        self._lag, self._meter = lag, engine.staleness
+        self._current = published_tensors(model)
+        self._snapshots: deque[dict[str, torch.Tensor]] = deque()
+        lagged = deepcopy(model)
+        self._lagged = published_tensors(lagged)
+        self._publisher = engine.publisher(lagged)
+
+    @property
+    def version(self) -> int:
+        """The newest version that the engine was sent."""
+        return self._publisher.version
+
+    def publish(self) -> int:
+        """Remember the parameters as they are now, and send those of `lag` calls ago. Returns their version."""
+        self._snapshots.append({name: tensor.detach().clone() for name, tensor in self._current.items()})
+        if len(self._snapshots) > self._lag:
+            self._publisher.wait_copied()
+            fill(self._lagged, self._snapshots.popleft())
+            self._publisher.publish()
+        self._meter.trainer_version = self.version + len(self._snapshots)
+        return self.version
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def __enter__(self) -> "LaggedPublisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @contextmanager
 def gpu_busy(device: torch.device) -> Iterator[list[int]]:
     """Sample a GPU's utilisation while the block runs: the percentage of time in which any process had a kernel on it.
@@ -227,25 +279,3 @@ def smoothed(rewards: Sequence[float]) -> np.ndarray:
     ends = np.arange(1, len(rewards) + 1)
     begins = np.maximum(0, ends - SMOOTHING_STEPS)
     return (sums[ends] - sums[begins]) / (ends - begins)
-
-
-def reward_line(points: list[dict[str, Any]], name: str, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([point[name] / unit for point in points]), smoothed([point["reward"] for point in points])
-
-
-def mean_line(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean over lines where all of them are known."""
-    grid = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), 200)
-    return grid, np.mean([np.interp(grid, x, rewards) for x, rewards in lines], axis=0)
-
-
-def rounded_points(curve: list[Point]) -> list[dict[str, Any]]:
-    """Return the points for a JSON file, in five digits."""
-    return [
-        {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in asdict(point).items()}
-        for point in curve
-    ]
-
-
-def learning_title(result: dict[str, Any]) -> str:
-    return f"{result['task']}, {result['model']} on {result['device']}, {result['sequences']} rollouts per step"

@@ -58,7 +58,6 @@ def measure(settings: LossOptions, progress: Progress = lambda _: None) -> dict[
     backward, which counts for nothing); peer_ms has Liger's kernels at temperature 1, since they take one for all rows,
     that for log-probabilities ("liger"), which on Hopper needs CuTe DSL, and that for the mean cross entropy, which
     multiplies only once, and a compiled version in pieces of 1,024 rows, or None with the reason in peer_errors.
-    Raises InflightError or ValueError; `progress` is told what is going on.
     """
     if settings.sampling_mask > settings.vocab:
         raise ValueError(f"--sampling-mask {settings.sampling_mask} is more than the vocabulary of {settings.vocab}")
@@ -77,11 +76,11 @@ def measure(settings: LossOptions, progress: Progress = lambda _: None) -> dict[
         peers = {"liger": _liger, "liger cross entropy": _liger_cross_entropy, "compiled": _compiled}
     times_ms: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for variant in VARIANTS.values():
-        _timed_ms(variant, problem)  # not counted
+        _timed_ms(partial(_step, variant), problem)  # not counted
     for pair in range(settings.pairs):
         progress(f"pair {pair + 1} of {settings.pairs}")
         for name, variant in VARIANTS.items():
-            times_ms[name].append(_timed_ms(variant, problem))
+            times_ms[name].append(_timed_ms(partial(_step, variant), problem))
     peer_ms, peer_errors = _measure_peers(peers, problem, settings.pairs, progress)
 
     ours_ms = median(times_ms["ours"])
@@ -213,12 +212,12 @@ def _step(variant: _Variant, problem: _Problem) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(-variant(problem).mean(), problem.leaves())
 
 
-def _timed_ms(variant: _Variant, problem: _Problem) -> float:
+def _timed_ms(work: Callable[[_Problem], Any], problem: _Problem) -> float:
     _synchronize(problem)
     began = time.perf_counter()
-    grads = _step(variant, problem)
+    done = work(problem)
     _synchronize(problem)
-    del grads
+    del done
     return 1e3 * (time.perf_counter() - began)
 
 
@@ -230,14 +229,8 @@ def _synchronize(problem: _Problem) -> None:
 def _matmul_tflops(problem: _Problem) -> float:
     hidden_NH, weight_VH = (leaf.detach() for leaf in problem.leaves())
     out = hidden_NH @ weight_VH.T
-    times_s = []
-    for _ in range(MATMULS):
-        _synchronize(problem)
-        began = time.perf_counter()
-        torch.mm(hidden_NH, weight_VH.T, out=out)
-        _synchronize(problem)
-        times_s.append(time.perf_counter() - began)
-    return 2 * hidden_NH.numel() * len(weight_VH) / median(times_s) / 1e12
+    times_ms = [_timed_ms(lambda _: torch.mm(hidden_NH, weight_VH.T, out=out), problem) for _ in range(MATMULS)]
+    return 2 * hidden_NH.numel() * len(weight_VH) / median(times_ms) / 1e9
 
 
 def _errors(problem: _Problem) -> tuple[float, float]:
@@ -308,8 +301,8 @@ def _measure_peers(
         progress(name)
         times_ms[name] = None
         try:
-            _timed_ms(peer, problem)  # not counted: compiles
-            times_ms[name] = median(_timed_ms(peer, problem) for _ in range(runs))
+            _timed_ms(partial(_step, peer), problem)  # not counted: compiles
+            times_ms[name] = median(_timed_ms(partial(_step, peer), problem) for _ in range(runs))
         except Exception as error:  # a peer that is missing or does not take this shape is no reason to stop
             failures[name] = f"{type(error).__name__}: {error}"[:500]
     return times_ms, failures

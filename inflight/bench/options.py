@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from inflight.command_line import DEVICE_HELP, SEED_HELP, DeviceName, ModelChoice, option
 
+BackendName = Literal["inflight", "vllm"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], Any]
 """What a benchmark tells about its progress is passed to such a function."""
@@ -26,7 +27,14 @@ class EngineChoice(ModelChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThroughputOptions(EngineChoice):
+class BackendChoice(EngineChoice):
+    """The same, and what generates with them."""
+
+    backend: BackendName = option("inflight", "What generates; vllm is that of `make peers`.", panel="Model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputOptions(BackendChoice):
     """How many tokens per second does the engine draw, and how many does another engine draw on the same weights?"""
 
     sequences: tuple[int, ...] = option(
@@ -47,7 +55,7 @@ class ThroughputOptions(EngineChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapOptions(EngineChoice):
+class SwapOptions(BackendChoice):
     """What does a running generator feel of new weights?"""
 
     masters: DtypeName = option(
@@ -64,7 +72,7 @@ class SwapOptions(EngineChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StalenessOptions(EngineChoice):
+class StalenessOptions(BackendChoice):
     """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean."""
 
     sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=1)
@@ -72,6 +80,17 @@ class StalenessOptions(EngineChoice):
     prompt_tokens: int = option(32, PROMPT_HELP, min=1)
     steps: int = option(40, "Optimizer steps, each followed by a publish.", min=1)
     slots: int = option(2, "Copies of the weights that the engine holds.", min=1)
+    seed: int = option(0, SEED_HELP, min=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How many tokens per second get from an engine's loop to a trainer?"""
+
+    tokens_per_frame: int = option(64, "Tokens of a frame, which are sequences that decode together.", min=1)
+    tokens: int = option(512, "Tokens of each sequence; the first ones are shorter, so that they end in turn.", min=1)
+    seconds: float = option(10.0, "How long frames are sent.", min=0.1)
+    journal: bool = option(False, "Whether the reader keeps a journal, in the temporary directory.")
     seed: int = option(0, SEED_HELP, min=0)
 
 

@@ -1,7 +1,11 @@
-"""Our engine as a worker of `inflight bench throughput`."""
+"""Our engine as a worker of `inflight bench throughput`: our own loop in this process, and vLLM's in an engine's
+process, from which this one receives the stream."""
 
 import gc
+import os
+import sys
 import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -9,29 +13,35 @@ import transformers
 
 import inflight
 from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
+from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.engine import Engine
+from inflight.engine.launcher import EngineLauncher
+from inflight.engine.process import make_backend
+from inflight.stream.reader import StreamReader
 
 COPY_BYTES = 1 << 30
 NUM_COPIES = 20
+_TIMEOUT_MS = 60_000
+
+Draw = Callable[[list[Prompt]], Iterator[TokenFrame]]
+"""Submits prompts and yields the frames of all passes until they have ended."""
 
 
-def load(setup: Setup) -> tuple[Hello, Generate]:
+def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
     copy_gb_s = _copy_gb_s() if setup.device == "cuda" else None
-    engine = Engine(
-        EngineOptions(
-            model=setup.model,
-            device=setup.device,
-            dtype=setup.dtype,
-            max_sequences=setup.max_sequences,
-            max_context=setup.max_context,
-            threads=setup.threads,
-        )
+    options = EngineOptions(
+        model=setup.model,
+        backend=backend,
+        device=setup.device,
+        dtype=setup.dtype,
+        max_sequences=setup.max_sequences,
+        max_context=setup.max_context,
+        prefix_caching=backend != "vllm",  # no two prompts share a prefix, and vLLM as a peer looks for none
+        threads=setup.threads,
     )
-    gc.collect()
-    gc.freeze()  # as the engine's own process does
+    mode, draw, engine_pid = _on_stream(options) if backend == "vllm" else _in_process(options)
 
     def generate(job: Job) -> Run:
         prompts = [
@@ -39,13 +49,11 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
             for index, (ids, tokens) in enumerate(random_requests(job, setup.vocab_size))
         ]
         frames, times = [], []
-        began = time.perf_counter()
-        engine.submit(prompts)
-        while engine.has_work:
-            frame = engine.step()
-            if frame is not None:
-                frames.append(frame)
-                times.append(time.perf_counter() - began)
+        began, began_cpu_s = time.perf_counter(), _cpu_s(engine_pid)
+        for frame in draw(prompts):
+            frames.append(frame)
+            times.append(time.perf_counter() - began)
+        cpu_s = _cpu_s(engine_pid) - began_cpu_s
         logprobs = np.concatenate([frame.logprobs for frame in frames])
         prefilled = max(index for index, frame in enumerate(frames) if frame.header.starts)
         detail = {"prefill_s": times[prefilled]}
@@ -59,19 +67,62 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
                 "decode_step_s": float(np.mean(steps_s)),
                 "context_tokens": float(context),
             }
-        return Run(seconds=times[-1], tokens=len(logprobs), logprob_mean=float(logprobs.mean()), detail=detail)
+        return Run(
+            seconds=times[-1], tokens=len(logprobs), logprob_mean=float(logprobs.mean()), detail=detail, cpu_s=cpu_s
+        )
 
     hello = Hello(
-        mode=f"Engine.step: {engine.describe()}",
+        mode=mode,
         threads=torch.get_num_threads(),
-        versions={
-            "inflight": inflight.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        versions={module.__name__: module.__version__ for module in (inflight, torch, transformers)},
         copy_gb_s=copy_gb_s,
     )
     return hello, generate
+
+
+def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
+    """Our own loop, step by step. Returns what is measured, how to draw, and the process of the engine, if it is
+    another one."""
+    engine = make_backend(options)
+    gc.collect()
+    gc.freeze()  # as the engine's own process does
+
+    def draw(prompts: list[Prompt]) -> Iterator[TokenFrame]:
+        engine.submit(prompts)
+        while engine.has_work:
+            frame = engine.step()
+            if frame is not None:
+                yield frame
+
+    return f"{type(engine).__name__}.step: {engine.describe()}", draw, None
+
+
+def _on_stream(options: EngineOptions) -> tuple[str, Draw, int | None]:
+    """An engine's process of its own, from `submit` to the stream. Returns what `_in_process` does."""
+    launcher = EngineLauncher(options)
+    reader = StreamReader(launcher.welcome.stream_endpoint)
+
+    def draw(prompts: list[Prompt]) -> Iterator[TokenFrame]:
+        launcher.client.call("submit", {"prompts": prompts}, list[int])
+        num_finished = 0
+        while num_finished < len(prompts):
+            frame = reader.receive(_TIMEOUT_MS)
+            if frame is None:
+                launcher.check()
+                raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
+            num_finished += len(frame.header.finishes)
+            yield frame
+
+    return f"submit() to the stream, backend {options.backend}", draw, launcher.pid
+
+
+def _cpu_s(pid: int | None) -> float:
+    """Return the CPU seconds of a process and of those that it has waited for; 0 without one."""
+    if pid is None:
+        return 0.0
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _copy_gb_s() -> float:
@@ -92,4 +143,4 @@ def _copy_gb_s() -> float:
 
 
 if __name__ == "__main__":
-    serve(load)
+    serve(lambda setup: load(setup, "vllm" if sys.argv[2] == "inflight_vllm" else "inflight"))

@@ -22,7 +22,9 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
         torch.set_num_threads(setup.threads)
     torch.manual_seed(setup.seed)
     on_gpu = setup.device == "cuda"
-    model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=getattr(torch, setup.dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        setup.model, dtype=getattr(torch, setup.dtype), trust_remote_code=False
+    )
     torch.nn.Module.to(model, setup.device).eval()
     last_sequences = 0
 

@@ -18,26 +18,14 @@ PAUSE_BETWEEN_S = 0.3
 
 def load(setup: Setup) -> tuple[Hello, Generate]:
     import torch
-    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     llm = LLM(**engine_arguments(setup))
 
     def generate(job: Job) -> Run:
         requests = random_requests(job, setup.vocab_size)
         prompts = [{"prompt_token_ids": ids} for ids, _ in requests]
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
-                min_p=0.0,
-                max_tokens=tokens,
-                ignore_eos=True,
-                logprobs=0,  # of the token drawn alone
-                detokenize=False,
-            )
-            for _, tokens in requests
-        ]
+        params = [sampling_params(tokens) for _, tokens in requests]
         began = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
@@ -48,7 +36,6 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
 
 def load_swap(setup: Setup) -> tuple[Hello, Generate]:
-    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
@@ -67,9 +54,8 @@ def load_swap(setup: Setup) -> tuple[Hello, Generate]:
 
         async def draw(ids: list[int], tokens: int) -> None:
             nonlocal started
-            params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
             first = True
-            async for output in engine.generate({"prompt_token_ids": ids}, params, uuid.uuid4().hex):
+            async for output in engine.generate({"prompt_token_ids": ids}, sampling_params(tokens), uuid.uuid4().hex):
                 started += first
                 first = False
                 sample = output.outputs[0]
@@ -127,6 +113,14 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
     }
+
+
+def sampling_params(tokens: int) -> Any:
+    """Draw at temperature 1 from all tokens, and return the log-probability of the token drawn alone."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return SamplingParams(**whole, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
 
 
 def drawn_logprobs(sample: Any) -> list[float]:

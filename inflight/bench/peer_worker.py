@@ -71,7 +71,8 @@ class Run:
     the steps that drew for every sequence), `prefill_s`, and over those steps the means `decode_step_s` and
     `context_tokens` (of all sequences together)."""
     cpu_s: float = 0.0
-    """CPU time that the process used for the job, over all its threads."""
+    """CPU time that the process used for the job, over all its threads, and the process of its engine where that is
+    another one."""
     idle_cpu: float = 0.0
     """The share of a core that it used between its last answer and this job."""
 
@@ -106,4 +107,4 @@ def serve(load: Callable[[Setup], tuple[Hello, Generate]]) -> None:
         run = generate(Job(**json.loads(line)))
         idle_cpu = (began_cpu - answered_cpu) / max(began - answered, 1e-9)
         answered, answered_cpu = time.monotonic(), time.process_time()
-        answer(replace(run, cpu_s=answered_cpu - began_cpu, idle_cpu=idle_cpu))
+        answer(replace(run, cpu_s=run.cpu_s + answered_cpu - began_cpu, idle_cpu=idle_cpu))

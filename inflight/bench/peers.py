@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
+import inflight_kernels
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -21,13 +22,15 @@ from inflight.engine.loading import load_config, resolve_dtype
 from inflight.engine.shapes import SHAPES
 
 OURS = "inflight"
+OURS_ON_VLLM = "inflight_vllm"
 
 _PACKAGE = Path(inflight.__file__).parent
+_KERNELS = Path(inflight_kernels.__file__).parent
 _NUM_LOG_LINES = 15
 
 
 class Worker:
-    """A process that holds one side's engine: "inflight", "transformers", "vllm" or "vllm_swap".
+    """A process that holds one side's engine: "inflight", "inflight_vllm", "transformers", "vllm" or "vllm_swap".
 
     `directory` gets its log. Raises InflightError if there is no interpreter for it, if it does not start or if it ends
     early.
@@ -132,10 +135,15 @@ def engine_dtype(settings: EngineChoice, config: PretrainedConfig) -> torch.dtyp
     return dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
 
 
+def runs_vllm(name: str) -> bool:
+    """Whether a side needs vLLM: as a peer, or as the backend of our own engine."""
+    return name.startswith("vllm") or name == OURS_ON_VLLM
+
+
 def interpreter(name: str) -> str:
     """Return the Python that runs this side: our own, or for vLLM that of `make peers`. Where the folder PEERS_PATH
     holds vLLM for our own Python, that one. Raises InflightError."""
-    if not name.startswith("vllm"):
+    if not runs_vllm(name):
         return sys.executable
     if path := os.environ.get("PEERS_PATH"):
         if not Path(path, "vllm").is_dir():
@@ -155,15 +163,21 @@ def interpreter(name: str) -> str:
     return str(python)
 
 
+def vllm_python(backend: str) -> str:
+    """Return `EngineOptions.backend_python` for a backend: the interpreter that has vLLM. Raises InflightError."""
+    return interpreter("vllm") if backend == "vllm" else ""
+
+
 def _environment(name: str, setup: Setup, directory: Path) -> dict[str, str]:
     """Return our environment variables, with a path on which the worker finds this package but not what lies beside
     it."""
     packages = directory / "packages"
     packages.mkdir(exist_ok=True)
-    link = packages / _PACKAGE.name
-    if not link.exists():
-        link.symlink_to(_PACKAGE, target_is_directory=True)
-    peers_path = os.environ.get("PEERS_PATH") if name.startswith("vllm") else None
+    for package in (_PACKAGE, _KERNELS):
+        link = packages / package.name
+        if not link.exists():
+            link.symlink_to(package, target_is_directory=True)
+    peers_path = os.environ.get("PEERS_PATH") if runs_vllm(name) else None
     paths = [str(packages), *filter(None, [peers_path, os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     if os.path.isdir(setup.model):

@@ -45,7 +45,6 @@ def measure(settings: ScalingOptions, progress: Progress = lambda _: None) -> di
     context is that of the prompts; it grows by one in each of the `tokens` steps that are measured.
     queue: tokens per second without and with `queued` requests waiting behind the same work, in alternated runs;
     `ratio` (with / without) is the median over the pairs, 1 where the queue costs nothing.
-    Raises InflightError or ValueError; `progress` is told what is going on.
     """
     sizes, contexts = sorted(set(settings.sequences)), sorted(set(settings.contexts))
     by_sequences, by_context = [], []
@@ -85,14 +84,13 @@ def table(result: dict[str, Any]) -> Table:
 
 def plot(path: Path, result: dict[str, Any]) -> None:
     """Draw step time against sequences and against context. `path` is a PNG file."""
-    figure, (left, right) = new_figure(2)
+    title = f"{_title(result)}; context {result['prompt_tokens']}"
+    figure, (left, right) = new_figure(title, f"{CONTEXT_SEQUENCES} sequences")
     for axes, curve, size in ((left, "by_sequences", "sequences"), (right, "by_context", "context")):
         sizes = [point[size] for point in result[curve]]
         axes.plot(sizes, [point["step_ms"]["p50"] for point in result[curve]], "o-")
         axes.set_ylabel("decode step, p50 in ms")
         draw_sizes(axes, size, sizes, linear=True)
-    left.set_title(f"{_title(result)}; context {result['prompt_tokens']}", loc="left", fontsize=10)
-    right.set_title(f"{CONTEXT_SEQUENCES} sequences", loc="left", fontsize=10)
     right.set_xlabel("tokens of context")
     if result["queue"]:
         figure.text(0.01, 0.01, _queue_sentence(result), fontsize=8)

@@ -10,6 +10,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from inflight.bench.options import Progress, StalenessOptions, TraceOptions
+from inflight.bench.peers import vllm_python
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -30,19 +31,16 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
     On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice
     as many are outstanding: a trainer slower than the generator lets it idle at that bound. The result holds
     {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms, version_lag {p50, max},
-    and the counts of tokens and swaps. Raises InflightError or ValueError; `progress` is told what is going on.
+    and the counts of tokens and swaps.
     """
     groups = max(1, settings.sequences // GROUP_SIZE)
     params = SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True)
-    with engine_and_trainer(settings, slots=settings.slots) as (engine, model):
+    with engine_and_trainer(settings, slots=settings.slots, backend=settings.backend) as (engine, model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         vocabulary = engine.info.vocab_size
 
         def prompts(count: int) -> list[list[int]]:
             return torch.randint(vocabulary, (count, settings.prompt_tokens)).tolist()
-
-        def submit(count: int) -> None:
-            engine.submit(prompts(count), params)
 
         def train(batch: PackedBatch) -> None:
             loss, _ = policy_loss(model, batch.to(model.device))
@@ -53,14 +51,14 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
             rollouts = [rollout for group in engine.generate(prompts(groups), params) for rollout in group]
             train(pack(rollouts, [1.0] * len(rollouts)))  # kernels are compiled
             optimizer.zero_grad()
-            submit(2 * groups)
+            engine.submit(prompts(2 * groups), params)
             began_ns, drawn = now_ns(), engine.stream.num_tokens
             batches = engine.stream.batches(rollouts=groups * GROUP_SIZE, score=parity_of_tokens)
             for step, batch in enumerate(batches):
                 if step == settings.steps:
                     break
                 progress(f"step {step + 1} of {settings.steps}")
-                submit(groups)
+                engine.submit(prompts(groups), params)
                 train(batch)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -83,7 +81,7 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
 
 @contextmanager
 def engine_and_trainer(
-    settings: StalenessOptions | TraceOptions, *, slots: int = 2
+    settings: StalenessOptions | TraceOptions, *, slots: int = 2, backend: str = "inflight"
 ) -> Iterator[tuple[LaunchedEngine, PreTrainedModel]]:
     """Launch an engine for `sequences` in groups of GROUP_SIZE, and load its trainer in fp32."""
     device = resolve_device(settings.device)
@@ -92,6 +90,8 @@ def engine_and_trainer(
         torch_threads(threads.trainer),
         launch(
             settings.model,
+            backend=backend,
+            backend_python=vllm_python(backend),
             device=device.type,
             dtype=settings.dtype,
             slots=slots,

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from inflight.bench.options import Progress, SwapOptions
 from inflight.bench.peer_worker import Job, Setup
-from inflight.bench.peers import OURS, Worker, interpreter, make_setup
+from inflight.bench.peers import OURS, Worker, interpreter, make_setup, vllm_python
 from inflight.core.clock import NS_PER_MS
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
@@ -77,7 +77,6 @@ def measure(settings: SwapOptions, progress: Progress = lambda _: None) -> dict[
     engine, publishing, and resuming it with the new weights, as engines do that load in place; with a peer,
     peer_stall_ms: pausing it, loading the same weights from a directory and resuming. Requests keep their caches in
     both, and p99 is the longest of at most 20.
-    Raises InflightError or ValueError; `progress` is told what is going on.
     """
     if settings.peer:
         interpreter(settings.peer)
@@ -163,6 +162,8 @@ class _Ours(ExitStack):
         self.samples = _Samples()
         options = EngineOptions(
             model=setup.model,
+            backend=settings.backend,
+            backend_python=vllm_python(settings.backend),
             device=setup.device,
             dtype=setup.dtype,
             slots=settings.slots,

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from inflight.bench.options import Progress, ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
-from inflight.bench.peers import OURS, Worker, interpreter, make_setup
+from inflight.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup
 from inflight.engine.loading import load_config
-from inflight.observability.plots import draw_sizes, new_figure, new_table, save_figure
+from inflight.observability.plots import draw_sizes, new_figure, new_table, number, save_figure
 
 SETTLE_S = 0.5
 """Pause between two runs, in which the threads of the side that just ran fall asleep."""
@@ -42,7 +42,6 @@ def measure(settings: ThroughputOptions, progress: Progress = lambda _: None) ->
     uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
     the last token; the first run of each side at each number of sequences is a warm-up (on a GPU of at most
     WARM_UP_TOKENS per sequence). Without peers ours runs `pairs` times.
-    Raises InflightError or ValueError; `progress` is told what is going on.
     """
     for peer in settings.peers:
         interpreter(peer)
@@ -56,7 +55,8 @@ def measure(settings: ThroughputOptions, progress: Progress = lambda _: None) ->
         hellos: dict[str, Hello] = {}
         for name in (OURS, *settings.peers):
             progress(f"{name} is loading the model")
-            workers[name] = stack.enter_context(Worker(name, setup, directory))
+            side = OURS_ON_VLLM if name == OURS and settings.backend == "vllm" else name
+            workers[name] = stack.enter_context(Worker(side, setup, directory))
             hellos[name] = workers[name].wait_until_ready()
         seeds = count(settings.seed * 1_000_000, 1_000)
         points = [_measure_point(settings, size, workers, seeds, progress) for size in sizes]
@@ -93,12 +93,9 @@ def table(result: dict[str, Any]) -> Table:
     names = ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU")
     title = f"{_title(result)}, median of {result['pairs']}"
     shown = new_table(title, "sequences", "engine", *names, left="engine")
-
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
     for point in result["points"]:
-        ours = [number(point["step_ms"]["p50"], ".2f"), number(point["prefill_s"], ".3f"), number(point["mbu"], ".1%")]
+        figures = ((point["step_ms"]["p50"], ".2f"), (point["prefill_s"], ".3f"), (point["mbu"], ".1%"))
+        ours = [number(value, form, missing="") for value, form in figures]
         speed, logprob = f"{point['tokens_per_s']:,.0f}", f"{point['logprob_mean']:.3f}"
         shown.add_row(str(point["sequences"]), OURS, speed, "", "", logprob, *ours)
         for name, peer in point["peers"].items():
@@ -123,14 +120,13 @@ def _remarks(points: list[dict[str, Any]]) -> list[str]:
 
 def plot(path: Path, result: dict[str, Any]) -> None:
     """Draw tokens per second against the number of sequences, a line per side. `path` is a PNG file."""
-    figure, (axes,) = new_figure(1)
+    figure, (axes,) = new_figure(_title(result))
     points = result["points"]
     sizes = [point["sequences"] for point in points]
     axes.plot(sizes, [point["tokens_per_s"] for point in points], "o-", label=OURS)
     for name in result["peers"]:
         speeds = [point["peers"][name]["tokens_per_s"] for point in points]
         axes.plot(sizes, speeds, "s--", label=f"{name}, {result['sides'][name]['mode']}")
-    axes.set_title(_title(result), loc="left", fontsize=10)
     axes.set_ylabel("tokens per second")
     draw_sizes(axes, "sequences", sizes)
     axes.legend(loc="upper left")

@@ -15,15 +15,18 @@ from pathlib import Path
 _PACKAGES = ("inflight", "inflight_kernels")
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """The command line that runs a module of inflight as a program."""
+def command(module: str, *arguments: str, python: str = "", kernels: bool = True) -> list[str]:
+    """The command line that runs a module of inflight as a program. python: another interpreter, which has packages of
+    its own and gets inflight alone of ours; "" is the one that runs this. kernels: False for a program without torch,
+    which they import."""
     packages = {}
-    for name in _PACKAGES:
+    for name in _PACKAGES if kernels else _PACKAGES[:1]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             packages[name] = str(Path(spec.origin).absolute())
     paths = [path for path in sys.path if path and os.path.realpath(path) != _working_directory()]
-    return [sys.executable, "-P", __file__, json.dumps({"packages": packages, "paths": paths}), module, *arguments]
+    found = {"packages": packages, "paths": [] if python else paths}
+    return [python or sys.executable, "-P", __file__, json.dumps(found), module, *arguments]
 
 
 def _working_directory() -> str | None:

@@ -5,12 +5,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 
 import zmq
 
 from inflight.core.errors import InflightError, ProtocolError, from_wire
-from inflight.core.messages import Failed, FromEngine, ToEngine, decode_from_engine, encode
+from inflight.core.keys import ClientKeys, prepare_client
+from inflight.core.messages import MAX_MESSAGE_BYTES, Failed, FromEngine, ToEngine, decode_from_engine, encode
 
 Answer = Future[FromEngine]
 """What the engine answers, or the InflightError that keeps it from answering."""
@@ -23,9 +25,17 @@ class Connection:
     owner sends them with its next `pump`, which a message that is handed over wakes.
     """
 
-    def __init__(self, endpoint: str, unasked: Callable[[FromEngine | InflightError], None], *, linger_ms: int = 0):
+    def __init__(
+        self,
+        endpoint: str,
+        unasked: Callable[[FromEngine | InflightError], None],
+        *,
+        linger_ms: int = 0,
+        keys: ClientKeys | None = None,
+    ):
         """unasked: called by `pump` with what answers no ticket: news, and errors that are nobody's alone. linger_ms:
-        how long what was sent may stay behind after `close` until the engine takes it."""
+        how long what was sent may stay behind after `close` until the engine takes it. keys: for an endpoint of TCP.
+        Raises KeysError if such an endpoint is given none."""
         self.endpoint = endpoint
         self._unasked = unasked
         self._lock = threading.Lock()
@@ -37,6 +47,8 @@ class Connection:
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = linger_ms
         self._socket.sndhwm = 0  # a send never waits, however much a hung engine leaves unread
+        self._socket.maxmsgsize = 2 * MAX_MESSAGE_BYTES
+        prepare_client(self._socket, endpoint, keys)
         self._socket.connect(endpoint)
         self._woken = os.eventfd(0)
         self._poller = zmq.Poller()
@@ -96,9 +108,12 @@ class Connection:
         return True
 
     def flush(self) -> None:
-        """Send what was handed over, at once."""
-        while self._outbox:
-            self._socket.send(self._outbox.popleft())
+        """Send what was handed over, at once. Where nobody takes it, as where our keys were refused, it stays: a send
+        that waited would have no end."""
+        with suppress(zmq.Again):
+            while self._outbox:
+                self._socket.send(self._outbox[0], zmq.NOBLOCK)
+                self._outbox.popleft()
 
     def fail_all(self, error: InflightError) -> None:
         """Give everybody who waits for an answer an error instead."""

@@ -13,8 +13,28 @@ class InvalidRequestError(InflightError, ValueError):
     """A prompt or sampling parameter that the engine cannot serve."""
 
 
+class QueueFullError(InflightError):
+    """The engine has as many unfinished samples as it may have; the message gives the bound and how to set it."""
+
+
+class TooManyClientsError(InflightError):
+    """The engine has as many clients as it may have; the message gives the bound and how to set it."""
+
+
+class KeysError(InflightError, ValueError):
+    """Keys are missing, are none, or can be read or changed by others; the message names the file."""
+
+
+class ListenError(InflightError, OSError):
+    """The engine cannot listen on an address; the message names it."""
+
+
 class ModelLoadError(InflightError):
     """The model could not be found, read or built."""
+
+
+class RemoteCodeError(ModelLoadError):
+    """The model consists of code of its repository, which is run only with trust_remote_code=True."""
 
 
 class UnsupportedModelError(ModelLoadError):
@@ -37,6 +57,10 @@ class DeviceMemoryError(InflightError):
     """The KV cache or a slot does not fit; the message gives the sizes."""
 
 
+class BackendError(InflightError, ValueError):
+    """A backend is not installed, or cannot do what was asked of it; the message says what to do instead."""
+
+
 class PublisherConflictError(InflightError):
     """Another live publisher is attached to this engine."""
 
@@ -55,6 +79,23 @@ class ChecksumError(InflightError):
 
 class WeightFileError(InflightError, OSError):
     """A file of weights could not be written or read, or is not what it should be; the message names it."""
+
+
+class JournalError(InflightError, OSError):
+    """The journal of a token stream could not be written or read, or is damaged; the message names the place."""
+
+
+class RunFileError(InflightError, OSError):
+    """The file of a saved run could not be written or read, or is not what it should be; the message names it."""
+
+
+class LoggerError(InflightError, OSError):
+    """A logger cannot be made, as its library is not installed, or cannot write; the message says what to do."""
+
+
+class ScoreError(InflightError):
+    """A score function that runs in processes cannot be imported there, has raised, or has ended its process; the
+    message has the traceback."""
 
 
 class RoutedExpertsError(InflightError, ValueError):
@@ -88,6 +129,10 @@ class EngineHungError(InflightError, TimeoutError):
 class EngineBusyError(InflightError, TimeoutError):
     """The engine answers, and did not do what was asked within a bound; the message gives the bound and how to set
     it."""
+
+
+class RankLostError(InflightError):
+    """A rank of the trainer has ended, or did not do its part within a bound; the message names it."""
 
 
 class VersionMismatchError(ProtocolError):

@@ -1,6 +1,7 @@
 """What one forward pass of the generator sends: a header and one row per sampled token."""
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -8,12 +9,16 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from inflight.core.columns import COLUMNS, MASK_OFFSETS, REQUIRED, TOKENS, find_column
+from inflight.core.columns import COLUMNS, MASK_OFFSETS, MOST, REQUIRED, TOKENS, find_column
 from inflight.core.errors import FrameError
 from inflight.core.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
-MAX_HEADER_BYTES = 1 << 30
+MAGIC = b"IFF1"
+"""What every frame begins with."""
+MAX_FRAME_BYTES = 1 << 30
+_PREFIX = struct.Struct("<4sI")
+_ALIGNMENT = 8
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number that fits into the int64 of a rollout's columns."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -102,7 +107,9 @@ class TokenFrame:
     tokens first, −1 and −inf beyond what a request asked for; the sampling mask as mask_token_ids i32[…], mask_offsets
     i64[n + 1] and, where some ids are those that were cut, mask_cut_from i32[n] (`SamplingMask`); routed_experts u8 or
     u16[m, layers, k], the experts of the m tokens that this pass computed, with routed_request_ids u64[m] and
-    routed_positions i32[m], their places in their sequences. A user's own columns are [n].
+    routed_positions i32[m], their places in their sequences; what `PromptScores` holds, as scored_logprobs f32[s] and
+    so on, of the s prompt tokens that this pass scored, with scored_request_ids u64[s] and scored_positions i32[s], the
+    places of the tokens before them. A user's own columns are [n].
     """
 
     header: FrameHeader
@@ -111,36 +118,53 @@ class TokenFrame:
     logprobs: np.ndarray
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
-    def encode(self) -> list[bytes]:
-        """Message parts: MessagePack header, then the raw little-endian columns in the header's order."""
-        columns = {name: getattr(self, name) for name in REQUIRED} | dict(self.extras)
-        arrays = [np.ascontiguousarray(column, _wire_dtype(name, column.dtype)) for name, column in columns.items()]
-        specs = [ColumnSpec(name, a.dtype.str, a.shape) for name, a in zip(columns, arrays, strict=True)]
-        header = msgspec.structs.replace(self.header, columns=specs)
-        return [_HEADER_ENCODER.encode(header), *(array.tobytes() for array in arrays)]
+    def encode(self) -> bytes:
+        """One message: a magic word, the header's length, the header as MessagePack, and the columns, little-endian,
+        each at a multiple of 8 bytes."""
+        required = [np.ascontiguousarray(getattr(self, name), COLUMNS[name].dtypes[0]) for name in REQUIRED]
+        extras = {n: np.ascontiguousarray(column, _wire_dtype(n, column.dtype)) for n, column in self.extras.items()}
+        specs = [ColumnSpec(name, column.dtype.str, column.shape) for name, column in extras.items()]
+        header = _HEADER_ENCODER.encode(msgspec.structs.replace(self.header, columns=specs) if specs else self.header)
+        parts = [_PREFIX.pack(MAGIC, len(header)), header, bytes(-len(header) % _ALIGNMENT)]
+        for column in (*required, *extras.values()):
+            parts += [column.tobytes(), bytes(-column.nbytes % _ALIGNMENT)]
+        return b"".join(parts)
 
     @classmethod
-    def decode(cls, parts: list[bytes]) -> "TokenFrame":
+    def decode(cls, data: bytes) -> "TokenFrame":
         """Check every name, type and size against the header, then view the columns. Raises FrameError."""
-        if not parts or len(parts[0]) > MAX_HEADER_BYTES:
-            raise FrameError(f"a frame needs a header of at most {MAX_HEADER_BYTES} bytes")
-        try:
-            header = _HEADER_DECODER.decode(parts[0])
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise FrameError(f"the frame's header cannot be read: {error}") from error
-        names = [spec.name for spec in header.columns]
-        if tuple(names[:3]) != REQUIRED or len(set(names)) != len(names):
-            raise FrameError(f"the frame has columns {names}, expected {list(REQUIRED)} and then others, once each")
-        if len(parts) != 1 + len(names):
-            raise FrameError(f"the frame has {len(parts)} parts, expected {1 + len(names)}")
+        header, at = _header(data)
+        specs = {spec.name: spec for spec in header.columns}
+        if len(specs) < len(header.columns) or not specs.keys().isdisjoint(REQUIRED):
+            names = [*REQUIRED, *(spec.name for spec in header.columns)]
+            raise FrameError(f"the frame has columns {names}, which it can have once each")
         sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
-        columns = {s.name: _column(s, part, sizes) for s, part in zip(header.columns, parts[1:], strict=True)}
-        if len(columns) > len(REQUIRED):
+        columns: dict[str, np.ndarray] = {}
+        for name in (*REQUIRED, *specs):
+            spec = specs.get(name) or ColumnSpec(name, COLUMNS[name].dtypes[0], (header.num_tokens,))
+            columns[name] = column = _column(spec, data, at, sizes)
+            at += column.nbytes + -column.nbytes % _ALIGNMENT
+        if at != len(data):
+            raise FrameError(f"the frame has {len(data)} bytes, expected {at}")
+        if specs:
             _check_extras(columns)
         for finish in header.finishes:
             if finish.reason not in FINISH_REASONS:
                 raise FrameError(f"request {finish.request_id} has finish reason {finish.reason!r}")
         return cls(header, *[columns.pop(name) for name in REQUIRED], extras=columns)
+
+
+def _header(data: bytes) -> tuple[FrameHeader, int]:
+    """The header of a frame, and where its columns begin."""
+    if len(data) < _PREFIX.size or data[: len(MAGIC)] != MAGIC:
+        raise FrameError(f"{len(data)} bytes that do not begin as a frame does")
+    end = _PREFIX.size + _PREFIX.unpack_from(data)[1]
+    if end > len(data):
+        raise FrameError(f"the frame has {len(data)} bytes, and {end} with its header alone")
+    try:
+        return _HEADER_DECODER.decode(memoryview(data)[_PREFIX.size : end]), end + -end % _ALIGNMENT
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise FrameError(f"the frame's header cannot be read: {error}") from error
 
 
 def _wire_dtype(name: str, dtype: np.dtype) -> str:
@@ -151,8 +175,8 @@ def _wire_dtype(name: str, dtype: np.dtype) -> str:
     return dtype.newbyteorder("<").str if others else first
 
 
-def _column(spec: ColumnSpec, part: bytes, sizes: dict[str, int]) -> np.ndarray:
-    """View the bytes of a column as an array. `sizes` maps names of dimensions to sizes, and learns new ones."""
+def _column(spec: ColumnSpec, data: bytes, at: int, sizes: dict[str, int]) -> np.ndarray:
+    """View the bytes from `at` on as a column. `sizes` maps names of dimensions to sizes, and learns new ones."""
     column = find_column(spec.name)
     if column is None:
         raise FrameError(f"the frame has an unknown column {spec.name!r}")
@@ -162,13 +186,15 @@ def _column(spec: ColumnSpec, part: bytes, sizes: dict[str, int]) -> np.ndarray:
             f"column {spec.name} has dtype {spec.dtype} and shape {list(spec.shape)}, "
             f"expected {' or '.join(column.dtypes)} in {len(column.dims)} dimensions"
         )
-    expected = math.prod(spec.shape) * np.dtype(dtype).itemsize
-    if len(part) != expected:
-        raise FrameError(f"column {spec.name} has {len(part)} bytes, expected {expected} for shape {list(spec.shape)}")
+    count = math.prod(spec.shape)
+    if at + count * np.dtype(dtype).itemsize > len(data):
+        raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, of which {len(data) - at} bytes came")
     for dim, size in zip(column.dims, spec.shape, strict=True):
+        if size > MOST.get(dim, MAX_FRAME_BYTES):  # beside a 0, bytes do not bound it
+            raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, which is beyond all measure")
         if size != sizes.setdefault(dim, size):
             raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, expected {sizes[dim]} {dim}")
-    return np.frombuffer(part, dtype).reshape(spec.shape)
+    return np.frombuffer(data, dtype, count, at).reshape(spec.shape)
 
 
 def _check_extras(columns: dict[str, np.ndarray]) -> None:
@@ -181,9 +207,9 @@ def _check_extras(columns: dict[str, np.ndarray]) -> None:
 
 
 def _check_mask(offsets: np.ndarray, token_ids: np.ndarray, cut_from: np.ndarray | None) -> None:
-    counts = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] != len(token_ids) or (counts < 0).any():
+    if offsets[0] != 0 or offsets[-1] != len(token_ids) or (offsets[1:] < offsets[:-1]).any():
         raise FrameError("column mask_offsets does not rise from 0 to the number of mask_token_ids")
+    counts = np.diff(offsets)
     if cut_from is not None and ((cut_from < 0) | ((cut_from > 0) & (counts >= cut_from))).any():
         raise FrameError("column mask_cut_from tells of vocabularies of which nothing was left")
 

@@ -16,12 +16,12 @@ import msgspec
 
 import inflight
 from inflight.core.errors import InvalidRequestError, ProtocolError, VersionMismatchError
-from inflight.core.frames import Count
+from inflight.core.frames import Count, TokenId
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.sampling import SamplingParams
 
 LIVE_VERSION = -1
-PROTOCOL = 3
+PROTOCOL = 6
 """Version of these messages and of frames. Raise it with every change after which two versions do not understand each
 other."""
 PACKAGE = str(Path(inflight.__file__).parent)
@@ -84,6 +84,26 @@ class Prompt(msgspec.Struct, frozen=True):
     that version until the request ends. None: whichever version is live at each token."""
     adapter: str | None = None
     """Name of the adapter that draws its tokens; None: the weights alone."""
+
+
+class Ids(msgspec.Struct, frozen=True, array_like=True):
+    """What a group is called; its requests have the ids first_request_id, first_request_id + 1, …"""
+
+    group_id: Count
+    first_request_id: Count
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A group that another engine began, and how far its samples are."""
+
+    group_id: Count
+    prompt: Prompt
+    """What was submitted; its params have the seed of the group."""
+    first_request_id: Count | None = None
+    """None: nothing is known but that it was accepted."""
+    drawn: dict[Count, list[TokenId]] = {}
+    """Maps the ids of unfinished requests to their tokens so far; the others have ended."""
+    forked_from: tuple[int, int] | None = None
 
 
 class Call(_Message, frozen=True):
@@ -179,6 +199,10 @@ class Welcome(_Message, frozen=True):
     """File that a publisher locks before it attaches; the kernel frees the lock when the publisher dies."""
     alive_lock: str
     """File that the engine holds a lock on; the kernel frees it when the engine dies."""
+    tcp_endpoint: str = ""
+    """Where the control socket listens for clients on other machines; "" if it does not."""
+    tcp_stream_port: int = 0
+    """The port of the stream for them, at the address by which they reach the control socket."""
     version: str = ""
     protocol: int = 0
     package: str = ""
@@ -216,6 +240,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int
     num_reused_tokens: int
     """Prompt tokens that the prefix cache spared."""
+    num_unacknowledged_bytes: int
+    """Bytes of frames in the engine's memory that the trainer has not acknowledged."""
+    num_spilled_bytes: int
+    """Bytes of such frames beyond the bound on that memory, in files."""
 
 
 class Failed(_Message, frozen=True):

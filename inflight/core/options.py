@@ -1,12 +1,21 @@
 """How an engine is built, and what its launcher passes to its process."""
 
+import os
+import re
+from typing import Any
+
 import msgspec
 
 from inflight.core.columns import own_column_name
 
 DEFAULT_MAX_CONTEXT = 4096
 KV_POLICIES = ("keep", "recompute")
+BACKENDS = ("inflight", "vllm")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "torch", "cpu")
+JOURNAL_SYNCS = ("rotation", "frame")
+
+
+_BOUNDS = ("max_unconsumed_tokens", "max_unconsumed_rollouts", "max_unconsumed_lag", "max_unacknowledged_bytes")
 
 
 class _ModelOption(msgspec.Struct, frozen=True):
@@ -20,6 +29,14 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     Raises ValueError for an option that is out of range.
     """
 
+    backend: str = "inflight"
+    """What generates: inflight, or vllm, whose steps the engine's process takes one by one (docs/backends.md)."""
+    backend_python: str = ""
+    """The interpreter that has vLLM, with its own torch: the engine's process runs in it. "": that of the environment
+    variable INFLIGHT_VLLM_PYTHON, else the one that runs already, or if that has no vLLM the one of `make peers`."""
+    vllm: dict[str, Any] = {}
+    """Options that vLLM has and we do not, by their names in its EngineArgs: tensor_parallel_size, quantization,
+    gpu_memory_utilization, … Those that inflight sets itself are refused."""
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, …"""
     dtype: str = "auto"
@@ -69,6 +86,21 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     transports: tuple[str, ...] = ()
     """Transports of your own that the engine accepts beside the built-in ones: "my_package.my_module:MyTransport". It
     imports these, and nothing that a publisher names."""
+    max_queued: int = 1048576
+    """Unfinished samples that the engine has at a time. More are refused with QueueFullError."""
+    max_clients: int = 1024
+    """Clients of the control socket at a time; one more is refused with TooManyClientsError. The process that launched
+    the engine takes one, each of its publishers another one, and so does `trace`."""
+    listen: str = ""
+    """Where clients on other machines reach the engine, as "tcp://ADDRESS:PORT", beside the process that launched it
+    (docs/security.md). The stream takes the next port. "*" as the port lets the system choose both; `engine.info` has
+    them. "": nowhere. It needs `keys`."""
+    keys: str = ""
+    """The directory of the engine's keys, which `inflight keys` makes: clients on other machines whose public key lies
+    there may connect, and nobody else."""
+    trust_remote_code: bool = False
+    """Run the code that a model's repository brings along. It does in the engine's process whatever its author wants;
+    a model that needs it is refused without this, with RemoteCodeError."""
     seed: int = 0
     """Initial weights of built-in shapes."""
     threads: int = 0
@@ -78,11 +110,39 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     imports and calls with the log-probabilities f32[S, V] that tokens i64[S] were just sampled from, on its device, and
     that return one number per token [S]. Requests that name the function in `SamplingParams.columns` get its values in
     `Rollout.columns`."""
+    max_unconsumed_tokens: int = 0
+    """While so many tokens were drawn and not taken out of the stream, no prompt begins that has not begun; what runs
+    goes on, and no token is dropped. 0, here and below: no such bound. A trainer that waits for rollouts is never
+    kept waiting by these bounds."""
+    max_unconsumed_rollouts: int = 0
+    """The same for rollouts that have finished and were not taken out of the stream."""
+    max_unconsumed_lag: int = 0
+    """The same while tokens are among them that are so many versions older than the live weights."""
+    max_unacknowledged_bytes: int = 0
+    """The same for frames that the trainer has not received."""
+    stream_memory_bytes: int = 1 << 30
+    """Memory that waiting tokens may take, in the engine for frames that the trainer has not received and in the
+    trainer for rollouts that were not taken; what is beyond it waits in files of the engine's."""
+    spill_directory: str = ""
+    """The directory of those files, which have no names; "": the one for temporary files."""
+    restarts: int = 0
+    """How often an engine whose process ends is started again: it gets the newest weights and goes on with all that was
+    unfinished, whose tokens so far stay. Weights pass through a staging buffer in the trainer then, which takes up to
+    three times their memory. 0: its end raises EngineDiedError at once."""
     timeout_s: float = 600.0
     """How long `launch()` waits for the engine to load its model."""
     answer_timeout_s: float = 60.0
     """How long every call waits for an answer of the running engine, which answers between two forward passes. One that
     lives and takes longer raises EngineHungError, wherever it is waited for."""
+    journal: str | None = None
+    """A directory in which the trainer's side keeps every frame before it acknowledges it, for `inflight.replay`. A
+    disk that takes no more ends the stream with JournalError. None: no journal."""
+    journal_sync: str = "rotation"
+    """When the journal is forced to the disk. rotation: whenever a file of it is full, and at the end; a process that
+    is killed loses nothing, a machine that stops may lose what came last. frame: after every frame."""
+    rank_timeout_s: float = 1800.0
+    """How long the ranks of a trainer wait for one another: rank 0 for the others to take their shares of a batch, the
+    others for rank 0 to ask for one. A rank that takes longer raises RankLostError on all of them."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -121,12 +181,35 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             raise ValueError(f'transports must be names like "my_package.module:MyTransport", got {self.transports!r}')
         if self.kv_on_swap not in KV_POLICIES:
             raise ValueError(f"kv_on_swap must be {' or '.join(KV_POLICIES)}, got {self.kv_on_swap!r}")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend must be {' or '.join(BACKENDS)}, got {self.backend!r}")
+        if self.backend != "vllm" and (self.vllm or self.backend_python):
+            raise ValueError(f'vllm and backend_python need backend="vllm", got backend={self.backend!r}')
         if self.attention not in ATTENTION_BACKENDS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}, got {self.attention!r}")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
+        for name in (*_BOUNDS, "stream_memory_bytes", "restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("max_queued", "max_clients"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.listen and not re.fullmatch(r"tcp://[^/]+:(\*|\d{1,5})", self.listen):
+            raise ValueError(f'listen must be "tcp://ADDRESS:PORT" or "tcp://ADDRESS:*", got {self.listen!r}')
+        if bool(self.listen) != bool(self.keys):
+            raise ValueError(
+                "listen and keys belong together: an engine is reached from other machines with keys alone (`inflight "
+                f"keys DIRECTORY` makes them), got listen={self.listen!r} and keys={self.keys!r}"
+            )
+        if not self.rank_timeout_s > 0:
+            raise ValueError(f"rank_timeout_s must be positive, got {self.rank_timeout_s}")
         if not self.answer_timeout_s > 0:
             raise ValueError(f"answer_timeout_s must be positive, got {self.answer_timeout_s}")
+        if self.journal is not None:
+            msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
+        if self.journal_sync not in JOURNAL_SYNCS:
+            raise ValueError(f"journal_sync must be {' or '.join(JOURNAL_SYNCS)}, got {self.journal_sync!r}")
 
 
 class Startup(msgspec.Struct, frozen=True):

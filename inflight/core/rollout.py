@@ -1,7 +1,8 @@
 """A finished sample, with everything that the trainer needs to correct each of its tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ class SamplingMask:
 
     def split(self) -> list[np.ndarray]:
         """Returns the part i32[…] of token_ids of each token."""
-        return np.split(self.token_ids, self.offsets[1:-1])
+        return [self.token_ids[begin:end] for begin, end in pairwise(self.offsets.tolist())]
 
     @classmethod
     def join(cls, token_ids: Sequence[np.ndarray], cut_from: ArrayLike = ()) -> "SamplingMask":
@@ -35,6 +36,37 @@ class SamplingMask:
             np.cumsum([0, *map(len, token_ids)], dtype=np.int64),
             np.array(cut_from, np.int32) if np.any(cut_from) else None,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """How likely each of the P prompt tokens but the first is after those before it: row t tells of token t + 1."""
+
+    logprobs: np.ndarray
+    """f32[P − 1], at temperature 1 and unfiltered."""
+    ranks: np.ndarray
+    """i32[P − 1], 1 where no token is likelier; 0 before a score has come."""
+    top_token_ids: np.ndarray
+    """i32[P − 1, params.prompt_logprobs], the most likely tokens first."""
+    top_logprobs: np.ndarray
+    """f32[P − 1, params.prompt_logprobs]"""
+
+    @classmethod
+    def unknown(cls, num_rows: int, top: int) -> "PromptScores":
+        """Scores that are yet to come, NaN until then."""
+        nothing = np.full((num_rows, top), np.nan, np.float32)
+        ranks, ids = np.zeros(num_rows, np.int32), np.full((num_rows, top), -1, np.int32)
+        return cls(np.full(num_rows, np.nan, np.float32), ranks, ids, nothing)
+
+    @property
+    def known(self) -> bool:
+        """Whether all have come; those of logits that are not finite are NaN."""
+        return bool((self.ranks > 0).all())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in (self.logprobs, self.ranks, self.top_token_ids, self.top_logprobs))
 
 
 @dataclass(slots=True)
@@ -68,6 +100,8 @@ class Rollout:
     """The tokens that top-k, top-p and min-p left at each position, where params.return_sampling_mask asked for it."""
     routed_experts: np.ndarray | None = None
     """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
+    prompt_scores: PromptScores | None = None
+    """How likely the prompt is, where params.prompt_logprobs asked for it."""
     forked_from: tuple[int, int] | None = None
     """(request id, k) if the prompt is another request's prompt and its first k tokens."""
     prefix_tokens: int = 0
@@ -81,6 +115,33 @@ class Rollout:
     """The sampled tokens as text without special tokens, where a tokenizer is at hand."""
     reward: float | None = None
     """The score function's result."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """What each of several score functions returned (`inflight.Rewards`), by its name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, but for `prompt_scores`, which the samples of a prompt share."""
+        mask, fixed = self.sampling_mask, (self.prompt_token_ids, self.token_ids, self.logprobs)
+        arrays = [*fixed, self.weight_versions, self.sampled_at_ns, *self.columns.values(), self.routed_experts]
+        arrays += [] if mask is None else [mask.token_ids, mask.offsets, mask.cut_from]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def since(self, begin: int) -> "Rollout":
+        """The tokens from `begin` on with their columns, without what is not one row for each: the sampling mask, the
+        experts, the prompt's scores and the text."""
+        return replace(
+            self,
+            token_ids=self.token_ids[begin:],
+            logprobs=self.logprobs[begin:],
+            weight_versions=self.weight_versions[begin:],
+            sampled_at_ns=self.sampled_at_ns[begin:],
+            columns={name: column[begin:] for name, column in self.columns.items()},
+            sampling_mask=None,
+            routed_experts=None,
+            prompt_scores=None,
+            prompt="",
+            text="",
+        )
 
     @property
     def entropies(self) -> np.ndarray | None:

@@ -53,6 +53,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Added to the logits of these token ids; −inf bans one."""
     top_logprobs: int = 0
     """Record so many of the most likely tokens at each position, with their log-probabilities."""
+    prompt_logprobs: int | None = None
+    """Record how likely the tokens of the prompt are, each after those before it, and so many of the most likely ones
+    beside it (`Rollout.prompt_scores`), under the weights that compute it and the model's own distribution, whatever
+    the temperature and the filters. The prefix cache is not asked for such a prompt. None: record nothing."""
     return_entropy: bool = False
     """Record the entropy, in nats, of each distribution that a token is sampled from."""
     return_sampling_mask: bool = False
@@ -87,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ValueError(f"logit_bias of token {token} must be finite or −inf, got {bias}")
         if not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}")
+        if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"prompt_logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {self.prompt_logprobs}")
         if isinstance(self.stop, str):
             raise ValueError(f"stop is a tuple of strings, got one string {self.stop!r}")
         if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stop):

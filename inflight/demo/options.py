@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from inflight.command_line import SEED_HELP, ModelChoice, option
 
@@ -21,14 +22,37 @@ class DemoOptions(ModelChoice):
     warmup_steps: int | None = option(
         None, "Supervised steps before them.", min=0, shown="250, or 0 for a model that is not built in"
     )
+    backend: Literal["inflight", "vllm"] = option(
+        "inflight", "What generates; vllm is one that is installed, or that of `make peers`.", panel="Model"
+    )
     sync: bool = option(False, "Generate and train in turn, for comparison.")
     group_size: int = option(8, "Samples per prompt.", min=2)
     groups_per_step: int = option(128, "Prompts per optimizer step.", min=1)
     learning_rate: float = option(3e-4, "The peak learning rate of reinforcement learning.", min=0)
     seed: int = option(0, SEED_HELP, min=0)
+    restarts: int = option(3, "How often an engine that ends is replaced by another one.", min=0)
     out: Path | None = option(
         None,
         "The directory for steps.jsonl, summary.json and demo.png.",
         shown="runs/TASK-MODE-TIME",
+        panel="Output",
+    )
+    save_every: int = option(
+        20,
+        "Steps between two checkpoints in that directory; the last step has one, too. 0: none.",
+        min=0,
+        panel="Output",
+    )
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = option(
+        "none",
+        "Where every number of every step goes besides, if its library is installed: TensorBoard and offline runs of "
+        "Weights & Biases into the directory, trackio to where it keeps its runs.",
+        panel="Output",
+    )
+    resume: Path | None = option(
+        None,
+        "The directory of a run that was killed or interrupted, to go on from its newest checkpoint. All other options "
+        "are those of that run, but for --device and --json.",
+        metavar="DIR",
         panel="Output",
     )

@@ -1,30 +1,44 @@
 """`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement improved."""
 
-import tempfile
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from inflight.command_line import DeviceName
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.sampling import SamplingParams
-from inflight.demo.display import Display, print_summary
+from inflight.demo.checkpoints import OPTIONS_FILE, checkpoints, newest_checkpoint, remove_checkpoints, save_checkpoint
+from inflight.demo.display import Display, StepRecord, plot, print_summary
 from inflight.demo.options import DemoOptions
-from inflight.demo.record import StepRecord, append_step, plot
 from inflight.demo.tasks import Task, file_task, gym_task
-from inflight.demo.trainer import load_trainer, require_tokenizer, split_cores, torch_threads, without_full_collections
-from inflight.demo.warmup import WarmupConfig, ramp_and_decay, warm_up
+from inflight.demo.trainer import (
+    WarmupConfig,
+    load_trainer,
+    ramp_and_decay,
+    require_tokenizer,
+    saved,
+    split_cores,
+    torch_threads,
+    warm_up,
+    without_full_collections,
+)
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
-from inflight.observability.environment import environment, write_json
+from inflight.observability.environment import environment, replacing, write_json
+from inflight.observability.loggers import Logger, TensorBoard, Trackio, WandB
+from inflight.run import Run
 from inflight.session import LaunchedEngine, launch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
@@ -36,6 +50,7 @@ QUICK_EVALUATION = 128
 MAX_SEQUENCES = 128
 """Sequences that the engine decodes together, at most."""
 WARMUP_STEPS = 250
+_TRAINER = "trainer.pt"
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
@@ -44,15 +59,19 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     Ctrl-C ends the run early; what was measured by then is summarised and written all the same. Raises InflightError.
     """
     disable_progress_bar()  # of Transformers; the run has its own
+    checkpoint = newest_checkpoint(options.resume) if options.resume else None
+    if checkpoint is not None:
+        options = _options_of(checkpoint, options.device)
     task = _make_task(options)
     mode = "sync" if options.sync else "inflight"
     out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-    steps_file = _prepare(out)
+    steps_file = _prepare(out, keep=checkpoint is not None)
     torch.manual_seed(options.seed)
     device = resolve_device(options.device)
     threads = split_cores(device)
     began_ns = now_ns()
-    model, tokenizer = load_trainer(options.model, device), require_tokenizer(options.model)
+    source = str(checkpoint or options.model)
+    model, tokenizer = load_trainer(source, device), require_tokenizer(source)
     title = f"{task.name}, {_parameters(model)} parameters, {mode}"
     example = task.train[0]
     console.print(
@@ -61,40 +80,38 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         highlight=False,
         soft_wrap=True,
     )
-    with Display(title, console=console) as display, tempfile.TemporaryDirectory(prefix="inflight-demo-") as directory:
+    with tracker(replace(options, out=out), task.name) as loggers, Display(title, console=console) as display:
         warmup_steps = options.warmup_steps
         if warmup_steps is None:
             warmup_steps = WARMUP_STEPS if options.model in SHAPES else 0
-        if warmup_steps:
+        if warmup_steps and checkpoint is None:
             display.phase("warm-up", warmup_steps)
-            warm_up(
-                model,
-                tokenizer,
-                task.train,
-                WarmupConfig(steps=warmup_steps),
-                seed=options.seed,
-                on_step=lambda _, loss: display.advance(f"loss {loss:.3f}"),
-            )
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        run = _Run(task, options, display, steps_file)
+            for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=warmup_steps, seed=options.seed)):
+                display.advance(f"loss {loss:.3f}")
+        run = _Run(task, replace(options, out=out), display, steps_file, tokenizer, loggers)
         with (
+            saved(model, tokenizer, out / "start") as directory,
             torch_threads(threads.trainer),
             launch(
                 directory,
+                backend=options.backend,
                 device=options.device,
                 max_sequences=MAX_SEQUENCES,
                 max_context=longest(task, tokenizer),
                 threads=threads.engine,
+                restarts=options.restarts,
             ) as engine,
         ):
-            run.train(engine, model)
-    summary = run.summary() | {
+            run.train(engine, model, checkpoint)
+            summary = run.summary(engine)
+    summary |= {
         "mode": mode,
         "task": task.name,
         "model": options.model,
+        "backend": options.backend,
         "seed": options.seed,
         "steps": len(run.records),
+        "resumed_after_step": run.resumed_after_step,
         "seconds": (now_ns() - began_ns) / 1e9,
         "environment": environment(),
     }
@@ -104,7 +121,20 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
             plot(out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
     print_summary(console, summary)
     console.print(f"written            {out}/steps.jsonl, summary.json, demo.png")
+    if run.interrupted and checkpoints(out):
+        console.print(f"to go on           inflight demo --resume {out}")
     return summary
+
+
+def _options_of(checkpoint: Path, device: DeviceName) -> DemoOptions:
+    """The options of the run that the checkpoint is of, which goes on in its directory."""
+    try:
+        options = msgspec.json.decode(
+            (checkpoint / OPTIONS_FILE).read_bytes(), type=DemoOptions, dec_hook=lambda kind, value: kind(value)
+        )
+    except (OSError, msgspec.DecodeError) as error:
+        raise InflightError(f"cannot go on from {checkpoint}: {error}") from error
+    return replace(options, device=device, out=checkpoint.parent)
 
 
 def _make_task(options: DemoOptions) -> Task:
@@ -113,12 +143,15 @@ def _make_task(options: DemoOptions) -> Task:
     return gym_task(options.task, seed=options.seed, max_tokens=options.max_tokens)
 
 
-def _prepare(out: Path) -> Path:
-    """Return an empty file for steps, in a directory that can be written to. Raises InflightError now rather than after
-    the run."""
+def _prepare(out: Path, *, keep: bool) -> Path:
+    """Return the file for steps, in a directory that can be written to; an empty one, unless `keep`. Raises
+    InflightError now rather than after the run."""
     steps_file = out / "steps.jsonl"
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
+        if keep:
+            return steps_file
+        remove_checkpoints(out)  # of another run
         steps_file.write_text("\n")  # of a full file system, an empty file would tell nothing
         steps_file.write_text("")
     return steps_file
@@ -137,74 +170,132 @@ def _writing(out: Path) -> Iterator[None]:
 class _Run:
     """The reinforcement learning of a demo, and what is known of it so far."""
 
-    def __init__(self, task: Task, options: DemoOptions, display: Display, steps_file: Path):
+    def __init__(
+        self,
+        task: Task,
+        options: DemoOptions,
+        display: Display,
+        steps_file: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        loggers: Sequence[Logger],
+    ):
         self._task, self._options, self._display, self._steps_file = task, options, display, steps_file
+        self._tokenizer, self._loggers = tokenizer, loggers
         self.records: list[StepRecord] = []
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
         self.interrupted = False
-        self._swaps: dict[str, Any] = {}
-        self._staleness: dict[str, Any] = {}
-        self._num_tokens = 0
+        self.resumed_after_step = 0
         self._dropped = Dropped()
         self._began_ns = 0
 
-    def train(self, engine: LaunchedEngine, model: PreTrainedModel) -> None:
-        options = self._options
+    def train(self, engine: LaunchedEngine, model: PreTrainedModel, checkpoint: Path | None) -> None:
+        """checkpoint: where the run goes on from."""
+        task, options = self._task, self._options
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
         scheduler = ramp_and_decay(optimizer, ramp=10, steps=options.steps, floor=0.1)
-        grpo_config = GRPOConfig(
+        config = GRPOConfig(
             steps=options.steps,
             groups_per_step=options.groups_per_step,
-            sampling=SamplingParams(n=options.group_size, max_tokens=self._task.max_tokens),
+            sampling=SamplingParams(n=options.group_size, max_tokens=task.max_tokens),
             schedule="sync" if options.sync else "inflight",
         )
         try:
             with without_full_collections():
-                self._display.phase("evaluation", 1)
-                self.accuracy_before = held_out_accuracy(engine, self._task, self._task.held_out)
-                self._display.phase("GRPO", options.steps)
+                if checkpoint is None:
+                    self._display.phase("evaluation", 1)
+                    self.accuracy_before = held_out_accuracy(engine, task, task.held_out)
                 with engine.publisher(model) as publisher:
-                    self._began_ns = last_ns = now_ns()
-                    examples = self._task.shuffled(options.seed)
-                    last_tokens = engine.stream.num_tokens
+                    run = Run(engine, publisher)
+                    self._began_ns = now_ns()
+                    if checkpoint is not None:
+                        self._resume(checkpoint, run, optimizer, scheduler)
+                    self._display.phase("GRPO", options.steps - len(self.records))
+                    last_ns, examples, last_tokens = now_ns(), task.shuffled(options.seed), engine.stream.num_tokens
                     reports = grpo(
-                        engine, publisher, model, optimizer, examples, self._task.score, grpo_config, scheduler
+                        engine,
+                        publisher,
+                        model,
+                        optimizer,
+                        examples,
+                        task.score,
+                        config,
+                        scheduler,
+                        run=run,
+                        loggers=self._loggers,
                     )
                     for report in reports:
                         tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
                         last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
                         accuracy = None
                         if report.step % EVALUATE_EVERY == 0 and report.step < options.steps:
-                            some = self._task.held_out[:QUICK_EVALUATION]
-                            accuracy = held_out_accuracy(engine, self._task, some)
+                            accuracy = held_out_accuracy(engine, task, task.held_out[:QUICK_EVALUATION])
                         self._record(engine, report, tokens / seconds, accuracy)
+                        at_end = report.step == options.steps
+                        if options.save_every and (at_end or report.step % options.save_every == 0):
+                            self._save(report.step, run, model, optimizer, scheduler)
                     engine.wait_for_version(publisher.version)
                     self._display.phase("evaluation", 1)
-                    self.accuracy_after = held_out_accuracy(engine, self._task, self._task.held_out)
+                    self.accuracy_after = held_out_accuracy(engine, task, task.held_out)
                     self.records[-1].accuracy = self.accuracy_after
         except KeyboardInterrupt:
             self.interrupted = True
-        meter = engine.staleness
-        self._swaps = {"num_swaps": meter.num_swaps, "num_swaps_in_flight": meter.num_swaps_in_flight}
-        self._staleness = meter.summary()
-        self._num_tokens = engine.stream.num_tokens
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self, engine: LaunchedEngine) -> dict[str, Any]:
         last = self.records[-1] if self.records else None
-        tail = self.records[-10:]
+        tail, meter, num_tokens = self.records[-10:], engine.staleness, engine.stream.num_tokens
         return {
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
             "reward_last_10_steps": float(np.mean([r.reward for r in tail])) if tail else None,
-            **self._swaps,
+            "num_swaps": meter.num_swaps,
+            "num_swaps_in_flight": meter.num_swaps_in_flight,
             "dropped": self._dropped.as_dict(),
-            "num_tokens": self._num_tokens,
-            "tokens_per_s": self._num_tokens / last.seconds if last else None,
+            "num_tokens": num_tokens,
+            "tokens_per_s": num_tokens / last.seconds if last else None,
             "seconds_rl": last.seconds if last else None,
             "interrupted": self.interrupted,
-            **self._staleness,
+            **meter.summary(),
         }
+
+    def _save(
+        self,
+        step: int,
+        run: Run,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+    ) -> None:
+        def write(directory: Path) -> None:
+            model.save_pretrained(directory)
+            self._tokenizer.save_pretrained(directory)
+            torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, directory / _TRAINER)
+            (directory / OPTIONS_FILE).write_bytes(msgspec.json.encode(self._options, enc_hook=str))
+            run.progress["accuracy_before"] = self.accuracy_before
+            run.save(directory)
+
+        assert self._options.out is not None
+        with _writing(self._options.out):
+            save_checkpoint(self._options.out, step, write)
+
+    def _resume(
+        self,
+        checkpoint: Path,
+        run: Run,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+    ) -> None:
+        state = torch.load(checkpoint / _TRAINER, weights_only=True)
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])
+        run.load(checkpoint)
+        self.accuracy_before = run.progress["accuracy_before"]
+        self.resumed_after_step = run.progress["grpo"]["step"]
+        lines = self._steps_file.read_text().splitlines()[: self.resumed_after_step]
+        with replacing(self._steps_file) as partial:  # steps after the checkpoint are taken again
+            partial.write_text("".join(f"{line}\n" for line in lines))
+        self.records = [StepRecord(**json.loads(line)) for line in lines]
+        self._began_ns -= int(self.records[-1].seconds * 1e9)
 
     def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
         staleness, stats, self._dropped = report.staleness, report.stats, report.dropped
@@ -224,9 +315,27 @@ class _Run:
             ratio_mean=stats.ratios.mean if stats else None,
         )
         self.records.append(record)
-        with _writing(self._steps_file.parent):
-            append_step(self._steps_file, record)
+        with _writing(self._steps_file.parent), open(self._steps_file, "a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")  # at once: an interrupted run keeps what it had
         self._display.add(record)
+
+
+@contextmanager
+def tracker(options: DemoOptions, task: str) -> Iterator[list[Logger]]:
+    """Open what the numbers of a run go to, or nothing, and close it at the end. Raises LoggerError."""
+    assert options.out is not None
+    name, config = options.out.name, {key: str(value) for key, value in asdict(options).items()}
+    if options.tracker == "tensorboard":
+        logger = TensorBoard(options.out / "tensorboard")
+    elif options.tracker == "wandb":
+        logger = WandB(f"inflight-{task}", name=name, directory=options.out, config=config)
+    elif options.tracker == "trackio":
+        logger = Trackio(f"inflight-{task}", name=name, config=config)
+    else:
+        yield []
+        return
+    with logger:
+        yield [logger]
 
 
 def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:

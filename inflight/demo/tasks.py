@@ -65,7 +65,11 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
     if len(examples) < 8:
         raise TaskError(f"{path} has {len(examples)} examples; at least 8 are needed")
     cut = len(examples) - min(held_out, len(examples) // 4)
-    return Task(path.name, examples[:cut], examples[cut:], _equal_answer, max_tokens)
+
+    def score(text: str, example: Example) -> float:
+        return float(text.strip() == example.metadata["answer"].strip())
+
+    return Task(path.name, examples[:cut], examples[cut:], score, max_tokens)
 
 
 def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int = 20_000, held_out: int = 512) -> Task:
@@ -120,7 +124,3 @@ _FORMATS: dict[str, tuple[Callable[[Any], str], int]] = {
 }
 """Tasks whose question is cut down to what differs, for models that read bytes: how it is written, and the tokens that
 the longest answer needs."""
-
-
-def _equal_answer(text: str, example: Example) -> float:
-    return float(text.strip() == example.metadata["answer"].strip())

@@ -24,7 +24,7 @@ from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import dtype_name
 
 SLOTS = 2
-_PROJECTIONS = [name for projections in (*ATTENTION, *MLP) for name in projections.names]
+PROJECTIONS = [name for projections in (*ATTENTION, *MLP) for name in projections.names]
 _ATTRIBUTE = "inflight_lora"
 
 
@@ -44,24 +44,16 @@ class Lora:
 
 
 class AdapterBank:
-    """Adapters by name, of one rank, on the projections of attention and MLP in every layer.
-
-    Zero to begin with. Raises UnsupportedModelError if the model has no such projections.
-    """
+    """Adapters by name, of one rank, on the projections of attention and MLP in every layer; zero to begin with. Raises
+    UnsupportedModelError if the model has no such projections."""
 
     def __init__(self, model: PreTrainedModel, options: EngineOptions, device: torch.device, backend: AttentionBackend):
         """Uses adapters, lora_rank, cuda_graphs and the numbers of sequences and prompt tokens in a pass. With CUDA
         graphs adapters are computed in passes that need none, too."""
         names, rank = options.adapters, options.lora_rank
-        targets = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] in _PROJECTIONS
-        }
-        if not targets:
-            raise UnsupportedModelError(f"{type(model).__name__} has none of {', '.join(_PROJECTIONS)} for adapters")
+        targets = _targets(model)
         self.names = {name: index for index, name in enumerate(names)}
-        self.layout = _layout(targets, names, rank)
+        self.layout = adapter_layout(model, options)
         memory = make_slot(SLOTS * self.layout.total_bytes, device)
         self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
         max_tokens = options.max_sequences + options.max_prefill_tokens
@@ -69,18 +61,23 @@ class AdapterBank:
         """The adapter, and its slot, that each token of the pass under way uses; −1 for none."""
         self.active = self._always = options.cuda_graphs and isinstance(backend, GraphBackend)
         self._num_rows = 0
-        self._words = memory.buffer.view(next(iter(targets.values())).weight.dtype)
-        size = self._words.itemsize
-        self._stride = self.layout.total_bytes // len(names) // size
-        self._places = {spec.name: (spec.offset // size, spec.shape) for spec in self.layout.tensors}
-        self._first_name = names[0]
+        words = memory.buffer.view(next(iter(targets.values())).weight.dtype)
+        stride = self.layout.total_bytes // len(names) // words.itemsize
+        offsets = {spec.name: spec.offset // words.itemsize for spec in self.layout.tensors}
+        self._loras: dict[str, Lora] = {}
+        for name, module in targets.items():
+            a_offset, b_offset = (offsets[f"{names[0]}.{name}.lora_{part}"] for part in "AB")
+            count, inputs, outputs = SLOTS * len(names), module.in_features, module.out_features
+            a_SPK = words.as_strided((count, rank, inputs), (stride, inputs, 1), a_offset)
+            b_SNR = words.as_strided((count, outputs, rank), (stride, rank, 1), b_offset)
+            self._loras[name] = Lora(self, a_SPK, b_SNR, (outputs,))
 
     def attach(self, model: PreTrainedModel) -> None:
         """Let the projections of a module over some slot find their adapters: those that run as Transformers runs
         them by a hook, fused ones by `lora_of`."""
         for name, module in model.named_modules():
-            if f"{self._first_name}.{name}.lora_A" in self._places:
-                setattr(module, _ATTRIBUTE, self._lora(name))
+            if name in self._loras:
+                setattr(module, _ATTRIBUTE, self._loras[name])
                 module.register_forward_hook(_add)
 
     def select(self, adapters: Sequence[str | None], counts: Sequence[int]) -> None:
@@ -98,14 +95,28 @@ class AdapterBank:
         self.rows[len(rows) : self._num_rows] = -1
         self._num_rows = len(rows)
 
-    def _lora(self, module: str) -> Lora:
-        (a_offset, (rank, inputs)), (b_offset, (outputs, _)) = (
-            self._places[f"{self._first_name}.{module}.lora_{part}"] for part in "AB"
-        )
-        count = SLOTS * len(self.names)
-        a_SPK = self._words.as_strided((count, rank, inputs), (self._stride, inputs, 1), a_offset)
-        b_SNR = self._words.as_strided((count, outputs, rank), (self._stride, rank, 1), b_offset)
-        return Lora(self, a_SPK, b_SNR, (outputs,))
+
+def adapter_layout(model: nn.Module, options: EngineOptions) -> WeightLayout:
+    """Where the tensors of all adapters lie in a slot. Raises UnsupportedModelError."""
+    rank = options.lora_rank
+    return WeightLayout.build(
+        (f"{name}.{target}.lora_{part}", shape, dtype_name(module.weight.dtype))
+        for name in options.adapters
+        for target, module in _targets(model).items()
+        for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank)))
+    )
+
+
+def _targets(model: nn.Module) -> dict[str, nn.Linear]:
+    """The projections that adapters are on, by their names. Raises UnsupportedModelError if there are none."""
+    targets = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in PROJECTIONS
+    }
+    if not targets:
+        raise UnsupportedModelError(f"{type(model).__name__} has none of {', '.join(PROJECTIONS)} for adapters")
+    return targets
 
 
 def lora_of(module: nn.Module) -> Lora | None:
@@ -126,15 +137,6 @@ def merge_lora(parts: Sequence[Lora | None]) -> Lora | None:
     a_SPK = first.a_SPK.as_strided((len(first.a_SPK), rank * len(loras), first.a_SPK.shape[2]), first.a_SPK.stride())
     b_SNR = first.b_SNR.as_strided((len(first.b_SNR), sum(widths), rank), first.b_SNR.stride())
     return Lora(first.bank, a_SPK, b_SNR, widths)
-
-
-def _layout(targets: dict[str, nn.Linear], names: Sequence[str], rank: int) -> WeightLayout:
-    return WeightLayout.build(
-        (f"{name}.{target}.lora_{part}", shape, dtype_name(module.weight.dtype))
-        for name in names
-        for target, module in targets.items()
-        for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank)))
-    )
 
 
 def _add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

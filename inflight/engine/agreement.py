@@ -7,6 +7,7 @@ attention over a paged cache, which must agree, and those of the fused decoder, 
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,10 +17,9 @@ from transformers import PreTrainedModel
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import ForwardBatch, KVMemory
-from inflight.engine.attention.choose import choose_backend
-from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
+from inflight.engine.attention.hook import ATTENTION_NAME, probe_layers, run_packed
+from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.fused import FusedDecoder, UnknownPartError
-from inflight.engine.layers import probe_layers
 from inflight.engine.loading import module_over
 from inflight.models.twin import TOLERANCE, NoTwinError, first_line, relative_error, row_errors, try_sequences, twin_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
@@ -128,12 +128,9 @@ def _compare(
     options = EngineOptions(
         model=name, max_sequences=len(lengths), max_context=max(lengths), max_prefill_tokens=sum(lengths)
     )
-    memory = KVMemory(layers, choose_backend("cpu", layers, cpu), options, cpu)
+    memory = KVMemory(layers, PagedAttention(layers, cpu, use_c=True), options, cpu)
     theirs = torch.cat(expected)
-
-    def run(batch: ForwardBatch) -> torch.Tensor:
-        return run_packed(model, batch, memory)
-
+    run = partial(run_packed, model, memory=memory)
     try:
         ours = _logits(sequences, memory, run, _passes(lengths))
     except UnsupportedModelError:

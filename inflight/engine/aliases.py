@@ -21,18 +21,15 @@ logger = logging.getLogger("inflight.engine")
 def aliases_of(model: PreTrainedModel) -> list[Alias]:
     """All names of the model's tensors, and of parts of them, that are not those of its layout."""
     tensors = published_tensors(model)
-    return _tied(model, tensors) + _in_checkpoints(model, tensors)
-
-
-def _tied(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Alias]:
+    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tied = [(name, names[id(tensor)], tensor.shape) for name, tensor in every if id(tensor) in names]
-    return [_alias(name, own, torch.empty(shape, device="meta")) for name, own, shape in tied if name != own]
+    published = [(name, names[id(tensor)]) for name, tensor in every if id(tensor) in names]
+    tied = [_alias(name, tensor, own[tensor]) for name, tensor in published if name != tensor]
+    return tied + _in_checkpoints(model, own)
 
 
-def _in_checkpoints(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> list[Alias]:
-    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+def _in_checkpoints(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> list[Alias]:
     names = {id(tensor): name for name, tensor in own.items()}
     try:
         from transformers.core_model_loading import revert_weight_conversion

@@ -4,15 +4,17 @@ import msgspec
 import torch
 from transformers import PretrainedConfig
 
+from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
-from inflight.engine.attention.backend import KVMemory
-from inflight.engine.attention.choose import choose_backend
+from inflight.engine.attention.backend import AttentionBackend, KVMemory, LayerShape
+from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
+from inflight.engine.attention.hook import probe_layers
+from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.device import resolve_device
 from inflight.engine.kv_cache import KVCache
-from inflight.engine.layers import probe_layers
 from inflight.engine.loading import (
     context_limit,
     eos_token_ids,
@@ -49,7 +51,9 @@ class Parts:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels are launched on the current one
         dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
-        model = load_model(options.model, dtype=dtype, device=self.device, seed=options.seed)
+        model = load_model(
+            options.model, dtype=dtype, device=self.device, seed=options.seed, trust=options.trust_remote_code
+        )
         layers = probe_layers(model)
         unfused_reason = check_model(model, fused=options.fused)
         text_config = model.config.get_text_config()
@@ -85,11 +89,12 @@ class Parts:
         self.runner = ModelRunner(modules, self.memory, options, self.adapters, unfused_reason)
         self.scheduler = Scheduler(self.cache, options, order)
         eos_ids = eos_token_ids(modules[0])
-        tokenizer = load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
         self.stop = StopCondition(eos_ids, tokenizer)
         own_columns = load_columns(options.columns, vocab_size=int(text_config.vocab_size), device=self.device)
         self.limits = Limits(
             max_context=options.max_context,
+            max_queued=options.max_queued,
             vocab_size=int(text_config.vocab_size),
             can_read_text=tokenizer is not None,
             adapters=options.adapters if self.adapters is not None else (),
@@ -115,3 +120,17 @@ def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.de
         prefix_caching=options.prefix_caching and not records,
         cuda_graphs=options.cuda_graphs and not records,
     )
+
+
+def choose_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:
+    """The backend of this name, or for "auto" the fastest that is there. Raises UnsupportedModelError, saying why, if
+    the one that was asked for cannot run these layers on this device."""
+    if name in ("auto", "flashinfer"):
+        reason = why_not_flashinfer(layers, device)
+        if reason is None:
+            return FlashInferAttention(layers, device)
+        if name == "flashinfer":
+            raise UnsupportedModelError(f"attention='flashinfer' cannot be used: {reason}")
+    if name == "cpu" and device.type != "cpu":
+        raise UnsupportedModelError(f"attention='cpu' cannot be used on {device}")
+    return PagedAttention(layers, device, use_c=device.type == "cpu" and name != "torch")

@@ -12,6 +12,7 @@ import msgspec
 
 from inflight.core.connection import Answer, Connection
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.keys import ClientKeys
 from inflight.core.messages import Call, FromEngine, Hello, Result, Welcome, expect, read, to_raw
 from inflight.core.waiting import Wait
 
@@ -19,8 +20,7 @@ logger = logging.getLogger("inflight.client")
 
 _CHECK_S = 0.1
 _WHY_SILENT = (
-    "it is stopped, starved of CPU time, or in a forward pass that takes longer "
-    "(launch with answer_timeout_s for another bound)"
+    "it is stopped, starved of CPU time, or in a forward pass that takes longer (answer_timeout_s sets this bound)"
 )
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NONE: type[Any] = type(None)
@@ -41,12 +41,14 @@ class EngineClient:
         *,
         check_engine: Callable[[], None] = lambda: None,
         answer_timeout_s: float = 60.0,
+        keys: ClientKeys | None = None,
     ):
-        self.endpoint = endpoint
+        self.endpoint, self.keys = endpoint, keys
         self.answer_timeout_s = answer_timeout_s
         self._check_engine = check_engine
+        self._why_silent = _WHY_SILENT if keys is None else f"it has ended, cannot be reached, or {_WHY_SILENT}"
         self._closing = False
-        self._connection = Connection(endpoint, self._take_unasked)
+        self._connection = Connection(endpoint, self._take_unasked, keys=keys)
         self._thread = threading.Thread(target=self._run, name="inflight-control", daemon=True)
         self._thread.start()
 
@@ -72,7 +74,7 @@ class EngineClient:
         for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that do not fit it.
         """
         answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
-        return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, _WHY_SILENT), returns)
+        return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent), returns)
 
     async def acall(
         self, verb: str, arguments: Mapping[str, Any], returns: type[Value], *, undo: Callable[[Value], None]
@@ -82,7 +84,7 @@ class EngineClient:
         answer = self.call_soon(verb, arguments)
         wrapped = asyncio.wrap_future(answer)
         try:
-            for _ in self._waits_for(answer, f"did not answer {verb}", self.answer_timeout_s, _WHY_SILENT):
+            for _ in self._waits_for(answer, f"did not answer {verb}", self.answer_timeout_s, self._why_silent):
                 await asyncio.wait([wrapped], timeout=_CHECK_S)
             return _value_of(await wrapped, returns)
         except asyncio.CancelledError:
@@ -125,7 +127,8 @@ class EngineClient:
                 continue
             wait.tick()
             if wait.waited_s > bound_s:
-                raise EngineHungError(f"the engine lives and {what} within {bound_s:g} s: {reason}")
+                known = "the engine lives and" if self.keys is None else f"the engine at {self.endpoint}"
+                raise EngineHungError(f"{known} {what} within {bound_s:g} s: {reason}")
             wait.tell(f"the engine {what}")
 
     # ---- the thread ---------------------------------------------------------------------------------------------

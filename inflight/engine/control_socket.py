@@ -2,11 +2,13 @@
 
 import logging
 import os
+from collections.abc import Callable
 
 import zmq
 
-from inflight.core.errors import InflightError
-from inflight.core.messages import MAX_MESSAGE_BYTES, Failed, FromEngine, encode, shorten
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, TooManyClientsError
+from inflight.core.messages import MAX_MESSAGE_BYTES, Done, Failed, FromEngine, encode, shorten
 
 logger = logging.getLogger("inflight.engine")
 
@@ -17,13 +19,19 @@ _MAX_UNREAD = 16
 """Messages of one client that wait here to be read; more wait in the client."""
 _MAX_UNSENT = 10_000
 """Answers that a client may leave unread; more are dropped."""
+_LOOK_EVERY_NS = 100_000_000
+"""How often clients are looked for that are gone, which takes a message to each."""
 
 
 class ControlSocket:
     """Messages of any number of clients, each with the address of its sender. Only `wake` may be called from another
     thread than the one that reads."""
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint: str, *, max_clients: int = 1024):
+        self._max_clients = max_clients
+        self._clients: set[bytes] = set()
+        """Addresses of clients, of which some may be gone."""
+        self._looked_ns = 0
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
         self._socket.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
@@ -34,6 +42,10 @@ class ControlSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._woken, zmq.POLLIN)
         self.num_refused = 0
+
+    def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
+        """Have `bind` bind the socket to another endpoint, which is returned."""
+        return bind(self._socket)
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a message is there or `wake` was called, at the latest after so long."""
@@ -50,6 +62,24 @@ class ControlSocket:
             return None
         sender, *parts = self._socket.recv_multipart()
         return sender, parts
+
+    def admit(self, sender: bytes) -> None:
+        """Count a sender among the clients. Raises TooManyClientsError if there are as many as there may be already."""
+        if sender in self._clients:
+            return
+        if len(self._clients) >= self._max_clients and now_ns() - self._looked_ns > _LOOK_EVERY_NS:
+            self._looked_ns = now_ns()
+            self._clients = {client for client in self._clients if self.reaches(client)}
+        if len(self._clients) >= self._max_clients:
+            raise TooManyClientsError(
+                f"the engine has {self._max_clients} clients, as many as it may have; close one of them, or launch "
+                "with a larger max_clients"
+            )
+        self._clients.add(sender)
+
+    def reaches(self, client: bytes) -> bool:
+        """Whether a client is there. It is sent a message for that which it ignores."""
+        return self.send(client, Done())
 
     def send(self, to: bytes, message: FromEngine) -> bool:
         """Returns False if the receiver is gone. One that reads nothing misses what is beyond some thousands of

@@ -8,7 +8,9 @@ import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
+import time
 from pathlib import Path
 
 from inflight.core.clock import now_ns
@@ -19,6 +21,8 @@ LOG_NAME = "engine.log"
 MAX_LOG_BYTES = 8 << 20
 _KEPT_BYTES = 1 << 20
 _MAX_PER_SECOND = 20
+_MAKING_S = 60.0
+"""An empty directory that is older belongs to nobody any more."""
 
 
 def make_directory() -> tuple[Path, int]:
@@ -50,8 +54,15 @@ def remove_orphan_directories() -> int:
     removed = 0
     for directory in {path for base in (tempfile.gettempdir(), "/tmp") for path in Path(base).glob(_PREFIX + "*")}:
         try:
-            file = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another user's, gone by now, or just being made
+            info = directory.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():  # somebody else's
+                continue
+            if time.time() - info.st_mtime > _MAKING_S and not any(directory.iterdir()):  # killed as it was made
+                directory.rmdir()
+                removed += 1
+                continue
+            file = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone by now, or just being made
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,22 +6,19 @@ the host they are appended to their sequences, some of which end (collect), and 
 """
 
 import uuid
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from inflight.core.clock import now_ns
 from inflight.core.frames import FrameHeader, Swap, TokenFrame
-from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
-from inflight.core.sampling import SamplingParams
 from inflight.core.spans import note, span
+from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.build import Parts
 from inflight.engine.outputs import routed_experts_columns, token_columns
+from inflight.engine.prompt_scores import Scores, score_prompts
 from inflight.engine.sampler import Samples
 from inflight.engine.sequence import Schedule
 from inflight.engine.stall import StallClock
@@ -40,10 +37,11 @@ class _Launched:
     samples: Samples
     """On the CPU once `done` has happened."""
     routed_experts: torch.Tensor | None
+    scores: Scores | None
     done: torch.cuda.Event | torch.Event | None
 
 
-class Engine(Parts):
+class Engine(Parts, Backend):
     """Generates tokens in this process. `step()` returns the frame of one forward pass.
 
     Prompts join and leave between any two steps. New weights become visible between two steps, whole or not at all;
@@ -59,19 +57,19 @@ class Engine(Parts):
         self.max_sequences, self.max_context = self.options.max_sequences, self.options.max_context
         self.vocab_size = self.limits.vocab_size
         self.stall_clock = StallClock()
-        """Measures what swaps cost; whoever handles messages about slots tells it."""
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
         self.scheduler.renew_kv_namespaces(self.limits.adapters)
-        self.paused = False
-        self.asleep = False
         self._untold_swap: Swap | None = None
         """A swap of which no frame has told yet."""
         self._num_frames = 0
-        self.step_count = 0
-        self.num_tokens = 0
-        self.num_swaps = 0
-        self.num_swaps_in_flight = 0
+        self.execution = Execution(
+            attention=self.attention,
+            fused=self.runner.unfused_reason is None,
+            num_graphs=self.runner.num_graphs,
+            kv_cache_bytes=self.memory.nbytes,
+            kv_cache_tokens=self.memory.capacity_tokens,
+        )
 
     def describe(self) -> str:
         """One line that says where it runs, how, and how much fits."""
@@ -84,54 +82,7 @@ class Engine(Parts):
             f"{memory.capacity_tokens:,} tokens"
         )
 
-    def close(self) -> None:
-        """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
-        for slot_table in self.slot_tables:
-            for slot in slot_table.slots:
-                slot.unlink()
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- requests and states ------------------------------------------------------------------------------------
-
-    @verb(brings_work=True)
-    def submit(self, prompts: Seq[Prompt]) -> list[int]:
-        """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError."""
-        return self.requests.submit(prompts)
-
-    @verb(brings_work=True)
-    def fork(
-        self,
-        request_id: int,
-        at: int | None = None,
-        params: SamplingParams | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Start a group whose prompt is that of an unfinished request and the first `at` tokens that it drew (None:
-        all so far); it shares their keys and values. Returns its group id. Raises InvalidRequestError.
-
-        params: None takes those of the request, with another seed.
-        """
-        return self.requests.fork(request_id, at, params, metadata)
-
-    @verb()
-    def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
-        """End every unfinished request of these groups, and these requests; what ended already is left alone."""
-        self.requests.cancel(group_ids, request_ids)
-
-    @verb()
-    def pause(self) -> None:
-        """Run no forward pass from the next boundary on, until `resume()`. Weights still arrive."""
-        self.paused = True
-
-    @verb()
-    def resume(self) -> None:
-        """Run forward passes again."""
-        self.paused = False
 
     @verb()
     def sleep(self) -> None:
@@ -163,24 +114,44 @@ class Engine(Parts):
         return self.paused or self.asleep or self.slot_table.live is None
 
     @property
+    def state(self) -> str:
+        """What it is doing, in a word or two."""
+        if self.asleep or self.paused:
+            return "asleep" if self.asleep else "paused"
+        if not self.has_work:
+            return "idle"
+        if self.held_back:
+            return "waits for the trainer"
+        return "waits for weights" if self.slot_table.live is None else "generating"
+
+    @property
+    def held_back(self) -> bool:
+        """All that there is to do is to begin with prompts, which bounds on what the trainer has not taken forbid."""
+        return self.has_work and not self.scheduler.admits and not self.scheduler.running
+
+    @property
     def idle(self) -> bool:
         """`step()` would do nothing until a message comes."""
-        return not self.has_work or (self.blocked and self._under_way is None and not self.requests.has_news)
+        blocked = self.blocked or self.held_back
+        return not self.has_work or (blocked and self._under_way is None and not self.requests.has_news)
 
     @property
-    def slot_tables(self) -> list[SlotTable]:
-        """The slots where weights arrive, and those where adapters do."""
-        return [self.slot_table] if self.adapters is None else [self.slot_table, self.adapters.slot_table]
+    def adapter_slots(self) -> SlotTable | None:
+        return None if self.adapters is None else self.adapters.slot_table
 
-    @property
-    def version(self) -> int:
-        """The newest live version; versions count publishes of weights and of adapters."""
-        return max(slot_table.version for slot_table in self.slot_tables)
+    def admit(self, *, may_begin: bool) -> None:
+        self.scheduler.admits = may_begin
 
-    @property
-    def newest_version(self) -> int:
-        """The newest version that the engine holds whole, live or not."""
-        return max(slot_table.newest_version for slot_table in self.slot_tables)
+    def load(self) -> Load:
+        scheduler, cache = self.scheduler, self.cache
+        return Load(
+            num_waiting=scheduler.num_waiting,
+            num_running=len(scheduler.running),
+            num_preemptions=scheduler.num_preemptions,
+            kv_blocks=cache.num_blocks,
+            kv_blocks_used=cache.num_used_blocks,
+            num_reused_tokens=cache.num_reused_tokens,
+        )
 
     def slot_in_use(self, slot_table: SlotTable) -> int | None:
         """The slot that a pass under way on the device may still read."""
@@ -242,10 +213,14 @@ class Engine(Parts):
         return schedule if schedule.chunks else None
 
     def _sample(self, schedule: Schedule, logits: torch.Tensor) -> _Launched:
-        """Draw tokens, and put their way to the host behind the pass."""
+        """Draw tokens, score those of prompts, and put their way to the host behind the pass."""
         with span("sample"):
             sequences = [sequence for sequence, _ in schedule.draws]
-            samples = self.sampler.sample(logits, sequences) if sequences else Samples.none(self.device)
+            drawn = logits[: len(sequences)]
+            samples = self.sampler.sample(drawn, sequences) if sequences else Samples.none(self.device)
+            scores = None
+            if schedule.num_scored:
+                scores = score_prompts(logits[len(sequences) :], schedule).to_host()
             routed_experts = self.routed_experts.take() if self.routed_experts else None
             samples = samples.to_host()
             done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
@@ -255,7 +230,7 @@ class Engine(Parts):
         self.step_count += 1
         slot = self.slot_table.slot_of(schedule.version)
         adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
-        return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, done)
+        return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, scores, done)
 
     def _collect(self, launched: _Launched) -> list[int]:
         """Wait for the results of a pass, append the tokens to their sequences and end those that are finished. Returns
@@ -314,4 +289,6 @@ class Engine(Parts):
         extras = token_columns(samples, rows)
         if self.routed_experts is not None and launched is not None and launched.routed_experts is not None:
             extras |= routed_experts_columns(schedule.chunks, launched.routed_experts, self.routed_experts.dtype)
+        if launched is not None and launched.scores is not None:
+            extras |= launched.scores.columns()
         return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)

@@ -69,7 +69,16 @@ class DecodeGraphs:
         """Maps (slot, size) to what a replay leaves for the head."""
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._backend.prepare_graphs(memory, max_sequences)
-        self._record(device)
+        groups, tokens, host = len(memory.groups), self._rows[:0], torch.empty(0, dtype=torch.int32)
+        tables = [np.empty((0, 1), np.int32)] * groups
+        empty = ForwardBatch(tokens, tokens, [tokens] * groups, tables, host, host, tokens)
+        record = Recorder(device)
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # the largest first, whose memory the others then use
+                batch = self._padded(empty, size)
+                for slot, decoder in enumerate(decoders):
+                    backend.begin_graph(batch, memory)
+                    self._replays[slot, size], self._hidden[slot, size] = record(partial(decoder.hidden, batch))
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -98,19 +107,3 @@ class DecodeGraphs:
             rows=self._rows[:size],
             num_single=size,
         )
-
-    @torch.inference_mode()
-    def _record(self, device: torch.device) -> None:
-        """The largest first, whose memory the others then use."""
-        record = Recorder(device)
-        for size in reversed(self._sizes):
-            batch = self._empty(size)
-            for slot, decoder in enumerate(self._decoders):
-                self._backend.begin_graph(batch, self._memory)
-                self._replays[slot, size], self._hidden[slot, size] = record(partial(decoder.hidden, batch))
-
-    def _empty(self, size: int) -> ForwardBatch:
-        """A batch of padding alone."""
-        groups, tokens, host = len(self._memory.groups), self._rows[:0], torch.empty(0, dtype=torch.int32)
-        tables = [np.empty((0, 1), np.int32)] * groups
-        return self._padded(ForwardBatch(tokens, tokens, [tokens] * groups, tables, host, host, tokens), size)

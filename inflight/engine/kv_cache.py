@@ -11,6 +11,7 @@ whose versions did, the oldest of which is noted. Blocks that nobody holds stay 
 least recently used first.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +34,8 @@ class Holding:
     """What one sequence holds of the cache. Only the cache writes to it."""
 
     blocks: list[list[int]] = field(default_factory=list)
-    """Block numbers per group. A list only grows; a sequence that gave its blocks back holds another list."""
-    num_dropped: list[int] = field(default_factory=list)
-    """How many leading blocks of each group were given back because a sliding window has passed them."""
+    """Block numbers per group, NO_BLOCK for the leading ones that were given back because a sliding window has passed
+    them. A list only grows; a sequence that gave its blocks back holds another list."""
     computed: int = 0
     """Leading tokens whose keys and values are in the blocks once the passes that are under way are done."""
     namespace: Namespace = NO_VERSION
@@ -62,22 +62,17 @@ class _Entry:
 _Key = tuple[Namespace, int, tuple[int, ...]]
 
 
-@dataclass(slots=True)
 class _Group:
     """The blocks that layers with one window share."""
 
-    window: int | None
-    num_blocks: int
-    free: list[int] = field(init=False)
-    remembered: OrderedDict[int, _Entry] = field(default_factory=OrderedDict)
-    """Blocks that nobody holds and the prefix cache knows, least recently used first."""
-    holders: list[int] = field(init=False)
-    """The number of holders of each block."""
-    entry_of: dict[int, _Entry] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.free = list(range(self.num_blocks - 1, NO_BLOCK, -1))
-        self.holders = [0] * self.num_blocks
+    def __init__(self, window: int | None, num_blocks: int):
+        self.window, self.num_blocks = window, num_blocks
+        self.free = list(range(num_blocks - 1, NO_BLOCK, -1))
+        self.remembered: OrderedDict[int, _Entry] = OrderedDict()
+        """Blocks that nobody holds and the prefix cache knows, least recently used first."""
+        self.holders = [0] * num_blocks
+        """The number of holders of each block."""
+        self.entry_of: dict[int, _Entry] = {}
 
     @property
     def num_available(self) -> int:
@@ -102,7 +97,7 @@ class KVCache:
         self._prefix_caching = prefix_caching
         self._copies: list[dict[int, int]] = [{} for _ in self._groups]
         self._entries: dict[_Key, _Entry] = {}
-        self._next_entry = 0
+        self._new_ids = itertools.count()
         self.num_reused_tokens = 0
         """Tokens that the prefix cache spared."""
 
@@ -136,16 +131,12 @@ class KVCache:
 
     def new_holding(self) -> Holding:
         """Nothing yet."""
-        return Holding([[] for _ in self._groups], [0] * len(self._groups))
+        return Holding([[] for _ in self._groups])
 
     def match(self, holding: Holding, token_ids: Sequence[int], namespace: Namespace, *, oldest: int = 0) -> int:
         """Give a sequence without blocks those of the longest remembered beginning of its tokens that is of this
-        namespace and was computed in no version before `oldest`.
-
-        Returns its length in tokens; the last token is never part of it, as its logits are needed.
-        """
-        if not self._prefix_caching or not self._entries:
-            return 0
+        namespace and was computed in no version before `oldest`. Returns its length in tokens; the last token is never
+        part of it, as its logits are needed."""
         size, last_entry = self.block_size, -1
         found: list[_Entry] = []
         for start in range(0, (len(token_ids) - 1) // size * size, size):
@@ -216,13 +207,8 @@ class KVCache:
                 blocks.append(self._take_block(index))
                 self._copies[index][blocks[-1]] = self._copies[index].get(source, source)
             child.blocks[index] = blocks
-        child.num_dropped = list(parent.num_dropped)
         child.namespace, child.oldest, child.computed = parent.namespace, parent.oldest, length
         return True
-
-    def may_remember(self, holding: Holding) -> bool:
-        """Blocks have filled up that are not in the prefix cache yet."""
-        return (holding.num_remembered + 1) * self.block_size <= holding.computed
 
     def remember(self, holding: Holding, known: int, tokens: Callable[[int, int], tuple[int, ...]]) -> None:
         """Enter the blocks that have filled up since the last call into the prefix cache, if the whole sequence is of
@@ -247,9 +233,7 @@ class KVCache:
                     return
                 if entry is not None:
                     self._forget_entry(entry)
-                entry = _Entry(self._next_entry, key, blocks, holding.oldest)
-                self._next_entry += 1
-                self._entries[key] = entry
+                entry = self._entries[key] = _Entry(next(self._new_ids), key, blocks, holding.oldest)
                 for group, block in pairs:
                     group.entry_of[block] = entry
             holding.last_entry = entry.id
@@ -262,23 +246,9 @@ class KVCache:
                 if block != NO_BLOCK:
                     self._let_go(group, block)
         holding.blocks = [[] for _ in self._groups]
-        holding.num_dropped = [0] * len(self._groups)
         holding.computed = 0
         holding.last_entry, holding.num_remembered = -1, 0
         holding.namespace = holding.oldest = NO_VERSION
-
-    def check(self, holdings: Iterable[Holding]) -> None:
-        """Assert that the counts are those of the blocks that these hold, all that there are (tests)."""
-        holdings = list(holdings)
-        for index, group in enumerate(self._groups):
-            counts = [0] * group.num_blocks
-            for holding in holdings:
-                for block in holding.blocks[index]:
-                    counts[block] += block != NO_BLOCK
-            assert counts == group.holders, "holders are miscounted"
-            idle = {block for block in range(1, group.num_blocks) if not counts[block]}
-            assert set(group.free) | set(group.remembered) == idle, "idle blocks are lost"
-            assert len(group.free) + len(group.remembered) == len(idle), "an idle block is listed twice"
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -298,8 +268,7 @@ class KVCache:
     def _let_go(self, group: _Group, block: int) -> None:
         group.holders[block] -= 1
         if group.holders[block] == 0:
-            entry = group.entry_of.get(block)
-            if entry is None:
+            if (entry := group.entry_of.get(block)) is None:
                 group.free.append(block)
             else:
                 group.remembered[block] = entry
@@ -314,9 +283,9 @@ class KVCache:
     def _drop_unseen(self, holding: Holding, index: int, window: int) -> None:
         """Give back the blocks of which no token that is still to be computed sees anything."""
         group, blocks = self._groups[index], holding.blocks[index]
-        unseen = min(max(0, holding.computed + 1 - window) // self.block_size, len(blocks))
-        for chunk in range(holding.num_dropped[index], unseen):
-            if blocks[chunk] != NO_BLOCK:
-                self._let_go(group, blocks[chunk])
-                blocks[chunk] = NO_BLOCK
-        holding.num_dropped[index] = max(holding.num_dropped[index], unseen)
+        first = unseen = min(max(0, holding.computed + 1 - window) // self.block_size, len(blocks))
+        while first and blocks[first - 1] != NO_BLOCK:
+            first -= 1
+        for chunk in range(first, unseen):
+            self._let_go(group, blocks[chunk])
+            blocks[chunk] = NO_BLOCK

@@ -1,6 +1,7 @@
 """Starts an engine in a process of its own and watches over it."""
 
 import contextlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -9,14 +10,15 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from inflight.core import child
-from inflight.core.errors import EngineDiedError, InflightError
-from inflight.core.messages import Welcome, check_same_version
+from inflight.core.errors import BackendError, EngineDiedError, InflightError
+from inflight.core.messages import PACKAGE, Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
 from inflight.engine.client import EngineClient
 from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
@@ -66,9 +68,24 @@ class EngineLauncher:
         """Raise EngineDiedError, with the end of its log, if the process has ended."""
         code = self._process.poll()
         if code is not None:
-            lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else ["(no log)"]
-            end = "\n".join(lines[-20:])
-            raise EngineDiedError(f"the engine process ended with code {code}. Its log ends:\n{end}")
+            raise EngineDiedError(f"the engine process ended with code {code}. Its log ends:\n{self._last_words}")
+
+    @cached_property
+    def _last_words(self) -> str:
+        """The end of the log of a process that has ended."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else ["(no log)"]
+        return "\n".join(lines[-20:])
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def remove(self) -> None:
+        """Remove what a process that has ended left: its directory and its slots. `check` tells of its end as
+        before."""
+        with contextlib.suppress(EngineDiedError):
+            self.check()
+        self._make_end()
 
     def close(self) -> None:
         """Ask the engine to end, for a few seconds, then make it. Safe to call twice."""
@@ -84,15 +101,29 @@ class EngineLauncher:
 
 def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Popen:
     startup = msgspec.json.encode(Startup(options, str(directory), os.getpid())).decode()
-    with open(directory / LOG_NAME, "ab") as log:
-        return subprocess.Popen(
-            child.command("inflight.engine.main", startup),
-            stdin=subprocess.PIPE,  # closes when this process ends; the engine watches it
-            stdout=log,
-            stderr=log,
-            pass_fds=[lock],
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
-        )
+    python = _vllm_python(options) if options.backend == "vllm" else ""
+    with open(directory / LOG_NAME, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        try:
+            return subprocess.Popen(
+                child.command("inflight.engine.main", startup, python=python),
+                stdin=subprocess.PIPE,  # closes when this process ends; the engine watches it
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock],
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
+            )
+        except OSError as error:
+            raise BackendError(
+                f"the engine's process cannot run in {python or 'this interpreter'}: {error}; backend_python, or "
+                "INFLIGHT_VLLM_PYTHON, is the path of a Python that has vLLM"
+            ) from error
+
+
+def _vllm_python(options: EngineOptions) -> str:
+    """The interpreter that has vLLM, as the launcher was told; "" is the one that runs this."""
+    told = options.backend_python or os.environ.get("INFLIGHT_VLLM_PYTHON", "")
+    made = Path(PACKAGE).parent / ".venv-peers" / "bin" / "python"  # by `make peers`
+    return told or (str(made) if importlib.util.find_spec("vllm") is None and made.exists() else "")
 
 
 def _make_end(process: subprocess.Popen, directory: Path, lock: int, owner_pid: int) -> None:

@@ -1,6 +1,7 @@
 """From a name to a Transformers model whose attention is ours, with one module per slot."""
 
 import copy
+import logging
 import os
 from typing import Any
 
@@ -10,12 +11,13 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from inflight.core.errors import ModelLoadError, UnsupportedModelError
+from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.attention.hook import ATTENTION_NAME
@@ -23,6 +25,8 @@ from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.models.lengths import length_limit, row_limit
 from inflight.models.twin import first_line
 from inflight.weights.tensors import published_tensors, slot_views
+
+logger = logging.getLogger("inflight.engine")
 
 RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -37,13 +41,17 @@ def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype
     return None
 
 
-def load_config(model: str) -> PretrainedConfig:
-    """The config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError."""
+def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
+    """The config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError.
+
+    trust: run code that the model's repository brings along, here and in what else takes it; where it is needed and not
+    trusted, RemoteCodeError is raised."""
     if model in SHAPES:
         return shape_config(model)
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
+        refuse_remote_code(model, error)
         raise ModelLoadError(
             f"cannot load model {model!r}: {first_line(error)}; expected a directory with config.json, a Hugging Face "
             f"hub id, or a built-in shape ({', '.join(SHAPES)})"
@@ -59,9 +67,19 @@ def load_config(model: str) -> PretrainedConfig:
     return config
 
 
+def refuse_remote_code(model: str, error: Exception) -> None:
+    """Raise RemoteCodeError if that is what Transformers' error is about."""
+    if "trust_remote_code" in str(error):
+        raise RemoteCodeError(
+            f"model {model!r} consists of code of its repository, which inflight does not run by itself; read that "
+            "code, and launch with trust_remote_code=True if you trust it with all that this user may do"
+        ) from error
+
+
 def refuse_other_models(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration, nor was
+    the code of one loaded with it."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or _brings_its_model(config):
         return
     kind = config.model_type
     if getattr(config, "text_config", None) is not None:
@@ -93,8 +111,7 @@ def context_limit(config: PretrainedConfig, asked: int) -> int:
     up to where it is computed alike in any company (`length_limit`). Raises UnsupportedModelError if more was asked
     for than that."""
     limit = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_MAX_CONTEXT)
-    found = length_limit(config)
-    if found is not None:
+    if (found := length_limit(config)) is not None:
         length, cause = found
         if asked > length:
             raise UnsupportedModelError(
@@ -119,12 +136,12 @@ def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> i
     return min(asked, row[0] - max_sequences)
 
 
-def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int) -> PreTrainedModel:
-    """The model with its weights, in eval mode; `dtype=None` is the checkpoint's own dtype.
-
-    Raises ModelLoadError or UnsupportedModelError.
-    """
-    config = load_config(model)
+def load_model(
+    model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int, trust: bool = False
+) -> PreTrainedModel:
+    """The model with its weights, in eval mode; `dtype=None` is the checkpoint's own dtype. Raises ModelLoadError or
+    UnsupportedModelError."""
+    config = load_config(model, trust=trust)
     try:
         if model in SHAPES:
             torch.manual_seed(seed)
@@ -134,10 +151,11 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
                 )
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME
+                model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, trust_remote_code=trust
             )
             nn.Module.to(loaded, device)
     except Exception as error:  # whatever the libraries below raise, the caller's news is the same
+        refuse_remote_code(model, error)
         if ATTENTION_NAME in str(error):  # looked up among the attentions that the family knows
             raise UnsupportedModelError(
                 f"{_model_class(config)} does not take its attention from Transformers' attention interface, through "
@@ -147,17 +165,17 @@ def load_model(model: str, *, dtype: torch.dtype | None, device: torch.device, s
     return loaded.eval().requires_grad_(False)
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None if it has none."""
-    from transformers import AutoTokenizer
-
+def load_tokenizer(model: str, *, trust: bool = False) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, or None if it has none, or consists of code that is not trusted."""
     if model in SHAPES:
         return byte_tokenizer()
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "tokenizer_config.json")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError):
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            logger.warning("the tokenizer of %s is code of its repository, which is not run: it has none", model)
         return None
 
 
@@ -180,6 +198,13 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
+def _brings_its_model(config: PretrainedConfig) -> bool:
+    """Whether the class of a config is code of the model's repository, as that of the model is then."""
+    return type(config).__module__.startswith("transformers_modules.") and "AutoModelForCausalLM" in config.auto_map
+
+
 def _model_class(config: PretrainedConfig) -> str:
+    if _brings_its_model(config):
+        return config.auto_map["AutoModelForCausalLM"]
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return (found[0] if isinstance(found, tuple) else found).__name__

@@ -23,6 +23,9 @@ from inflight.engine.directory import declare_alive, log_to_stderr, trim_log
 _LAUNCHER_S = 1.0
 _POLL_S = 0.5
 _GRACE_S = 5.0
+_KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""How many products of different sizes oneDNN, and PyTorch's side of it, keep what they have prepared for: half a
+megabyte each, of a thousand unless one says so. To prepare one anew takes about a millisecond."""
 
 
 def main() -> int:
@@ -32,6 +35,8 @@ def main() -> int:
     log_to_stderr()
     declare_alive(directory)
     signal.signal(signal.SIGTERM, _end)
+    for name in _KEPT_PRODUCTS:
+        os.environ.setdefault(name, "128")
     try:
         from inflight.engine.process import serve  # takes seconds
 

@@ -77,8 +77,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
-        """Logits [M, V], one row per draw of the schedule, in its order."""
-        batch = self._batch(schedule)
+        """Logits [M + S, V], one row per draw of the schedule and then one per scored token, in their orders."""
+        rows, row_of_each = _rows_with_logits(schedule), None
+        if schedule.num_scored or len({chunk for _, chunk in schedule.draws}) < len(rows):
+            rows, row_of_each = np.unique(rows, return_inverse=True)  # samples of one prompt draw from the same row
+        batch = self._batch(schedule, rows)
         if self._adapters is not None:
             self._adapters.select([c.sequence.adapter for c in schedule.chunks], [c.count for c in schedule.chunks])
         if self._graphs is not None and schedule.num_single == len(schedule.chunks):
@@ -89,12 +92,12 @@ class ModelRunner:
                 logits = self._decoders[slot](batch)
             else:
                 logits = run_packed(self._modules[slot], batch, self._memory)
-        chunks = [chunk for _, chunk in schedule.draws]
-        if len(set(chunks)) < len(chunks):  # samples of one prompt draw from the same row
-            logits = logits[self._to_device([np.unique(chunks, return_inverse=True)[1]])[0]]
+        if row_of_each is not None:
+            logits = logits[self._to_device([row_of_each])[0]]
         return logits
 
-    def _batch(self, schedule: Schedule) -> ForwardBatch:
+    def _batch(self, schedule: Schedule, rows: np.ndarray) -> ForwardBatch:
+        """rows: those of the pass that have logits, rising."""
         chunks, size = schedule.chunks, self._memory.block_size
         counts = np.array([chunk.count for chunk in chunks])
         begins = np.array([chunk.start for chunk in chunks])
@@ -104,8 +107,6 @@ class ModelRunner:
         token_ids = [0] * num_single  # the last tokens of sequences, which are on the device
         for chunk in chunks[num_single:]:
             token_ids += chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
-        drawing = sorted({chunk for _, chunk in schedule.draws})
-        rows = starts[1:][drawing] - 1
         used = -(-int((begins + counts).max()) // size)
         owner = np.repeat(np.arange(len(chunks)), counts)
         rows_S = np.array([chunk.sequence.batch_row for chunk in chunks])
@@ -116,14 +117,14 @@ class ModelRunner:
             table = table_of_rows.blocks[rows_S, :used]
             cache_index.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
             tables.append(table)
-        ids, positions, rows, batch_rows, *cache_index = self._to_device(
+        ids, positions, rows_M, batch_rows, *cache_index = self._to_device(
             [np.array(token_ids, np.int64), positions, rows, rows_S[:num_single], *cache_index]
         )
         ids[:num_single] = self.last_tokens[batch_rows]
         return ForwardBatch(
             token_ids=ids,
             positions=positions,
-            rows=rows,
+            rows=rows_M,
             cache_index=cache_index,
             tables=tables,
             starts=torch.from_numpy(starts.astype(np.int32)),
@@ -152,20 +153,29 @@ class ModelRunner:
         return agree
 
 
+def _rows_with_logits(schedule: Schedule) -> np.ndarray:
+    """The rows i64[M + S] of a pass after which tokens are drawn, and then those whose next tokens are scored."""
+    ends = np.cumsum([chunk.count for chunk in schedule.chunks])
+    drawn = ends[np.array([chunk for _, chunk in schedule.draws], np.int64)] - 1
+    if not schedule.num_scored:
+        return drawn
+    scored = [end - c.count + np.arange(c.num_scored) for end, c in zip(ends, schedule.chunks, strict=True)]
+    return np.concatenate([drawn, *scored])
+
+
 class _BlockTable:
     """The blocks of the running sequences by batch row, brought up to date and not made anew for each pass. Of a block
     that a sliding window has left behind the old number stays; nothing looks at it."""
 
     def __init__(self, batch_rows: int, max_blocks: int):
         self.blocks = np.full((batch_rows, max_blocks), NO_BLOCK, np.int32)
-        self._lists: list[list[int]] = [[] for _ in range(batch_rows)]
-        self._lengths = [0] * batch_rows
+        self._known: list[tuple[list[int], int]] = [([], 0)] * batch_rows
+        """The list that each row was last brought up to date with, and its length then."""
 
     def update(self, batch_row: int, blocks: list[int]) -> None:
         """`blocks` only ever grows; a sequence that gave its own back holds another list."""
-        if self._lists[batch_row] is not blocks:
-            self._lists[batch_row], self._lengths[batch_row] = blocks, 0
-        known = self._lengths[batch_row]
+        last, known = self._known[batch_row]
+        known = known if last is blocks else 0
         if len(blocks) > known:
             self.blocks[batch_row, known : len(blocks)] = blocks[known:]
-            self._lengths[batch_row] = len(blocks)
+            self._known[batch_row] = blocks, len(blocks)

@@ -3,7 +3,10 @@ until it is told to end."""
 
 import gc
 import logging
+import os
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -24,10 +27,12 @@ from inflight.core.messages import (
     check_same_version,
     decode_to_engine,
 )
-from inflight.core.options import Startup
+from inflight.core.options import EngineOptions, Startup
+from inflight.engine.admission import Admission
+from inflight.engine.backend import Backend
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.directory import alive_lock
-from inflight.engine.engine import Engine
+from inflight.engine.door import opened
 from inflight.engine.publishing import PublisherService
 from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
@@ -48,16 +53,20 @@ class EngineProcess:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Backend,
         control: ControlSocket,
         stream: StreamWriter,
         directory: Path,
         transports: AcceptedTransports,
+        tcp: tuple[str, int] = ("", 0),
     ):
-        """directory: for the locks of engine and publisher, and for traces."""
+        """directory: for the locks of engine and publisher, and for traces. tcp: the control socket's endpoint for
+        other machines and the port of the stream, if there are any."""
         self._engine = engine
         self._control = control
         self._stream = stream
+        self._admission = Admission(engine.options, stream)
+        self._tcp_endpoint, self._tcp_stream_port = tcp
         self._alive_lock = alive_lock(directory)
         self._publisher_lock = directory / "publisher.lock"
         self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
@@ -70,8 +79,14 @@ class EngineProcess:
         while not self.stopping:
             self._answer(wait=self._engine.idle)
             self._publishing.take_results()
+            engine = self._engine
+            may_begin = self._admission.is_open(
+                num_tokens=engine.num_tokens, num_rollouts=engine.requests.num_ended, version=engine.version
+            )
+            engine.admit(may_begin=may_begin)
             began_ns = now_ns()
-            frame = self._engine.step()
+            frame = engine.step()
+            self._stream.state = self._engine.state
             self._step_ns = now_ns() - began_ns
             if frame is not None:
                 self._stream.send(frame)
@@ -95,12 +110,12 @@ class EngineProcess:
 
     @verb()
     def status(self) -> Status:
-        engine = self._engine
+        engine, load = self._engine, self._engine.load()
         return Status(
             version=engine.version,
             step=engine.step_count,
-            num_waiting=engine.scheduler.num_waiting,
-            num_running=len(engine.scheduler.running),
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
             num_tokens=engine.num_tokens,
             num_swaps=engine.num_swaps,
             num_swaps_in_flight=engine.num_swaps_in_flight,
@@ -108,10 +123,12 @@ class EngineProcess:
             paused=engine.paused,
             asleep=engine.asleep,
             versions=engine.slot_table.versions,
-            num_preemptions=engine.scheduler.num_preemptions,
-            kv_blocks_used=engine.cache.num_used_blocks,
-            kv_blocks=engine.cache.num_blocks,
-            num_reused_tokens=engine.cache.num_reused_tokens,
+            num_preemptions=load.num_preemptions,
+            kv_blocks_used=load.kv_blocks_used,
+            kv_blocks=load.kv_blocks,
+            num_reused_tokens=load.num_reused_tokens,
+            num_unacknowledged_bytes=self._stream.kept.bytes_in_memory,
+            num_spilled_bytes=self._stream.kept.bytes_in_files,
         )
 
     @verb()
@@ -152,6 +169,7 @@ class EngineProcess:
                 raise ProtocolError(f"a control message has one part, got {len(parts)}")
             message = decode_to_engine(parts[0])
             ticket = message.ticket
+            self._control.admit(sender)
             reply = self._handle(sender, message)
             if isinstance(message, Call):
                 brought_work = self._verbs.brings_work(message)
@@ -172,24 +190,26 @@ class EngineProcess:
         return self._publishing.handle(sender, message)
 
     def _welcome(self, ticket: int) -> Welcome:
-        engine = self._engine
+        engine, execution = self._engine, self._engine.execution
         return Welcome(
             ticket=ticket,
             engine_id=engine.engine_id,
             stream_endpoint=self._stream.endpoint,
+            tcp_endpoint=self._tcp_endpoint,
+            tcp_stream_port=self._tcp_stream_port,
             layout=engine.slot_table.layout,
-            adapter_layout=engine.adapters.layout if engine.adapters is not None else None,
+            adapter_layout=engine.adapter_slots.layout if engine.adapter_slots is not None else None,
             device=str(engine.device),
             device_uuid=uuid_of(engine.device),
             num_slots=len(engine.slot_table.slots),
             max_sequences=engine.max_sequences,
             max_context=engine.max_context,
             vocab_size=engine.vocab_size,
-            kv_cache_bytes=engine.memory.nbytes,
-            kv_cache_tokens=engine.memory.capacity_tokens,
-            attention=engine.attention,
-            fused=engine.runner.unfused_reason is None,
-            num_graphs=engine.runner.num_graphs,
+            kv_cache_bytes=execution.kv_cache_bytes,
+            kv_cache_tokens=execution.kv_cache_tokens,
+            attention=execution.attention,
+            fused=execution.fused,
+            num_graphs=execution.num_graphs,
             publisher_lock=str(self._publisher_lock),
             alive_lock=str(self._alive_lock),
             version=inflight.__version__,
@@ -198,29 +218,49 @@ class EngineProcess:
         )
 
 
+def make_backend(options: EngineOptions) -> Backend:
+    """What generates, as `EngineOptions.backend` says. Its modules are imported only here: vLLM's interpreter need not
+    have what ours needs, nor ours vLLM."""
+    if options.backend == "vllm":
+        from inflight.engine.on_vllm.engine import VllmEngine
+
+        return VllmEngine(options)
+    from inflight.engine.engine import Engine
+
+    return Engine(options)
+
+
 def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> int:
     """Load the model and serve it until the end. Returns the exit status of the process.
 
     stop_with: is handed what ends the service, for whoever sees that the launcher is gone."""
-    directory = Path(startup.directory)
-    control = ControlSocket(f"ipc://{directory}/control")
-    try:
-        transports = AcceptedTransports(startup.options.transports)
-        engine = Engine(startup.options)
-    except InflightError as error:
-        _refuse(control, error)
-        return 1
-    process = EngineProcess(engine, control, StreamWriter(f"ipc://{directory}/stream"), directory, transports)
-    stop_with(process.stop)
-    gc.collect()
-    gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for a quarter second
-    logger.info("engine %s serves %s: %s", engine.engine_id, startup.options.model, engine.describe())
-    try:
+    directory, options = Path(startup.directory), startup.options
+    control = ControlSocket(f"ipc://{directory}/control", max_clients=options.max_clients)
+    stream = StreamWriter(
+        f"ipc://{directory}/stream",
+        memory_bytes=options.stream_memory_bytes,
+        spill_directory=Path(options.spill_directory or tempfile.gettempdir()),
+    )
+    for name in ("control", "stream"):
+        os.chmod(directory / name, 0o600)
+    with ExitStack() as at_end:
+        for end in (zmq.Context.instance().term, control.close, stream.close):
+            at_end.callback(end)
+        try:
+            tcp = at_end.enter_context(opened(options.listen, options.keys, control, stream))
+            transports, engine = AcceptedTransports(options.transports), make_backend(options)
+        except InflightError as error:
+            _refuse(control, error)
+            return 1
+        process = EngineProcess(engine, control, stream, directory, transports, tcp)
+        at_end.callback(process.close)
+        stop_with(process.stop)
+        gc.collect()
+        gc.freeze()  # what importing and loading made lives to the end; walking it stops the generator for 1/4 second
+        logger.info("engine %s serves %s: %s", engine.engine_id, options.model, engine.describe())
+        if options.listen:
+            logger.info("clients with a key may connect to %s, and to port %d for the stream", *tcp)
         process.run()
-    finally:
-        process.close()
-        control.close()
-        zmq.Context.instance().term()
     return 0
 
 
@@ -228,8 +268,5 @@ def _refuse(control: ControlSocket, error: InflightError) -> None:
     """Tell the launcher, who says Hello until it is answered, why there is no engine."""
     logger.error("the engine did not start: %s", error)
     control.wait(10_000)
-    received = control.receive()
-    if received is not None:
+    while (received := control.receive()) is not None:
         control.send(received[0], Failed(kind=type(error).__name__, message=str(error)))
-    control.close()
-    zmq.Context.instance().term()

@@ -7,11 +7,34 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.errors import InvalidRequestError
+from inflight.core.messages import Prompt
+from inflight.core.sampling import SamplingParams
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, chat messages, or a row of a dataset."""
 _COLUMNS = ("prompt", "messages")
 """The columns of a dataset that may hold its prompts."""
+
+
+def make_prompts(
+    prompts: Iterable[PromptLike],
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: str,
+    params: SamplingParams | None,
+    metadata: Sequence[Mapping[str, Any]] | None,
+    *,
+    version: int | None,
+    adapter: str | None,
+) -> list[Prompt]:
+    """What is sent to the engine for what a user submits. Raises InvalidRequestError, naming the prompt."""
+    encoded = encode_prompts(prompts, tokenizer, model=model)
+    if metadata is not None and len(metadata) != len(encoded):
+        raise InvalidRequestError(f"{len(encoded)} prompts need as many metadata, got {len(metadata)}")
+    params = params or SamplingParams()
+    return [
+        Prompt(ids, params, columns | dict(metadata[index] if metadata else {}), version, adapter)
+        for index, (ids, columns) in enumerate(encoded)
+    ]
 
 
 def encode_prompts(

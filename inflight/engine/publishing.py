@@ -1,5 +1,6 @@
 """The engine's side of its publisher: who may publish, which slots it has, and what became of what it sent."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,14 @@ from inflight.core.messages import (
     SlotReady,
     SlotRequest,
 )
+from inflight.engine.backend import Backend
 from inflight.engine.control_socket import ControlSocket
-from inflight.engine.engine import Engine
-from inflight.weights.link import is_free
+from inflight.weights.link import TOKEN_BYTES, is_free
 from inflight.weights.slot_filler import Job, Result, SlotFiller
 from inflight.weights.slot_table import SlotTable
 from inflight.weights.transports import AcceptedTransports
+
+logger = logging.getLogger("inflight.engine")
 
 FromPublisher = Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
 
@@ -32,11 +35,11 @@ FromPublisher = Attach | SlotRequest | Prepare | Fill | SlotReady | Detach
 class PublisherService:
     """Answers the publisher of an engine. At most one is attached at a time."""
 
-    def __init__(self, engine: Engine, control: ControlSocket, lock: Path, transports: AcceptedTransports):
+    def __init__(self, engine: Backend, control: ControlSocket, lock: Path, transports: AcceptedTransports):
         """lock: the file that a publisher locks before it attaches."""
         self._engine = engine
         self._control = control
-        self._seat = PublisherSeat(lock, lambda holder: control.send(holder, Done()))  # which a publisher ignores
+        self._seat = PublisherSeat(lock, control.reaches)
         self._slot_table = engine.slot_table
         """The slots of what the publisher publishes: weights or adapters."""
         self._loading: set[tuple[SlotTable, int]] = set()
@@ -116,9 +119,9 @@ class PublisherService:
     def _slot_table_for(self, message: Attach) -> SlotTable:
         if not message.adapters:
             return self._engine.slot_table
-        if self._engine.adapters is None:
+        if self._engine.adapter_slots is None:
             raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
-        return self._engine.adapters.slot_table
+        return self._engine.adapter_slots
 
     # ---- what the slot filler does ------------------------------------------------------------------------------
 
@@ -168,12 +171,16 @@ class PublisherSeat:
         self._is_reachable = is_reachable
         self._by_lock = False
         self._file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(self._file, bytes(TOKEN_BYTES), 0)  # so that publishers can write there when the disk is full
+        except OSError as error:
+            logger.warning("no room for the publisher's token in %s: %s", lock, error)
 
     def take(self, sender: bytes, token: str) -> bytes | None:
         """Let a publisher have the seat; returns the one that had it and lost its lock, if any. Raises
         PublisherConflictError if another one lives."""
         locked = not is_free(self._file)
-        by_lock = locked and token != "" and token == os.pread(self._file, 64, 0).decode(errors="replace")
+        by_lock = locked and token != "" and token == os.pread(self._file, TOKEN_BYTES, 0).decode(errors="replace")
         if locked and not by_lock:
             raise PublisherConflictError(
                 "another publisher is attached to this engine (it holds the lock); close() it first"

@@ -4,17 +4,15 @@ import secrets
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from inflight.core.errors import InvalidRequestError
+from inflight.core.errors import InvalidRequestError, QueueFullError
 from inflight.core.frames import Finish, GroupStart
-from inflight.core.messages import LIVE_VERSION, Prompt, shorten
+from inflight.core.messages import LIVE_VERSION, Ids, Prompt, Unfinished, shorten
 from inflight.core.sampling import SamplingParams
-from inflight.engine.order import check_order
 from inflight.engine.sampler import sample_seed
-from inflight.engine.scheduler import Scheduler
 from inflight.engine.sequence import Sequence
 from inflight.weights.slot_table import SlotTable
 
@@ -22,11 +20,17 @@ MAX_REQUESTS_PER_SUBMIT = 65536
 """One prompt may ask for as many. Accepting them takes about a second, in which there is no forward pass."""
 
 
+_MOST_IDS = 2**62
+"""Ids that a caller chooses are below this, so that there are always larger ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What an engine takes, for as long as it lives."""
 
     max_context: int
+    max_queued: int
+    """Unfinished samples at a time."""
     vocab_size: int
     can_read_text: bool
     """There is a tokenizer, which stop strings need."""
@@ -35,10 +39,30 @@ class Limits:
     """Names of the columns of a user's own."""
 
 
+class Schedules(Protocol):
+    """What requests are handed to."""
+
+    def check(self, name: str, sequence: Sequence) -> None:
+        """Raises InvalidRequestError, which calls the prompt `name`, if such a sequence cannot be scheduled."""
+        ...
+
+    def add(self, leader: Sequence) -> None:
+        """Queue a sequence and its followers."""
+        ...
+
+    def fork(self, parent: Sequence, leader: Sequence) -> None:
+        """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended, running or waiting; what it held is free again."""
+        ...
+
+
 class Requests:
     """Makes a sequence for each sample of a prompt, and hands it to the scheduler until it ends."""
 
-    def __init__(self, scheduler: Scheduler, slot_table: SlotTable, limits: Limits, *, forks_share: bool):
+    def __init__(self, scheduler: Schedules, slot_table: SlotTable, limits: Limits, *, forks_share: bool):
         """forks_share: forks hold the blocks of their parents, and compute their tokens again where they do not."""
         self._scheduler, self._slot_table, self._limits = scheduler, slot_table, limits
         self._forks_share = forks_share
@@ -48,6 +72,8 @@ class Requests:
         """Maps group ids to the ids of unfinished requests."""
         self.next_group_id = 0
         self._next_request_id = 0
+        self.num_ended = 0
+        """Requests that have ended."""
         self._starts: list[GroupStart] = []
         self._finishes: list[Finish] = []
 
@@ -61,19 +87,29 @@ class Requests:
         news, self._starts, self._finishes = (self._starts, self._finishes), [], []
         return news
 
-    def submit(self, prompts: Seq[Prompt]) -> list[int]:
-        """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError."""
+    def submit(self, prompts: Seq[Prompt], ids: Seq[Ids] | None = None) -> list[int]:
+        """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError or
+        QueueFullError. ids: one for each prompt; None: the next ones."""
         total = sum(prompt.params.n for prompt in prompts)
         if total > MAX_REQUESTS_PER_SUBMIT:
             raise InvalidRequestError(
                 f"{total} samples in one call; submit at most {MAX_REQUESTS_PER_SUBMIT} at a time"
             )
+        self._check_room(total)
         for index, prompt in enumerate(prompts):
             self._check(f"prompt {index}", prompt)
-        return [self._accept(prompt) for prompt in prompts]
+        if ids is None:
+            return [self._accept(prompt) for prompt in prompts]
+        self._check_ids(prompts, ids)
+        return [self._accept(prompt, own) for prompt, own in zip(prompts, ids, strict=True)]
 
     def fork(
-        self, request_id: int, at: int | None, params: SamplingParams | None, metadata: Mapping[str, Any] | None
+        self,
+        request_id: int,
+        at: int | None,
+        params: SamplingParams | None,
+        metadata: Mapping[str, Any] | None,
+        ids: Ids | None = None,
     ) -> int:
         """Start a group that goes on from an unfinished request, as `Engine.fork` says."""
         parent = self.unfinished.get(request_id)
@@ -86,10 +122,35 @@ class Requests:
             raise InvalidRequestError(
                 f"request {request_id} has drawn {len(parent.tokens)} tokens, cannot fork at {at}"
             )
-        params = params or msgspec.structs.replace(parent.params, seed=None)
+        params = params or msgspec.structs.replace(parent.params, seed=None, prompt_logprobs=None)
         prompt = Prompt(parent.prompt + parent.tokens[:at], params, dict(metadata or {}), parent.pin, parent.adapter)
+        self._check_room(params.n)
         self._check("the fork", prompt)
-        return self._accept(prompt, forked_from=(parent, at))
+        if ids is not None:
+            self._check_ids([prompt], [ids])
+        return self._accept(prompt, ids, forked_from=(parent, at))
+
+    def adopt(self, groups: Seq[Unfinished], next_group_id: int, next_request_id: int) -> dict[int, str]:
+        """Go on with groups of another engine, as `Engine.adopt` says."""
+        next_group_id = max(next_group_id, self.next_group_id)
+        next_request_id = max(next_request_id, self._next_request_id)
+        for group in groups:
+            begin = group.first_request_id
+            ids = range(begin or 0, min((begin or 0) + group.prompt.params.n, next_request_id))
+            fits = (
+                group.group_id < next_group_id and (begin is None) != bool(group.drawn) and set(group.drawn) <= set(ids)
+            )
+            if not fits or group.group_id in self._groups or not self.unfinished.keys().isdisjoint(group.drawn):
+                raise InvalidRequestError(f"group {group.group_id} cannot go on: its ids are taken, or do not fit")
+        self.next_group_id, self._next_request_id = next_group_id, next_request_id
+        refused: dict[int, str] = {}
+        for group in groups:
+            try:
+                self._check(f"group {group.group_id}", group.prompt, group.drawn.values())
+                self._go_on(group)
+            except InvalidRequestError as error:
+                refused[group.group_id] = str(error)
+        return refused
 
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int]) -> None:
         """End every unfinished request of these groups, and these requests; what ended already is left alone."""
@@ -101,6 +162,7 @@ class Requests:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """A request has ended."""
+        self.num_ended += 1
         self._scheduler.remove(sequence)
         if sequence.pin is not None:
             self._slot_table.unpin(sequence.pin)
@@ -111,9 +173,17 @@ class Requests:
             del self._groups[sequence.group_id]
         self._finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
 
-    def _check(self, name: str, prompt: Prompt) -> None:
-        """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it, or has not the
-        version that it is pinned to now."""
+    def _check_room(self, count: int) -> None:
+        most = self._limits.max_queued
+        if len(self.unfinished) + count > most:
+            raise QueueFullError(
+                f"{count} samples do not fit beside the {len(self.unfinished)} that are unfinished, of at most {most}; "
+                "submit them when others have ended, or launch with a larger max_queued"
+            )
+
+    def _check(self, name: str, prompt: Prompt, drawn: Collection[list[int]] = ()) -> None:
+        """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it and from these
+        tokens after it, or has not the version that it is pinned to now."""
         ids, params, limits, slot_table = prompt.token_ids, prompt.params, self._limits, self._slot_table
         if not ids:
             raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
@@ -122,7 +192,10 @@ class Requests:
                 f"{name} has {len(ids)} tokens and the context holds {limits.max_context}, of which the answer "
                 "needs at least one; shorten the prompt or launch with a larger max_context"
             )
-        low, high = min(ids), max(ids)
+        most = min(params.max_tokens, limits.max_context - len(ids))
+        if any(len(tokens) > most for tokens in drawn):
+            raise InvalidRequestError(f"{name} has drawn more than the {most} tokens that it may have")
+        low, high = min(map(min, filter(None, (ids, *drawn)))), max(map(max, filter(None, (ids, *drawn))))
         if low < 0 or high >= limits.vocab_size:
             bad = low if low < 0 else high
             raise InvalidRequestError(f"{name} has token id {bad}; the vocabulary is 0 … {limits.vocab_size - 1}")
@@ -136,6 +209,10 @@ class Requests:
             raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
         if params.top_logprobs > limits.vocab_size:
             raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {limits.vocab_size} top_logprobs")
+        if (params.prompt_logprobs or 0) > limits.vocab_size:
+            raise InvalidRequestError(
+                f"{name} asks for {params.prompt_logprobs} of {limits.vocab_size} tokens as prompt_logprobs"
+            )
         unknown = next((column for column in params.columns if column not in limits.columns), None)
         if unknown is not None:
             raise InvalidRequestError(
@@ -150,6 +227,7 @@ class Requests:
                 )
             if prompt.version is not None:
                 raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
+        self._scheduler.check(name, self._sequence(prompt, 0, 0, 0))
         if prompt.version not in (None, LIVE_VERSION) and prompt.version not in slot_table.versions:
             raise InvalidRequestError(
                 f"{name} is pinned to version {prompt.version}, which no slot holds; "
@@ -157,36 +235,79 @@ class Requests:
             )
         if prompt.version == LIVE_VERSION and slot_table.live is None:
             raise InvalidRequestError(f"{name} is pinned to the live version, but the only slot is being written to")
-        check_order(name, self._scheduler.order, self._sequence(prompt, 0, 0))
 
-    def _accept(self, prompt: Prompt, forked_from: tuple[Sequence, int] | None = None) -> int:
+    def _check_ids(self, prompts: Seq[Prompt], ids: Seq[Ids]) -> None:
+        """Raises InvalidRequestError unless there are ids for all prompts that nobody has."""
+        if len(ids) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts came with {len(ids)} ids")
+        groups: set[int] = set()
+        requests: set[int] = set()
+        for prompt, own in zip(prompts, ids, strict=True):
+            wanted = range(own.first_request_id, own.first_request_id + prompt.params.n)
+            known = own.group_id in self._groups or not self.unfinished.keys().isdisjoint(wanted)
+            too_large = max(own.group_id, own.first_request_id) > _MOST_IDS
+            if known or own.group_id in groups or not requests.isdisjoint(wanted) or too_large:
+                raise InvalidRequestError(f"group {own.group_id} cannot begin: its ids are taken, or too large")
+            groups.add(own.group_id)
+            requests.update(wanted)
+
+    def _accept(self, prompt: Prompt, ids: Ids | None = None, forked_from: tuple[Sequence, int] | None = None) -> int:
         params = prompt.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
-        leader, *followers = (self._sequence(prompt, sample, seed) for sample in range(params.n))
+        prompt = msgspec.structs.replace(prompt, params=msgspec.structs.replace(params, seed=seed))
+        ids = ids or Ids(self.next_group_id, self._next_request_id)
+        group_id, first = ids.group_id, ids.first_request_id
+        leader, *followers = (self._sequence(prompt, group_id, first, sample) for sample in range(params.n))
         leader.followers = followers
-        group_id, first = leader.group_id, leader.request_id
-        self.next_group_id += 1
-        self._next_request_id += params.n
-        self._groups[group_id] = set(range(first, first + params.n))
-        self.unfinished |= {s.request_id: s for s in (leader, *followers)}
-        if leader.pin is not None:
-            self._slot_table.pin(leader.pin, params.n)
-        if forked_from is not None and self._forks_share:
+        self._register(leader, *followers)
+        if forked_from is not None and self._forks_share and not leader.scores_prompt:
             self._scheduler.fork(forked_from[0], leader)
         else:
             self._scheduler.add(leader)
         origin = (forked_from[0].request_id, forked_from[1]) if forked_from else None
-        seeded = msgspec.structs.replace(params, seed=seed)
-        self._starts.append(GroupStart(group_id, first, prompt.token_ids, seeded, prompt.metadata, origin))
+        self._announce(prompt, group_id, first, origin)
         return group_id
 
-    def _sequence(self, prompt: Prompt, sample: int, seed: int) -> Sequence:
-        """One sample of a prompt that is accepted next."""
+    def _go_on(self, group: Unfinished) -> None:
+        """Take over a group that was checked. A sample that has tokens computes them as it would after a preemption."""
+        prompt, group_id = group.prompt, group.group_id
+        first = self._next_request_id if group.first_request_id is None else group.first_request_id
+        drawn = group.drawn if group.first_request_id is not None else {first + i: [] for i in range(prompt.params.n)}
+        sequences = [self._sequence(prompt, group_id, first, request_id - first) for request_id in sorted(drawn)]
+        for sequence in sequences:
+            sequence.tokens = list(drawn[sequence.request_id])
+        self._register(*sequences)
+        fresh = [sequence for sequence in sequences if not sequence.tokens]
+        if fresh:
+            fresh[0].followers = fresh[1:]
+        for leader in [*fresh[:1], *(sequence for sequence in sequences if sequence.tokens)]:
+            self._scheduler.add(leader)
+        self._announce(prompt, group_id, first, group.forked_from)
+        for sequence in sequences:
+            if len(sequence.tokens) >= sequence.max_tokens:
+                self.finish(sequence, "length")
+
+    def _register(self, *sequences: Sequence) -> None:
+        """These samples of a group are unfinished from now on."""
+        group_id, pin = sequences[0].group_id, sequences[0].pin
+        self._groups[group_id] = {s.request_id for s in sequences}
+        self.unfinished |= {s.request_id: s for s in sequences}
+        if pin is not None:
+            self._slot_table.pin(pin, len(sequences))
+
+    def _announce(self, prompt: Prompt, group_id: int, first: int, origin: tuple[int, int] | None) -> None:
+        """The next frame tells of the group; later ones get other ids."""
+        self.next_group_id = max(self.next_group_id, group_id + 1)
+        self._next_request_id = max(self._next_request_id, first + prompt.params.n)
+        self._starts.append(GroupStart(group_id, first, prompt.token_ids, prompt.params, prompt.metadata, origin))
+
+    def _sequence(self, prompt: Prompt, group_id: int, first: int, sample: int) -> Sequence:
+        """One sample of a prompt whose params have a seed."""
         return Sequence(
-            request_id=self._next_request_id + sample,
-            group_id=self.next_group_id,
+            request_id=first + sample,
+            group_id=group_id,
             sample=sample,
-            seed=sample_seed(seed, sample),
+            seed=sample_seed(prompt.params.seed or 0, sample),
             prompt=prompt.token_ids,
             params=prompt.params,
             max_tokens=min(prompt.params.max_tokens, self._limits.max_context - len(prompt.token_ids)),

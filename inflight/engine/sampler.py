@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from inflight_kernels import draw, uniforms
 
@@ -22,8 +21,6 @@ from inflight.engine.device import to_device
 from inflight.engine.own_columns import ColumnFunction, compute_columns
 from inflight.engine.sequence import Sequence
 
-_U64 = np.uint64
-_GOLDEN = _U64(0x9E3779B97F4A7C15)
 _MANY = 512
 """Candidates that are tried before a whole vocabulary is sorted."""
 _LAST_ID = 2**31 - 1
@@ -33,10 +30,11 @@ _LARGE_MASK = 16384
 
 def sample_seed(seed: int, sample: int) -> int:
     """The seed of one sample of a group: SplitMix64's output function (Steele, Lea and Flood 2014), as i64."""
-    x = np.array([(seed + sample * int(_GOLDEN)) % 2**64], _U64) + _GOLDEN
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    return int((x ^ (x >> _U64(31))).view(np.int64)[0])
+    x = (seed + (sample + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +56,12 @@ class Samples:
 
     def to_host(self) -> "Samples":
         """The same on the CPU, once the copies are done; on a GPU they are queued behind the pass."""
-        tokens, logprobs, *columns = (
-            tensor.to("cpu", non_blocking=True) for tensor in (self.tokens, self.logprobs, *self.columns.values())
-        )
-        return Samples(tokens, logprobs, dict(zip(self.columns, columns, strict=True)))
+        columns = {name: column.to("cpu", non_blocking=True) for name, column in self.columns.items()}
+        return Samples(self.tokens.to("cpu", non_blocking=True), self.logprobs.to("cpu", non_blocking=True), columns)
 
 
 class _Filtered(NamedTuple):
-    """The distributions of the rows i64[F] that have filters: token ids by falling probability, true for those that the
-    filters left, and their log-probabilities."""
+    """Rows i64[F] that have filters: token ids by falling probability, which are left, and their log-probabilities."""
 
     rows: torch.Tensor
     order_FK: torch.Tensor
@@ -117,11 +112,10 @@ class Sampler:
         positions = self._tensor([s.length - 1 for s in sequences], torch.int64)
         if rows.adjusted:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows.adjusted)
-        filtered = None
-        if not rows.filtered:
-            samples = self._sample_plain(logits_MV, rows, positions)
-        else:
+        if rows.filtered:
             samples, filtered = self._sample_filtered(logits_MV.float(), sequences, rows, positions)
+        else:
+            samples, filtered = self._sample_plain(logits_MV, rows, positions), None
         if rows.own:
             logprobs_MV = (logits_MV.float() / _recorded_temperatures(rows.temperatures)).log_softmax(-1)
             if filtered is not None:
@@ -129,13 +123,12 @@ class Sampler:
                 logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
         self._last_tokens[rows.batch_rows] = samples.tokens
-        if self._seen is not None:
-            watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
-            if watched:
-                index = self._tensor(watched, torch.int64)
-                self._seen[rows.batch_rows[index], samples.tokens[index]] = True
-                for sequence in (sequences[i] for i in watched):
-                    self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
+        watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
+        if watched and self._seen is not None:
+            index = self._tensor(watched, torch.int64)
+            self._seen[rows.batch_rows[index], samples.tokens[index]] = True
+            for sequence in (sequences[i] for i in watched):
+                self._seen_by[sequence.batch_row] = (sequence.request_id, sequence.length)
         return samples
 
     # ---- parameters ---------------------------------------------------------------------------------------------
@@ -243,16 +236,26 @@ class Sampler:
         if len(asked) < len(rows.filtered):
             among = self._tensor(asked, torch.int64)
             index_A, order_AK, mask_AK = index_A[among], order_AK[among], mask_AK[among]
-        counts_A, vocabulary = mask_AK.sum(-1), self._vocab_size
-        columns = {}
-        if mask_AK.shape[1] == vocabulary > _LARGE_MASK:
-            by_cut_A = counts_A > max(_LARGE_MASK, vocabulary // 2)
-            columns["mask_cut_from"] = _spread(index_A, by_cut_A.int() * vocabulary, len(sequences))
-            counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
-            mask_AK = mask_AK ^ by_cut_A[:, None]
-        columns["mask_counts"] = _spread(index_A, counts_A, len(sequences))
-        columns["mask_token_ids"] = order_AK[mask_AK]
-        return columns
+        whole = mask_AK.shape[1] == self._vocab_size
+        return mask_columns(mask_AK, order_AK, index_A, num_rows=len(sequences), whole=whole)
+
+
+def mask_columns(
+    mask_AK: torch.Tensor, ids_AK: torch.Tensor, rows_A: torch.Tensor, *, num_rows: int, whole: bool = True
+) -> dict[str, torch.Tensor]:
+    """The sampling mask of some rows among `num_rows`, as `Samples` has it.
+
+    mask_AK: which of the tokens ids_AK are left. rows_A: the rows. whole: K is the whole vocabulary."""
+    counts_A, vocabulary = mask_AK.sum(-1), mask_AK.shape[1]
+    columns = {}
+    if whole and vocabulary > _LARGE_MASK:
+        by_cut_A = counts_A > max(_LARGE_MASK, vocabulary // 2)
+        columns["mask_cut_from"] = _spread(rows_A, by_cut_A.int() * vocabulary, num_rows)
+        counts_A = torch.where(by_cut_A, vocabulary - counts_A, counts_A)
+        mask_AK = mask_AK ^ by_cut_A[:, None]
+    columns["mask_counts"] = _spread(rows_A, counts_A, num_rows)
+    columns["mask_token_ids"] = ids_AK[mask_AK]
+    return columns
 
 
 def _spread(index_A: torch.Tensor, values_A: torch.Tensor, count: int) -> torch.Tensor:
@@ -300,11 +303,9 @@ def _candidates(
 
 
 def _best(scores_FV: torch.Tensor, count: int) -> torch.Tensor:
-    """Token ids i64[F, count] of the best scores by rank.
-
-    On a CPU, ranks of a whole vocabulary cost ten times as much as `topk` of the scores. So only some more than are
-    asked for get ranks there, and the whole row where ties go on beyond them. (On a GPU, asking would wait.)
-    """
+    """Token ids i64[F, count] of the best scores by rank. On a CPU, ranks of a whole vocabulary cost ten times as much
+    as `topk` of the scores. So only some more than are asked for get ranks there, and the whole row where ties go on
+    beyond them. (On a GPU, asking would wait.)"""
     some = count + count // 2 + 64
     if scores_FV.device.type != "cpu" or some >= scores_FV.shape[1]:
         return _ranks(scores_FV).topk(count).indices

@@ -4,13 +4,18 @@ There is no phase of prefill or of decode: a sequence has tokens, the first `com
 values in the cache, and a pass computes some more of them. A sequence whose last token is computed draws the next one.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from inflight.core.options import EngineOptions
 from inflight.engine.kv_cache import NO_VERSION, KVCache, Namespace
-from inflight.engine.order import Order, first_come_first_served
+from inflight.engine.order import Order, check_order, first_come_first_served
 from inflight.engine.sequence import UNPINNED, Chunk, Schedule, Sequence
+
+_COST_OF_SCORE = 8
+"""A prompt token that is scored counts as so many in the budget of a pass, since its logits are computed, too."""
 
 
 class Scheduler:
@@ -29,21 +34,27 @@ class Scheduler:
         """Maps request ids to sequences, in order; equal ones as they were admitted."""
         self._waiting: dict[int | None, list[tuple[float, int, Sequence]]] = {}
         """Maps pins to heaps of (order, turn, sequence). They may hold finished sequences, which are skipped."""
-        self._first_turn = self._last_turn = 0
-        self.num_waiting = 0
+        self._turns, self._turns_in_front = itertools.count(1), itertools.count(-1, -1)
+        """Of sequences that are equal in order, those with earlier turns come first."""
         self.num_preemptions = 0
-        self._unfinished: dict[int | None, int] = {}
-        """Maps pins to the number of their sequences."""
+        self.admits = True
+        """Sequences that have not begun may begin."""
+        self._unfinished: Counter[int | None] = Counter()
+        """The number of sequences of each pin that has some."""
         self._last_served = 0
         self._waiting_forks: dict[int, Sequence] = {}
         """Maps request ids to forks that wait with blocks of their parents."""
         self._kv_namespaces: dict[str, int] = {}
         """Maps adapters to the namespace of what they compute now, with the weights under them."""
-        self._next_kv_namespace = 1 << 40  # beyond all versions
+        self._new_kv_namespaces = itertools.count(1 << 40)  # beyond all versions
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.num_waiting)
+        return bool(self._unfinished)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._unfinished.total() - len(self.running)
 
     def next_version(self, live: int) -> int:
         """Versions that have sequences take turns; there is one, unless requests are pinned. There must be work."""
@@ -51,14 +62,16 @@ class Scheduler:
         self._last_served = next((version for version in wanted if version > self._last_served), wanted[0])
         return self._last_served
 
+    def check(self, name: str, sequence: Sequence) -> None:
+        """Raises InvalidRequestError, which calls the prompt `name`, if the order cannot place it."""
+        check_order(name, self.order, sequence)
+
     def add(self, leader: Sequence) -> None:
         """Queue a sequence and its followers."""
         for sequence in (leader, *leader.followers):
             sequence.holding = self._cache.new_holding()
-            self._count(sequence, +1)
-        self._last_turn += 1
-        self._wait(leader, self._last_turn)
-        self.num_waiting += 1 + len(leader.followers)
+            self._unfinished[sequence.pin] += 1
+        self._wait(leader, next(self._turns))
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
         """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
@@ -71,17 +84,18 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, running or waiting; what it held is free again."""
         sequence.finished = True
-        self._count(sequence, -1)
+        self._unfinished -= Counter((sequence.pin,))
         if sequence.batch_row >= 0:
             self._leave(sequence)
         else:
-            self.num_waiting -= 1
             self._release(sequence)
         followers = [s for s in sequence.followers if not s.finished]
         sequence.followers = []
         if followers:  # the next of them leads
             followers[0].followers = followers[1:]
-            self._wait_in_front(followers[0])
+            self._wait(followers[0], next(self._turns_in_front))
+        if sequence.pin not in self._unfinished:
+            self._waiting.pop(sequence.pin, None)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's batch row and blocks away; it waits before its equals."""
@@ -112,15 +126,13 @@ class Scheduler:
 
     def renew_kv_namespaces(self, adapters: Iterable[str]) -> None:
         """Keep what these adapters compute from now on apart from all that was computed before."""
-        for adapter in adapters:
-            self._next_kv_namespace += 1
-            self._kv_namespaces[adapter] = self._next_kv_namespace
+        self._kv_namespaces |= {adapter: next(self._new_kv_namespaces) for adapter in adapters}
 
     def remember(self, chunks: Iterable[Chunk]) -> None:
         """Enter the blocks that have filled up, now that the ids of their tokens are known, into the prefix cache."""
         for chunk in chunks:
             sequence = chunk.sequence
-            if not sequence.finished and self._cache.may_remember(sequence.holding):
+            if not sequence.finished:
                 self._cache.remember(sequence.holding, sequence.num_known, sequence.token_slice)
 
     def schedule(self, version: int, *, live: bool = True, stamp: int | None = None) -> Schedule:
@@ -128,18 +140,16 @@ class Scheduler:
         version that its tokens bear, which counts publishes of adapters, too; None: `version`."""
         stamp = version if stamp is None else stamp
         pins = (UNPINNED, version) if live else (version,)
-        single, several = self._continue_running(pins, version, stamp)
-        budget = self._options.max_prefill_tokens - sum(chunk.count for chunk in several)
+        single, several, budget = self._continue_running(pins, version, stamp)
         followers = {chunk.sequence.request_id: self._let_follow(chunk.sequence) for chunk in several}
         joined: list[Sequence] = []
         while budget > 0 and self._free_rows:
             sequence = self._first_waiting(pins)
-            if sequence is None or not self._admit(sequence, version, stamp):
+            if sequence is None or not (self.admits or sequence.started) or not self._admit(sequence, version, stamp):
                 break
-            count = min(sequence.length - sequence.holding.computed, budget)
+            count, budget = _fitting(sequence, sequence.length - sequence.holding.computed, budget)
             if not self._cache.reserve(sequence.holding, sequence.holding.computed + count):
                 raise AssertionError("a sequence was admitted without room for it")
-            budget -= count
             several.append(self._advance(sequence, count, version, stamp))
             joined.append(sequence)
             followers[sequence.request_id] = self._let_follow(sequence)
@@ -158,14 +168,16 @@ class Scheduler:
         for sequence in starts:
             sequence.started = True
         taken_over = [s.prefix_taken_over() for s in joined if s.taken_over]
-        return Schedule(version, stamp, chunks, len(single), draws, starts, taken_over)
+        num_scored = sum(chunk.num_scored for chunk in several)
+        return Schedule(version, stamp, chunks, len(single), draws, starts, taken_over, num_scored)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _continue_running(
         self, pins: tuple[int | None, ...], version: int, stamp: int
-    ) -> tuple[list[Chunk], list[Chunk]]:
-        """Chunks of the running sequences: those that are the last token of one, and those of prompts."""
+    ) -> tuple[list[Chunk], list[Chunk], int]:
+        """Chunks of the running sequences: those that are the last token of one, and those of prompts; and what is left
+        of the budget of prompt tokens."""
         single: list[Chunk] = []
         several: list[Chunk] = []
         budget = self._options.max_prefill_tokens
@@ -177,18 +189,19 @@ class Scheduler:
             computed = sequence.holding.computed
             todo = sequence.length - computed
             drew_last = sequence.has_drawn_in_row and todo == 1
-            count = 1 if drew_last else min(todo, budget)
+            count, left = (1, budget) if drew_last else _fitting(sequence, todo, budget)
             if not count or not self._make_room(sequence, computed + count):
                 continue
             (single if drew_last else several).append(self._advance(sequence, count, version, stamp))
-            budget -= 0 if drew_last else count
-        return single, several
+            budget = left
+        return single, several, budget
 
     def _advance(self, sequence: Sequence, count: int, version: int, stamp: int) -> Chunk:
         holding, (namespace, computed_by) = sequence.holding, self._kv_namespace(sequence, version, stamp)
         start = holding.computed
         self._cache.advance(holding, count, namespace, computed_by)
-        return Chunk(sequence, start, count)
+        scored = min(count, len(sequence.prompt) - 1 - start) if sequence.scores_prompt else 0
+        return Chunk(sequence, start, count, scored)
 
     def _kv_namespace(self, sequence: Sequence, version: int, stamp: int) -> tuple[Namespace, int]:
         """The namespace of the keys and values that a pass under this version of the weights computes for a sequence,
@@ -208,11 +221,11 @@ class Scheduler:
             if not self._free_rows or not self._cache.share(leader.holding, follower.holding, leader.holding.computed):
                 break
             follower.taken_over, follower.taken_over_version = leader.taken_over, leader.taken_over_version
-            self.num_waiting -= 1
             self._enter(follower)
             joined += 1
         for follower in reversed(followers[joined:]):
-            self._wait_in_front(follower)
+            follower.prompt_scored = True
+            self._wait(follower, next(self._turns_in_front))
         return followers[:joined]
 
     def _first_waiting(self, pins: tuple[int | None, ...]) -> Sequence | None:
@@ -231,7 +244,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, version: int, stamp: int) -> bool:
         """Give a batch row to the first of its queue if all of it fits, with a block to spare for each that may
         grow."""
-        matched = not sequence.holding.computed
+        matched = not sequence.holding.computed and not sequence.scores_prompt
         if matched:
             namespace, computed_by = self._kv_namespace(sequence, version, stamp)
             oldest = computed_by - self._options.prefix_across_versions if isinstance(namespace, str) else 0
@@ -244,7 +257,6 @@ class Scheduler:
                 return False
         heappop(self._waiting[sequence.pin])
         self._waiting_forks.pop(sequence.request_id, None)
-        self.num_waiting -= 1
         self._enter(sequence)
         return True
 
@@ -288,8 +300,7 @@ class Scheduler:
 
     def _send_back(self, sequence: Sequence) -> None:
         self._leave(sequence)
-        self._wait_in_front(sequence)
-        self.num_waiting += 1
+        self._wait(sequence, next(self._turns_in_front))
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.request_id]
@@ -300,12 +311,9 @@ class Scheduler:
     def _wait(self, sequence: Sequence, turn: int) -> None:
         heappush(self._waiting.setdefault(sequence.pin, []), (self.order(sequence), turn, sequence))
 
-    def _wait_in_front(self, sequence: Sequence) -> None:
-        """Queue a sequence before all that are equal in order."""
-        self._first_turn -= 1
-        self._wait(sequence, self._first_turn)
 
-    def _count(self, sequence: Sequence, change: int) -> None:
-        self._unfinished[sequence.pin] = self._unfinished.get(sequence.pin, 0) + change
-        if not self._unfinished[sequence.pin]:
-            del self._unfinished[sequence.pin]
+def _fitting(sequence: Sequence, todo: int, budget: int) -> tuple[int, int]:
+    """(how many of the next tokens fit into a budget, what is left of it)"""
+    cost = _COST_OF_SCORE if sequence.scores_prompt else 1
+    count = min(todo, max(0, -(-budget // cost)))
+    return count, budget - count * cost

@@ -48,6 +48,15 @@ class Sequence:
     taken_over_version: int = NO_VERSION
     """The oldest version that computed some of those."""
 
+    prompt_scored: bool = False
+    """Another sample of its group was computed, and scored, with the same prompt."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Passes that compute its prompt score it, too. Those that do it again later have nothing new to tell."""
+        is_asked = self.params.prompt_logprobs is not None
+        return is_asked and not self.prompt_scored and not self.tokens and not self.num_pending
+
     @property
     def num_known(self) -> int:
         """Tokens whose ids this process knows."""
@@ -81,6 +90,8 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
+    num_scored: int = 0
+    """Its first tokens whose logits tell how likely the next token of the prompt is."""
 
 
 @dataclass(slots=True)
@@ -100,3 +111,5 @@ class Schedule:
     """Sequences that take part in a pass for the first time."""
     taken_over: list[TakenOver] = field(default_factory=list)
     """Prompt tokens that did not have to be computed, of the sequences that joined."""
+    num_scored: int = 0
+    """Prompt tokens that are scored, of all chunks."""

@@ -3,7 +3,7 @@
     with inflight.launch(path) as engine:
         trainer = GRPOTrainer(model, …, rollout_func=EngineRollouts(engine, ahead=1))
         publisher = engine.publisher(trainer.model)      # after the trainer, which may move the model
-        trainer.add_callback(PublishCallback(publisher))
+        trainer.add_callback(PublishCallback(publisher))  # of inflight.integrations.transformers
         trainer.train()
 
 `ahead` keeps the generator busy while TRL trains, and `behavior_ratio(GRPOTrainer)` makes a trainer whose clip bounds
@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import msgspec
 import torch
-from transformers import TrainerCallback
 
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.sampling import SamplingParams
-from inflight.session import LaunchedEngine
-from inflight.weights.publisher import Publisher
+from inflight.running_engine import RunningEngine
+from inflight.weights.lora import is_peft
+from inflight.weights.tensors import unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ class EngineRollouts:
     come from them; it idles while the trainer trains. With 1 or more it never stops and completions are up to that many
     batches old. The prompts to come are told by a sampler like the trainer's own, shuffled as that one is, so `ahead`
     needs a dataset with a length, and one process.
-    adapter: the LoRA adapter of the engine that draws, where it was launched with `lora_rank`. None: the weights alone,
-    into which PEFT's adapters are merged where they are published to an engine without adapters.
+    adapter: the LoRA adapter of the engine that draws, where it was launched with `lora_rank`. None: the one that the
+    trainer trains; in an engine without adapters the weights alone, into which PEFT's are merged as they are published.
     """
 
-    def __init__(self, engine: LaunchedEngine, *, ahead: int = 0, adapter: str | None = None):
+    def __init__(self, engine: RunningEngine, *, ahead: int = 0, adapter: str | None = None):
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, got {ahead}")
         self._engine = engine
@@ -113,21 +113,17 @@ class EngineRollouts:
     def _submit(self, prompts: list[Prompt], trainer: Any) -> list[int]:
         """Submit each run of equal prompts as a group. Returns the group ids in the order of the prompts."""
         params = _sampling_params(trainer)
-        if (params.filtered or params.adjusted) and not self._warned:
-            logger.warning(
-                "the trainer's log-probabilities are over the whole vocabulary, the engine's are over what top_k, "
-                "top_p and min_p keep, after repetition_penalty, logit_bias and min_tokens: importance ratios are "
-                "biased, even on-policy"
-            )
-            self._warned = True
+        if not self._warned:
+            self._warned = warn_of_bias(params)
+        adapter = self._adapter or trained_adapter(self._engine, trainer.model)
         runs = [(prompt, len(list(run))) for prompt, run in groupby(prompts)]
-        token_ids = iter(_encode([prompt for prompt, _ in runs], trainer))
+        texts = [prompt for prompt, _ in runs]
+        kwargs = trainer.chat_template_kwargs
+        token_ids = iter(encode(texts, trainer.processing_class, chat_template=trainer.chat_template, **kwargs))
         group_ids: list[int] = []
         for n, same_size in groupby(runs, key=lambda run: run[1]):
             ids = [next(token_ids) for _ in same_size]
-            group_ids += self._engine.submit(
-                ids, msgspec.structs.replace(params, n=n), adapter=self._adapter, train=False
-            )
+            group_ids += self._engine.submit(ids, msgspec.structs.replace(params, n=n), adapter=adapter, train=False)
         return group_ids
 
     def _submit_ahead(self, prompts: list[Prompt], trainer: Any) -> None:
@@ -139,23 +135,6 @@ class EngineRollouts:
         to_come = -(-micro_steps_left // (args.steps_per_generation * args.num_iterations)) - 1
         for batch in islice(self._upcoming, max(0, min(self._ahead, to_come) - len(self._planned))):
             self._planned.append((batch, self._submit(batch, trainer)))
-
-
-class PublishCallback(TrainerCallback):
-    """Publishes the trainer's weights when training begins and after every optimizer step.
-
-    TRL generates its next batch after `on_step_end`, so the batch starts under weights at least that new. For a PEFT
-    model the publisher sends the adapters to an engine that was launched with `lora_rank`, and the weights with the
-    adapters merged into them to any other.
-    """
-
-    def __init__(self, publisher: Publisher):
-        self._publisher = publisher
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._publisher.publish()  # a checkpoint may have changed what the engine was launched with
-
-    on_step_end = on_train_begin
 
 
 def behavior_ratio(trainer_class: type) -> type:
@@ -239,23 +218,38 @@ def _sampling_params(trainer: Any) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def _encode(prompts: list[Prompt], trainer: Any) -> list[list[int]]:
-    """Token ids, made as GRPOTrainer makes them: by the chat template for messages, by the tokenizer for text."""
-    tokenizer = trainer.processing_class
+def encode(prompts: list[Prompt], tokenizer: Any, **template: Any) -> list[list[int]]:
+    """Token ids, made as TRL makes them: by the chat template for messages, by the tokenizer for text. template: what
+    else `apply_chat_template` is told."""
     if not isinstance(prompts[0], str):
         return tokenizer.apply_chat_template(
-            prompts,
-            chat_template=trainer.chat_template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **trainer.chat_template_kwargs,
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **template
         )["input_ids"]
     token_ids = []
     for text in cast("list[str]", prompts):
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         token_ids += tokenizer(text=[text], **({"add_special_tokens": False} if begins else {}))["input_ids"]
     return token_ids
+
+
+def warn_of_bias(params: SamplingParams) -> bool:
+    """Warn where what is drawn from is not what TRL computes log-probabilities of. Returns whether that is so."""
+    biased = params.filtered or params.adjusted
+    if biased:
+        logger.warning(
+            "the trainer's log-probabilities are over the whole vocabulary, the engine's are over what top_k, "
+            "top_p and min_p keep, after repetition_penalty, logit_bias and min_tokens: importance ratios are "
+            "biased, even on-policy"
+        )
+    return biased
+
+
+def trained_adapter(engine: RunningEngine, model: Any) -> str | None:
+    """The adapter that a PEFT model trains, where the engine holds adapters: a publisher sends nothing else."""
+    if engine.info.adapter_layout is None or not is_peft(model):
+        return None
+    peft_model: Any = unwrap(model)
+    return peft_model.active_adapters[0]
 
 
 def _batches_after(prompts: list[Prompt], trainer: Any) -> Iterator[list[Prompt]]:

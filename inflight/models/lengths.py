@@ -14,12 +14,10 @@ def length_limit(config: PretrainedConfig) -> tuple[int, str] | None:
     """
     limits: list[tuple[int, str]] = []
     positions = getattr(config, "max_position_embeddings", None)
+    trained = getattr(config, "original_max_position_embeddings", None)
     for rope in _ropes(config):
         kind = str(rope.get("rope_type") or rope.get("type") or "")
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        if kind == "longrope" and (end := original or positions):
+        if kind == "longrope" and (end := rope.get("original_max_position_embeddings") or trained or positions):
             limits.append((int(end), "longrope"))
         if "dynamic" in kind and positions:
             limits.append((int(positions), f"{kind} rotary embeddings"))

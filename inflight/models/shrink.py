@@ -17,14 +17,6 @@ _Rule = Callable[[str, int | float], int | float]
 """What becomes of a number in the field of this name."""
 
 VOCABULARY = 96
-WINDOW = 6
-"""Tokens: sliding windows, steps of a query's scale."""
-CHUNK = 24
-"""Tokens of an attention chunk; no sequence is longer (`length_limit`)."""
-ORIGINAL_CONTEXT = 16
-"""Tokens up to which positions are not scaled."""
-CONTEXT = 64
-"""Positions."""
 _MAX_LAYERS = 8
 _MAX_EXPERTS = 8
 _SOFTCAP = 2.0
@@ -48,19 +40,22 @@ _EXPERT_COUNT = re.compile(r"(n_routed_experts|num_experts|num_local_experts|moe
 _CHOSEN_EXPERTS = re.compile(
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_per_tok(en)?|moe_num_active_.*)$"
 )
-_WINDOW = re.compile(
-    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|"
-    r"local_attention|log_scaling_n_floor)$"
-)
-_POSITIONS = re.compile(
-    r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|context_length|"
-    r"model_max_length|seq_length)$"
-)
 _LAYER_PATTERN = re.compile(
     r"dense_replace|num_dense_layers|start_index|interleave|interval|period|every|pattern|step$"
 )
 _LAYER_LIST = re.compile(r"(_layers|_idxs|layer_ids|layer_indices|_index)$")
-_VOCABULARY = re.compile(r".*vocab_size(_per_layer_input)?$")
+_LIMITS = {
+    # Tokens up to which positions are not scaled, and positions.
+    r".*original_max_position": 16,
+    r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|context_length|"
+    r"model_max_length|seq_length)$": 64,
+    # Tokens of sliding windows and steps of a query's scale; of a chunk, and so of any sequence (`length_limit`).
+    r"(?!.*(pattern|layers|every))(.*sliding_window(_size)?|.*attention_window(_size)?|window_size|"
+    r"local_attention|log_scaling_n_floor)$": 6,
+    r".*attention_chunk_size$": 24,
+    r".*vocab_size(_per_layer_input)?$": VOCABULARY,
+}
+"""Maps names of lengths to the largest number that is left of them; the first that matches counts."""
 
 
 def shrink(config: PretrainedConfig) -> PretrainedConfig:
@@ -73,11 +68,12 @@ def shrink_lengths(config: PretrainedConfig) -> PretrainedConfig:
     return _changed(config, _length_rules, None, shrink_lengths)
 
 
-def config_numbers(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration that hold one number, or one per layer."""
+def _counts(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
+    """The whole numbers of a configuration with the names of their fields, some of which hold one per layer."""
     for name, value in vars(config).items():
-        if not name.startswith("_") and _is_count(value[0] if isinstance(value, (list, tuple)) and value else value):
-            yield name, value
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if not name.startswith("_"):
+            yield from ((name, n) for n in numbers if _is_count(n))
 
 
 def _changed(
@@ -119,30 +115,20 @@ def _map_numbers(rule: _Rule, name: str, value: Any) -> Any:
 def _length_rules(name: str, value: int | float) -> int | float:
     if not _is_count(value):
         return min(value, _SOFTCAP) if "softcap" in name and value > 0 else value
-    if "original_max_position" in name:
-        return min(value, ORIGINAL_CONTEXT)
-    if _POSITIONS.match(name):
-        return min(value, CONTEXT)
-    if _WINDOW.match(name):
-        return min(value, WINDOW)
-    if name.endswith("attention_chunk_size"):
-        return min(value, CHUNK)
-    if _VOCABULARY.match(name):
-        return min(value, VOCABULARY)
     if name.endswith(("_token_id", "_token_index")):
         return _special_token(name, value)
-    return value
+    return min(value, next((limit for pattern, limit in _LIMITS.items() if re.match(pattern, name)), value))
 
 
 def _rules(config: PretrainedConfig) -> _Rule:
     """What becomes of each number of this configuration."""
-    heads = [n for name, value in config_numbers(config) if _HEAD_COUNT.match(name) for n in _flat(value) if n > 0]
-    dims = [n for name, value in config_numbers(config) if _HEAD_DIM.match(name) for n in _flat(value) if n > 0]
+    heads = [n for name, n in _counts(config) if _HEAD_COUNT.match(name) and n > 0]
+    dims = [n for name, n in _counts(config) if _HEAD_DIM.match(name) and n > 0]
     hidden, num_heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
     head_dim = vars(config).get("head_dim") or (hidden // num_heads if hidden and num_heads else 0)
     if head_dim and head_dim not in dims:
         dims.append(head_dim)
-    by_heads = _divisor(heads, smallest=2)
+    by_heads = _divisor(heads)
     by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims)), 1)
     if hidden == num_heads * head_dim:
         by_width, multiple = by_heads * by_dims, 1
@@ -157,8 +143,9 @@ def _rules(config: PretrainedConfig) -> _Rule:
             return value // by_heads
         if _HEAD_DIM.match(name):
             return value // by_dims
-        if _WIDTH.match(name):
-            return _width(value, by_width, multiple if value == hidden else 4)
+        if _WIDTH.match(name):  # what is no row of heads is a multiple of 4 numbers: grouped products want 16 bytes
+            unit = multiple if value == hidden else 4
+            return max(8, unit * math.ceil(value / by_width / unit))
         if _EXPERT_COUNT.match(name):
             return min(value, max(_MAX_EXPERTS, 2 * groups if isinstance(groups, int) else 0))
         if _CHOSEN_EXPERTS.match(name):
@@ -168,22 +155,17 @@ def _rules(config: PretrainedConfig) -> _Rule:
     return rule
 
 
-def _width(value: int, divisor: int, multiple: int) -> int:
-    """A multiple of 4 numbers for what is no row of heads: grouped products want 16 bytes."""
-    return max(8, multiple * math.ceil(value / divisor / multiple))
-
-
 def _number(config: PretrainedConfig, name: str) -> int:
     """A field under the name that Transformers gives it in all configurations; 0 where there is none."""
     value = vars(config).get(config.attribute_map.get(name, name))
     return value if _is_count(value) else 0
 
 
-def _divisor(counts: list[int], smallest: int) -> int:
-    """The largest number that divides all counts and leaves at least `smallest` of each that has as many."""
-    common = math.gcd(*counts) if counts else 1
-    fitting = [k for k in range(1, common + 1) if common % k == 0 and all(n // k >= min(n, smallest) for n in counts)]
-    return max(fitting)
+def _divisor(counts: list[int]) -> int:
+    """The largest number that divides all counts and leaves at least 2 of each that has as many."""
+    common = math.gcd(*counts)
+    fitting = (k for k in range(1, common + 1) if common % k == 0 and all(n // k >= min(n, 2) for n in counts))
+    return max(fitting, default=1)
 
 
 def _divides(k: int, dims: list[int]) -> bool:
@@ -195,7 +177,7 @@ def _divides(k: int, dims: list[int]) -> bool:
 
 
 def _num_layers(config: PretrainedConfig) -> int:
-    named = [value for name, value in config_numbers(config) if _LAYER_COUNT.match(name) and _is_count(value)]
+    named = [n for name, n in _counts(config) if _LAYER_COUNT.match(name)]
     return _number(config, "num_hidden_layers") or max(named, default=0)
 
 
@@ -210,11 +192,11 @@ def _kept_layers(config: PretrainedConfig) -> list[int] | None:
     kinds = [str([v[i] for v in members]) for i in range(count)]
     needed = max(kinds.index(kind) for kind in kinds) + 1
     multiple = 1
-    for name, value in config_numbers(config):  # the first dense layers, every n-th layer
-        if _LAYER_PATTERN.search(name):
-            needed = max([needed, *(n + 1 for n in _flat(value) if 0 < n < count)])
-        if _LAYER_COUNT.match(name) and 0 < value < count and count % value == 0:  # several layers to a block
-            multiple = max(multiple, count // value)
+    for name, n in _counts(config):
+        if _LAYER_PATTERN.search(name) and 0 < n < count:  # the first dense layers, every n-th layer
+            needed = max(needed, n + 1)
+        if _LAYER_COUNT.match(name) and 0 < n < count and count % n == 0:  # several layers to a block
+            multiple = max(multiple, count // n)
     needed = min(count, multiple * math.ceil(max(needed, 3) / multiple))
     if needed <= _MAX_LAYERS:
         return list(range(needed))
@@ -272,7 +254,3 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _is_number(value: object) -> bool:
     return _is_count(value) or isinstance(value, float)
-
-
-def _flat(value: Any) -> list[int]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -69,10 +69,7 @@ def twin_of(model: nn.Module) -> Twin:
     except Exception as error:  # a configuration that cannot be written is a foreign matter
         raise NoTwinError(f"its configuration cannot be read: {first_line(error)}") from error
     if key not in _twins:
-        try:
-            _twins[key] = _make(kind, config)
-        except NoTwinError as error:
-            _twins[key] = error
+        _twins[key] = _make(kind, config)
         while len(_twins) > 16:
             _twins.popitem(last=False)
     found = _twins[key]
@@ -125,7 +122,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin:
+def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | NoTwinError:
     reasons = []
     with torch.random.fork_rng(devices=[]):
         for make_small in (shrink, shrink_lengths):
@@ -141,7 +138,7 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin:
                 return Twin(plain, sequences, logits, is_causal)
             reasons.append("its logits are not finite")
     logger.debug("no twin of %s: %s", kind.__name__, "; ".join(reasons))
-    raise NoTwinError(f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})")
+    return NoTwinError(f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})")
 
 
 @torch.no_grad()
@@ -152,9 +149,8 @@ def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> boo
 
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _SmallOnly():
-        return (
-            kind._from_config(config, dtype=torch.float32, attn_implementation=attention).eval().requires_grad_(False)
-        )
+        model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+        return model.eval().requires_grad_(False)
 
 
 class _SmallOnly(TorchFunctionMode):

@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
         "commit": _commit(),
         "machine": machine | ({"mps": mps_runs()} if gpu else {}),
         "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
+        | {name: installed(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
     }
 
 
@@ -100,7 +100,8 @@ def mps_runs() -> bool:
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -28,13 +28,21 @@ def new_table(title: str, *columns: str, left: str | None = None) -> Table:
     return table
 
 
-def new_figure(num_panels: int) -> tuple["Figure", list["Axes"]]:
-    """Make a figure with panels side by side."""
+def number(value: float | None, form: str, missing: str = "–") -> str:
+    """Format a number that may not be known."""
+    return missing if value is None else format(value, form)
+
+
+def new_figure(*titles: str) -> tuple["Figure", list["Axes"]]:
+    """Make a figure with a panel for each title, side by side."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.5 * num_panels, 4.5))
-    panels = figure.subplots(1, num_panels, squeeze=False)
-    return figure, list(panels[0])
+    figure = Figure(figsize=(6.5 * len(titles), 4.5))
+    panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.grid(alpha=0.3)
+    return figure, panels
 
 
 def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = False) -> None:
@@ -47,7 +55,6 @@ def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = Fals
     axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
     axes.set_xlabel(name)
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
 
 
 def save_figure(path: Path, figure: "Figure") -> None:

@@ -86,6 +86,17 @@ class StalenessMeter:
         """The last version that was published."""
         return self._published[-1][0]
 
+    @property
+    def published_times(self) -> list[tuple[int, int]]:
+        """The versions that are remembered, and when each was published."""
+        with self._lock:
+            return list(self._published)
+
+    def restore(self, published: Sequence[tuple[int, int]]) -> None:
+        """These versions were published at these times, in this process or in the one that it follows."""
+        with self._lock:
+            self._published = deque(published, maxlen=self._REMEMBERED_VERSIONS)
+
     def published(self, version: int, called_ns: int) -> None:
         """`publish()` was called for this version. A publisher that follows one that died may count on from less than
         what that one had announced; what was announced and never drawn is forgotten then."""

@@ -1,8 +1,7 @@
 """A trace of an engine and its trainer at work: what both processes did, on one clock, in one file.
 
 Each process records its own part (`Recorder`): our spans, and on a GPU kernels and copies, as torch's profiler sees
-them.
-`Trace` starts and stops both and has the parts put together.
+them. `Trace` starts and stops both and has the parts put together.
 """
 
 import contextlib
@@ -100,35 +99,28 @@ class Trace:
         self.path = check_path(path)
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds must be above 0, got {seconds}")
+        self.done = False
+        """True once the file is written, or could not be, which `close()` raises."""
         self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._done = False
+        self._end_timer = threading.Timer(seconds or 0.0, self._end)
+        self._end_timer.name, self._end_timer.daemon = "inflight-trace", True
         self._error: Exception | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="inflight-trace-")
         self._recorder = Recorder("trainer", Path(self._directory.name))
         self._engine = connect()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._release)
             self._engine.call("start_trace", {"details": details})
-            try:
-                self._recorder.start(details=details)
-            except BaseException:
-                self._stop_engine()
-                raise
-        except BaseException:
-            self._release()
-            raise
+            undo.callback(self._stop_engine)
+            self._recorder.start(details=details)
+            undo.pop_all()
         if seconds is not None:
-            threading.Thread(target=self._end_after, args=(seconds,), name="inflight-trace", daemon=True).start()
-
-    @property
-    def done(self) -> bool:
-        """True once the file is written, or could not be, which `close()` raises."""
-        return self._done
+            self._end_timer.start()
 
     def close(self) -> None:
         """End the trace if it has not ended yet, and return when the file is written. Raises what kept it from being
         written: InflightError, EngineDiedError or OSError. Safe to call twice."""
-        self._ending.set()
+        self._end_timer.cancel()
         self._end()
         error, self._error = self._error, None
         if error is not None:
@@ -140,13 +132,9 @@ class Trace:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_after(self, seconds: float) -> None:
-        self._ending.wait(seconds)
-        self._end()
-
     def _end(self) -> None:
         with self._lock:
-            if self._done:
+            if self.done:
                 return
             try:
                 self._write()
@@ -155,7 +143,7 @@ class Trace:
                 self._error = error
             finally:
                 self._release()
-                self._done = True
+                self.done = True
 
     def _write(self) -> None:
         try:
@@ -173,7 +161,6 @@ class Trace:
             theirs.unlink()
 
     def _stop_engine(self) -> Path:
-        """The engine ends its part; returns where that lies."""
         return Path(self._engine.call("stop_trace", {}, str, timeout_s=_STOP_TIMEOUT_S))
 
     def _release(self) -> None:
@@ -211,15 +198,11 @@ def _profiler(details: bool) -> Any:
         return None
     if profiler._is_profiler_enabled:
         raise InflightError("torch's profiler is running in this process already; end it first")
-    return profiler.profile(
-        use_cpu=details, use_device="cuda" if on_gpu else None, use_kineto=True, experimental_config=_config()
-    )
-
-
-def _config() -> Any:
     from torch._C._profiler import _ExperimentalConfig
 
     try:  # events as Python objects are not asked for, only the file
-        return _ExperimentalConfig(profile_all_threads=True, trace_only=True)
+        config = _ExperimentalConfig(profile_all_threads=True, trace_only=True)
     except TypeError:  # torch before 2.13
-        return _ExperimentalConfig(profile_all_threads=True)
+        config = _ExperimentalConfig(profile_all_threads=True)
+    device = "cuda" if on_gpu else None
+    return profiler.profile(use_cpu=details, use_device=device, use_kineto=True, experimental_config=config)

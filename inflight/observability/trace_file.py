@@ -12,7 +12,7 @@ import gzip
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,25 +120,21 @@ def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
                 yield {name: event[name] for name in ("ph", "cat", "name", "pid", "tid", "ts", "dur")}
 
 
-def _on_streams(spans: Iterable[Span], events: Iterable[Event], began_ns: int) -> Iterator[Event]:
+def _on_streams(spans: list[Span], events: list[Event], began_ns: int) -> Iterator[Event]:
     """Show spans on the GPU's streams: from the first to the last of what was launched within each. What is
     launched by threads without spans of their own (autograd's) counts for the thread that has the most."""
     work: dict[int, dict[tuple[int, int], tuple[float, float]]] = defaultdict(dict)
     """Maps a correlation to its begin and end on each stream."""
-    launches: list[Event] = []
     for event in events:
         if event["cat"] in GPU_WORK:
             streams, stream = work[event.get("args", {}).get("correlation", 0)], (event["pid"], event["tid"])
             begin, end = streams.get(stream, (event["ts"], 0.0))
             streams[stream] = (min(begin, event["ts"]), max(end, event["ts"] + event["dur"]))
-        elif event["cat"] in _LAUNCHES:
-            launches.append(event)
-    spans = list(spans)
     counts = Counter(span.thread for span in spans)
     by_thread: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for event in launches:
+    for event in events:
         correlation = event.get("args", {}).get("correlation", 0)
-        if correlation in work:
+        if event["cat"] in _LAUNCHES and correlation in work:
             thread = event["tid"] if event["tid"] in counts else counts.most_common(1)[0][0] if counts else 0
             by_thread[thread].append((event["ts"], correlation))
     for launched in by_thread.values():

@@ -1,27 +1,47 @@
 """Turns frames into rollouts, and rollouts into groups."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 
-from inflight.core.columns import COLUMNS, asked_columns
+from inflight.core.columns import COLUMNS, SCORES, TOKENS, asked_columns
+from inflight.core.errors import FrameError
 from inflight.core.frames import GroupStart, TokenFrame
-from inflight.core.rollout import Rollout, SamplingMask
+from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
+from inflight.stream.token_store import COLUMNS_OF_ALL, StoredTokens, TokenStore
 
-_MASK = "sampling mask"
-"""The rows of the mask among those of columns; no column can have this name."""
+_RAGGED = {name for name, column in COLUMNS.items() if column.dims[0] != TOKENS} | {"mask_cut_from"}
+"""Columns that do not go into the store, token by token."""
 
 
 @dataclass(slots=True)
 class _Group:
     start: GroupStart
+    prompt_token_ids: np.ndarray
+    """i32[P], which its rollouts share."""
     finished: list[Rollout] = field(default_factory=list)
     prompt_routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
     """Maps a position to its experts; whichever sample computed the prompt did it for all."""
+    prompt_scores: PromptScores | None = None
+    """Of its prompt, if it asked for them; whichever sample computed the prompt did it for all."""
+    engine_id: str = ""
+    """The engine that draws it."""
+
+    def open_scores(self) -> PromptScores | None:
+        """Where the scores of its prompt go, or None if it did not ask for them."""
+        top = self.start.params.prompt_logprobs
+        if self.prompt_scores is None and top is not None:
+            self.prompt_scores = PromptScores.unknown(max(0, len(self.prompt_token_ids) - 1), top)
+        return self.prompt_scores
+
+    def known_scores(self) -> PromptScores | None:
+        """The scores of its prompt, if all have come; a prompt of one token has none to wait for."""
+        scores = self.open_scores() if len(self.prompt_token_ids) <= 1 else self.prompt_scores
+        return scores if scores is not None and scores.known else None
 
 
 @dataclass(slots=True)
@@ -29,12 +49,10 @@ class _Partial:
     """What has arrived of one request."""
 
     group: _Group
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    times_ns: list[int] = field(default_factory=list)
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Maps the name of each column that the request asked for to its rows."""
+    tokens: StoredTokens
+    masks: list[tuple[np.ndarray, int]] | None = None
+    """The sampling mask of each token, if the request asked for it: its ids, and the vocabulary that they were cut from
+    or 0."""
     routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
     """Maps a position to its experts; the first time that a token was computed counts."""
     prefix_tokens: int = 0
@@ -51,8 +69,24 @@ class Assembler:
     def __init__(self) -> None:
         self._partials: dict[int, _Partial] = {}
         self._groups: dict[int, _Group] = {}
+        self._store = TokenStore()
+        self._last: dict[str, tuple[bytes, np.ndarray, np.ndarray]] = {}
+        """Of each engine, the request ids of the last frame, which of its rows are known, and where in the store they
+        go."""
         self.num_tokens = 0
         self.num_orphan_tokens = 0
+        self.num_unfinished_tokens = 0
+        """Tokens that are held here."""
+        self.num_unfinished_tokens_at: Counter[str] = Counter()
+        """Those of them whose requests an engine draws, by its id."""
+        self.next_request_id = 0
+        """All requests that were announced have smaller ids."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that unfinished requests take, but for what is ragged (sampling masks, experts)."""
+        scores = (group.prompt_scores for group in self._groups.values())
+        return self._store.nbytes + sum(each.nbytes for each in scores if each is not None)
 
     def knows(self, group_id: int) -> bool:
         """True if the group has started and not ended."""
@@ -64,23 +98,95 @@ class Assembler:
             return []
         start, known = self._groups[group_id].start, self._partials
         ids = range(start.first_request_id, start.first_request_id + start.params.n)
-        return [_rollout(request_id, known[request_id], "") for request_id in ids if request_id in known]
+        return [self._rollout(request_id, known[request_id], "") for request_id in ids if request_id in known]
+
+    @property
+    def group_ids(self) -> Collection[int]:
+        """Ids of the groups that have started and not ended."""
+        return self._groups.keys()
+
+    def group_ids_at(self, engine_id: str) -> set[int]:
+        """Ids of those of them that this engine draws."""
+        return {group_id for group_id, group in self._groups.items() if group.engine_id == engine_id}
+
+    def drawn(self, group_id: int) -> tuple[int, dict[int, list[int]]] | None:
+        """The id of the first request of an unfinished group, and the tokens so far of its unfinished requests by their
+        ids; None if nothing is known of the group."""
+        if group_id not in self._groups:
+            return None
+        start = self._groups[group_id].start
+        unfinished = {i: self._partials.get(start.first_request_id + i) for i in range(start.params.n)}
+        tokens = {
+            start.first_request_id + i: self._store.read(p.tokens)["token_ids"] for i, p in unfinished.items() if p
+        }
+        return start.first_request_id, {request_id: ids.tolist() for request_id, ids in tokens.items()}
+
+    def known(self, group_id: int) -> list[Rollout]:
+        """All that has come of an unfinished group: its samples that have ended, and the others as far as they are."""
+        return [*self._groups[group_id].finished, *self.partial(group_id)]
+
+    def since(self, group_id: int, seen: Mapping[int, int]) -> list[Rollout]:
+        """What `known` returns, of each request beyond the first so many tokens (0 if none are named), without
+        sampling masks and experts."""
+        group = self._groups[group_id]
+        ended = [rollout.since(seen.get(rollout.request_id, 0)) for rollout in group.finished]
+        unfinished = [(i, self._partials[i], seen.get(i, 0)) for i in _ids(group.start) if i in self._partials]
+        return ended + [self._columns_since(i, partial, begin) for i, partial, begin in unfinished]
+
+    def restore(self, start: GroupStart, rollouts: Iterable[Rollout]) -> None:
+        """Go on with a group of which all this has come, in another assembler."""
+        self._begin(start)
+        for rollout in rollouts:
+            partial = self._partials[rollout.request_id]
+            partial.group.prompt_scores = rollout.prompt_scores or partial.group.prompt_scores
+            if rollout.finish_reason:
+                self._drop(rollout.request_id)
+                partial.group.finished.append(rollout)
+            else:
+                self._restore(partial, rollout)
+
+    def _restore(self, partial: _Partial, rollout: Rollout) -> None:
+        self._store.fill(partial.tokens, {name: getattr(rollout, name) for name in COLUMNS_OF_ALL} | rollout.columns)
+        self.num_unfinished_tokens += len(rollout.token_ids)
+        partial.prefix_tokens, partial.prefix_version = rollout.prefix_tokens, rollout.prefix_version
+        if (mask := rollout.sampling_mask) is not None:
+            cut_from = repeat(0) if mask.cut_from is None else mask.cut_from.tolist()
+            partial.masks = list(zip(mask.split(), cut_from, strict=False))
+        if rollout.routed_experts is not None:
+            self._know_experts(partial, enumerate(rollout.routed_experts))
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Nothing more will come of these groups."""
+        for group_id in group_ids:
+            group = self._groups.pop(group_id, None)
+            first = group.start.first_request_id if group else 0
+            for request_id in range(first, first + (group.start.params.n if group else 0)):
+                if request_id in self._partials:
+                    self._drop(request_id)
+
+    def fail(self, group_id: int) -> list[Rollout]:
+        """End what is unfinished of a group as "error", with the tokens that have come. Returns the group."""
+        start = self._groups[group_id].start
+        ids = [i for i in range(start.first_request_id, start.first_request_id + start.params.n) if i in self._partials]
+        [*_, group] = [self._end(request_id, self._partials[request_id], "error") for request_id in ids]
+        assert group is not None
+        return group
 
     def abandon(self) -> list[list[Rollout]]:
         """After frames were lost: end what is unfinished as "error", since nobody can tell whether it is whole."""
-        partials, self._partials = self._partials, {}
-        ended = [self._end(request_id, _Partial(partial.group), "error") for request_id, partial in partials.items()]
+        ended = [self._end(request_id, partial, None) for request_id, partial in self._partials.copy().items()]
         return [group for group in ended if group is not None]
 
     def add(self, frame: TokenFrame) -> list[list[Rollout]]:
-        """Groups that this frame completes, each in sample order."""
+        """Groups that this frame completes, each in sample order. Raises FrameError if it starts other requests under
+        the ids of some that are under way."""
         header = frame.header
         for start in header.groups:
-            self._groups[start.group_id] = group = _Group(start)
-            asked = _asked(start.params)
-            for sample in range(start.params.n):
-                partial = _Partial(group, columns={name: [] for name in asked})
-                self._partials[start.first_request_id + sample] = partial
+            if start.group_id not in self._groups:
+                self._begin(start)
+            elif _ids(start) != _ids(self._groups[start.group_id].start):  # else another engine goes on with it
+                raise FrameError(f"group {start.group_id} has begun already, with other requests")
+            self._hand_to(header.engine_id, self._groups[start.group_id])
         for part in header.taken_over:
             if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
                 partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
@@ -89,102 +195,172 @@ class Assembler:
         self._append(frame)
         complete = []
         for finish in header.finishes:
-            partial = self._partials.pop(finish.request_id, None)
+            partial = self._partials.get(finish.request_id)
             if partial is None:
                 continue
-            if len(partial.token_ids) == finish.num_tokens:
-                group = self._end(finish.request_id, partial, finish.reason)
-            else:
-                group = self._end(finish.request_id, _Partial(partial.group), "error")
+            whole = self._store.length(partial.tokens) == finish.num_tokens
+            group = self._end(finish.request_id, partial, finish.reason if whole else None)
             if group is not None:
                 complete.append(group)
         return complete
 
-    def _end(self, request_id: int, partial: _Partial, reason: str) -> list[Rollout] | None:
-        """Finish a request; returns its group if that is complete."""
+    def _begin(self, start: GroupStart) -> None:
+        ids, columns = _ids(start), asked_columns(start.params)
+        if not self._partials.keys().isdisjoint(ids):
+            raise FrameError(f"group {start.group_id} has requests {ids[0]} to {ids[-1]}, some of another group")
+        self._groups[start.group_id] = group = _Group(start, np.array(start.prompt_token_ids, np.int32))
+        masked = start.params.return_sampling_mask and start.params.filtered
+        for request_id in ids:
+            self._partials[request_id] = _Partial(group, self._store.open(columns), [] if masked else None)
+        self.next_request_id = max(self.next_request_id, ids[-1] + 1)
+        self._last.clear()
+
+    def _hand_to(self, engine_id: str, group: _Group) -> None:
+        """From now on this engine draws the group."""
+        unfinished = [self._partials[i] for i in _ids(group.start) if i in self._partials]
+        num_tokens = sum(self._store.length(partial.tokens) for partial in unfinished)
+        self.num_unfinished_tokens_at[group.engine_id] -= num_tokens
+        self.num_unfinished_tokens_at[engine_id] += num_tokens
+        group.engine_id = engine_id
+
+    def _end(self, request_id: int, partial: _Partial, reason: str | None) -> list[Rollout] | None:
+        """Finish a request, or give it up without a token if there is no reason. Returns its group if that is
+        complete."""
         group = partial.group
-        group.finished.append(_rollout(request_id, partial, reason))
+        rollout = self._rollout(request_id, partial, reason or "error", whole=reason is not None)
+        self._drop(request_id)
+        group.finished.append(rollout)
         if len(group.finished) < group.start.params.n:
             return None
         del self._groups[group.start.group_id]
         return sorted(group.finished, key=lambda rollout: rollout.sample)
 
+    def _drop(self, request_id: int) -> None:
+        """Give the place of an unfinished request back."""
+        partial = self._partials.pop(request_id)
+        num_tokens = self._store.length(partial.tokens)
+        self.num_unfinished_tokens -= num_tokens
+        self.num_unfinished_tokens_at[partial.group.engine_id] -= num_tokens
+        self._store.close(partial.tokens)
+        self._last.clear()
+
     def _append(self, frame: TokenFrame) -> None:
-        version, time_ns = frame.header.version, frame.header.time_ns
-        columns: Mapping[str, Any] = frame.extras
-        if "mask_offsets" in columns:
-            columns = {**columns, _MASK: _mask_rows(columns)}
-        rows = zip(frame.request_ids.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
-        for row, (request_id, token_id, logprob) in enumerate(rows):
+        header, extras = frame.header, frame.extras
+        self.num_tokens += header.num_tokens
+        known, rows = self._find(header.engine_id, frame.request_ids)
+        self.num_orphan_tokens += header.num_tokens - len(rows)
+        self.num_unfinished_tokens += len(rows)
+        self.num_unfinished_tokens_at[header.engine_id] += len(rows)
+        columns = {"token_ids": frame.token_ids, "logprobs": frame.logprobs}
+        columns |= {name: values for name, values in extras.items() if name not in _RAGGED}
+        if len(rows) < header.num_tokens:
+            columns = {name: values[known] for name, values in columns.items()}
+        self._store.append(rows, header.version, header.time_ns, columns)
+        if "mask_offsets" in extras:
+            self._append_masks(frame.request_ids.tolist(), extras)
+        if "routed_experts" in extras:
+            self._append_routed_experts(extras)
+        if "scored_logprobs" in extras:
+            self._append_prompt_scores(extras)
+
+    def _find(self, engine_id: str, request_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of these requests are known, and where in the store those go. One that is named twice counts once,
+        which its end will not agree with."""
+        key = request_ids.tobytes()
+        last = self._last.get(engine_id)
+        if last is None or last[0] != key:
+            ids = request_ids.tolist()
+            rows = {i: self._partials[i].tokens.row for i in ids if i in self._partials}
+            known = np.array([rows.pop(i, -1) for i in ids], np.int64)
+            self._last[engine_id] = last = key, known >= 0, known[known >= 0]
+        return last[1:]
+
+    def _append_masks(self, request_ids: list[int], extras: Mapping[str, np.ndarray]) -> None:
+        ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
+        cut_from = extras["mask_cut_from"].tolist() if "mask_cut_from" in extras else repeat(0)
+        for request_id, mask in zip(request_ids, zip(ids, cut_from, strict=False), strict=True):
             partial = self._partials.get(request_id)
-            if partial is None:
-                self.num_orphan_tokens += 1
-                continue
-            partial.token_ids.append(token_id)
-            partial.logprobs.append(logprob)
-            partial.versions.append(version)
-            partial.times_ns.append(time_ns)
-            if columns:
-                for name, values in partial.columns.items():
-                    if name in columns:
-                        values.append(columns[name][row])
-        if "routed_experts" in frame.extras:
-            self._append_routed_experts(frame.extras)
-        self.num_tokens += frame.header.num_tokens
+            if partial is not None and partial.masks is not None:
+                partial.masks.append(mask)
 
     def _append_routed_experts(self, extras: Mapping[str, np.ndarray]) -> None:
         ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()
-        for row, (request_id, position) in enumerate(zip(ids, positions, strict=True)):
+        for request_id, position, experts in zip(ids, positions, extras["routed_experts"], strict=True):
+            if (partial := self._partials.get(request_id)) is not None:
+                self._know_experts(partial, [(position, experts)])
+
+    def _append_prompt_scores(self, extras: Mapping[str, np.ndarray]) -> None:
+        """The first time that a token was scored counts."""
+        ids, places = extras["scored_request_ids"], extras["scored_positions"]
+        for request_id in np.unique(ids).tolist():
             partial = self._partials.get(request_id)
-            if partial is not None:
-                in_prompt = position < len(partial.group.start.prompt_token_ids)
-                known = partial.group.prompt_routed_experts if in_prompt else partial.routed_experts
-                known.setdefault(position, extras["routed_experts"][row])
+            scores = None if partial is None else partial.group.open_scores()
+            if scores is None or scores.known:
+                continue
+            chosen = (ids == request_id) & (places >= 0) & (places < len(scores.logprobs))
+            rows = places[chosen]
+            new = scores.ranks[rows] == 0
+            for name in SCORES:
+                known, told = getattr(scores, name), extras[f"scored_{name}"][chosen][new]
+                if known.ndim > 1:
+                    told = told[:, : known.shape[1]]
+                    known[rows[new], : told.shape[1]] = told
+                else:
+                    known[rows[new]] = told
+
+    def _know_experts(self, partial: _Partial, experts: Iterable[tuple[int, np.ndarray]]) -> None:
+        """experts: positions, and the experts of the tokens there."""
+        num_prompt_tokens = len(partial.group.prompt_token_ids)
+        for position, chosen in experts:
+            known = partial.group.prompt_routed_experts if position < num_prompt_tokens else partial.routed_experts
+            known.setdefault(position, chosen)
+
+    def _rollout(self, request_id: int, partial: _Partial, reason: str, *, whole: bool = True) -> Rollout:
+        """What has arrived of a request; without its tokens if it is not whole."""
+        start = partial.group.start
+        rollout = self._columns_since(request_id, partial, 0, reason)
+        if not whole:
+            rollout = replace(rollout.since(len(rollout.token_ids)), columns={})
+        num_tokens = len(rollout.token_ids)
+        if num_tokens and partial.masks is not None and len(partial.masks) == num_tokens:
+            rollout.sampling_mask = SamplingMask.join(*zip(*partial.masks, strict=True))
+        rollout.prompt_scores = partial.group.known_scores()
+        experts = partial.group.prompt_routed_experts | partial.routed_experts
+        places = range(len(start.prompt_token_ids) + num_tokens - 1)
+        if num_tokens and places and experts and all(place in experts for place in places):
+            rows = [experts[place] for place in places]
+            if len({row.shape for row in rows}) == 1:
+                rollout.routed_experts = np.stack(rows)
+        return rollout
+
+    def _columns_since(self, request_id: int, partial: _Partial, begin: int, reason: str = "") -> Rollout:
+        """The tokens of a request from `begin` on, and what has one value for each of them."""
+        start, columns = partial.group.start, self._store.read(partial.tokens, begin)
+        return Rollout(
+            request_id=request_id,
+            group_id=start.group_id,
+            sample=request_id - start.first_request_id,
+            params=start.params,
+            metadata=start.metadata,
+            prompt_token_ids=partial.group.prompt_token_ids,
+            token_ids=columns.pop("token_ids"),
+            logprobs=columns.pop("logprobs"),
+            weight_versions=columns.pop("weight_versions"),
+            sampled_at_ns=columns.pop("sampled_at_ns"),
+            finish_reason=reason,
+            columns={name: _narrow(name, column, start.params) for name, column in columns.items()},
+            forked_from=start.forked_from,
+            prefix_tokens=partial.prefix_tokens,
+            prefix_version=partial.prefix_version,
+        )
 
 
-def _asked(params: SamplingParams) -> list[str]:
-    """Names of the columns that a group asked for, the sampling mask among them."""
-    return asked_columns(params) + ([_MASK] if params.return_sampling_mask and params.filtered else [])
+def _ids(start: GroupStart) -> range:
+    """Ids of the requests of a group."""
+    return range(start.first_request_id, start.first_request_id + start.params.n)
 
 
-def _mask_rows(extras: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """(token ids, the vocabulary that they were cut from or 0) of each row."""
-    ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
-    return list(zip(ids, extras["mask_cut_from"] if "mask_cut_from" in extras else repeat(0), strict=False))
-
-
-def _stack(name: str, rows: list[Any], params: SamplingParams) -> np.ndarray:
-    """The rows as one array, each no longer than the request asked for."""
+def _narrow(name: str, values: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """A column, each row no longer than the request asked for."""
     column = COLUMNS.get(name)
-    width = column.asked_by(params) if column is not None and len(column.dims) > 1 else None
-    return np.array(rows if width is None else [row[:width] for row in rows])
-
-
-def _rollout(request_id: int, partial: _Partial, reason: str) -> Rollout:
-    group = partial.group.start
-    rollout = Rollout(
-        request_id=request_id,
-        group_id=group.group_id,
-        sample=request_id - group.first_request_id,
-        params=group.params,
-        metadata=group.metadata,
-        prompt_token_ids=np.array(group.prompt_token_ids, np.int32),
-        token_ids=np.array(partial.token_ids, np.int32),
-        logprobs=np.array(partial.logprobs, np.float32),
-        weight_versions=np.array(partial.versions, np.int64),
-        sampled_at_ns=np.array(partial.times_ns, np.int64),
-        finish_reason=reason,
-        forked_from=group.forked_from,
-        prefix_tokens=partial.prefix_tokens,
-        prefix_version=partial.prefix_version,
-    )
-    num_tokens = len(partial.token_ids)
-    whole = {name: rows for name, rows in partial.columns.items() if num_tokens and len(rows) == num_tokens}
-    if _MASK in whole:
-        rollout.sampling_mask = SamplingMask.join(*zip(*whole.pop(_MASK), strict=True))
-    rollout.columns = {name: _stack(name, rows, group.params) for name, rows in whole.items()}
-    experts = partial.group.prompt_routed_experts | partial.routed_experts
-    places = range(len(group.prompt_token_ids) + num_tokens - 1)
-    if num_tokens and experts and all(place in experts for place in places):
-        rollout.routed_experts = np.stack([experts[place] for place in places])
-    return rollout
+    return values[:, : column.asked_by(params)] if column is not None and values.ndim > 1 else values

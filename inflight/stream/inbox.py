@@ -6,25 +6,52 @@ the order in which groups get ready; one that is reserved goes only to the taker
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Collection
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from time import sleep
+from typing import Protocol
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import EngineHungError, FrameError, InflightError, StreamGapError
-from inflight.core.frames import TokenFrame
-from inflight.core.rollout import Rollout
+from inflight.core.errors import EngineDiedError, EngineHungError, FrameError, InflightError, StreamGapError
+from inflight.core.frames import GroupStart, TokenFrame
+from inflight.core.keys import ClientKeys
 from inflight.stream.assembler import Assembler
+from inflight.stream.held_groups import Group, HeldGroup, HeldGroups
+from inflight.stream.journal import JournalWriter
 from inflight.stream.reader import StreamReader
+from inflight.stream.wire import Held
 
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _CLOSE_S = 2.0
+_MOST_TAKEN = 64
+"""Groups that were taken by name and may still be noted as ready."""
 SILENCE_S = 5.0
-"""If no frame comes for so long while groups are outstanding, the engine is asked whether it is there."""
-Group = list[Rollout]
+"""If nothing comes for so long while groups are outstanding, the engine is asked whether it is there."""
+MEMORY_BYTES = 1 << 30
+
+
+class FrameSource(Protocol):
+    """Where frames come from: what an inbox asks of a `StreamReader`, which describes it."""
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def num_duplicates(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def silent_s(self) -> float: ...
+
+    def receive(self, timeout_ms: int) -> TokenFrame | None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,29 +67,42 @@ class Inbox:
     """Finished groups of one engine. Safe to use from several threads at once.
 
     Who asks for what is not there yet gets a future without a value: when it is done, ask again. It fails with what
-    went wrong: EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every
-    group that was in flight counts as lost, and its samples come with finish_reason "error".
+    went wrong: EngineDiedError, EngineHungError, JournalError, or FrameError or StreamGapError when frames were lost.
+    Then every group that was in flight counts as lost, and its samples come with finish_reason "error".
     """
 
     def __init__(
         self,
-        endpoint: str,
+        source: str | FrameSource,
         *,
         on_frame: Callable[[TokenFrame], None],
         on_group: Callable[[Group], bool],
         on_removed: Callable[[Collection[int]], None] = lambda group_ids: None,
         check_engine: Callable[[], None],
         ask_engine: Callable[[float], None] = lambda silent_s: None,
+        recover: Callable[[EngineDiedError], str] | None = None,
         silence_s: float = SILENCE_S,
+        memory_bytes: int = MEMORY_BYTES,
+        journal: JournalWriter | None = None,
+        begin: int | None = 0,
+        keys: ClientKeys | None = None,
     ):
-        """on_group: is given a group that has finished and is not reserved, and returns whether it is ready now; if it
-        is not, somebody calls `ready` later. on_removed: is given the ids of groups that are not outstanding any more,
-        by whichever thread took them; the inbox's thread calls all others. check_engine: raises if the engine is known
-        to be dead. ask_engine: raises if it does not answer; it is given the seconds for which nothing has come."""
-        self._reader = StreamReader(endpoint)
+        """source: an engine's endpoint, or what frames come from instead. on_group: is given a group that has finished
+        and is not reserved, and returns whether it is ready now; if it is not, somebody calls `ready` later.
+        on_removed: is given the ids of groups that are not outstanding any more, by whichever thread took them; the
+        inbox's thread calls all others. check_engine: raises if the engine is known to be dead. ask_engine: raises if
+        it does not answer; it is given the seconds for which nothing has come. recover: replaces an engine that has
+        ended, and returns the endpoint of its successor's frames, or raises. memory_bytes: while finished groups take
+        more and nobody waits, nothing more is read. journal: takes every frame of an engine before the inbox does.
+        begin and keys: those of the StreamReader."""
+        self._memory_bytes, self._journal, self._keys = memory_bytes, journal, keys
+        self._held = HeldGroups()
         self._assembler = Assembler()
         self._on_frame, self._on_group, self._on_removed = on_frame, on_group, on_removed
         self._check_engine, self._ask_engine, self._silence_s = check_engine, ask_engine, silence_s
+        self._recover, self._recovering = recover, False
+        self.newest_version = 0
+        """The newest version of which a token has come."""
         self._lock = threading.RLock()
         self._open: set[int] = set()
         """Ids of groups for `next` that were submitted and not handed out."""
@@ -74,6 +114,10 @@ class Inbox:
         """Ids of unfinished groups that nobody waits for any more."""
         self._finished: dict[int, Group] = {}
         """Maps ids to groups that have finished and were not handed out."""
+        self._held_of: defaultdict[str, HeldGroups] = defaultdict(HeldGroups)
+        """What those of them hold that an engine drew, by its id."""
+        self._drawn_by: dict[int, str] = {}
+        """Maps their ids to those of these engines."""
         self._ready: deque[int] = deque()
         """Ids of groups that `next` may return, in this order; some of them may have been taken by name."""
         self._waiters: list[_Waiter] = []
@@ -86,6 +130,8 @@ class Inbox:
         self._damaged = False
         """Frames were lost, and the next one has not told yet which groups went with them."""
         self._closing = False
+        self._listeners: tuple[Callable[[], None], ...] = ()
+        self._reader = self._read_from(source, begin) if isinstance(source, str) else source
         self._thread = threading.Thread(target=self._run, name="inflight-stream", daemon=True)
         self._thread.start()
 
@@ -95,10 +141,42 @@ class Inbox:
         return self._assembler.num_tokens
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all frames received."""
+        return self._reader.num_bytes
+
+    @property
+    def num_duplicates(self) -> int:
+        """Frames that came again, and were left out."""
+        return self._reader.num_duplicates
+
+    @property
+    def state(self) -> str:
+        """What the engine said last of what it does, "silent" if it has said nothing for long, or "closed"."""
+        if self._ended is not None:
+            return "closed"
+        if self._recovering:
+            return "restarting"
+        return "silent" if self._reader.silent_s > self._silence_s else self._reader.state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens that were received and not handed out, but for ragged columns of unfinished samples."""
+        with self._lock:
+            return self._assembler.nbytes + self._held.nbytes
+
+    @property
     def outstanding(self) -> list[int]:
         """Ids of the groups that were submitted and not handed out yet."""
         with self._lock:
             return sorted(self._open | self._reserved)
+
+    @property
+    def needs_frames(self) -> bool:
+        """Whether somebody waits for what has not finished yet."""
+        with self._lock:
+            all_in_hand = self._lent.issuperset(self._open & self._finished.keys())
+            return any(waiter.wanted or all_in_hand for waiter in self._waiters)
 
     def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
         """These groups were submitted; some may have finished by now."""
@@ -153,10 +231,16 @@ class Inbox:
         """These groups are in somebody's hands, and not outstanding any more."""
         with self._lock:
             self._reserved -= set(group_ids)
-            for group_id in group_ids:
-                self._finished.pop(group_id, None)
+            self._let_go(group_ids)
             self._close(group_ids)
             self._on_removed(group_ids)
+
+    def _let_go(self, group_ids: Iterable[int]) -> None:
+        """These groups are not held here any more, if they were."""
+        for group_id in group_ids:
+            if (group := self._finished.pop(group_id, None)) is not None:
+                self._held.remove(group)
+                self._held_of[self._drawn_by.pop(group_id)].remove(group)
 
     def _close(self, group_ids: Collection[int]) -> None:
         """These groups do not come out of `next` any more."""
@@ -173,11 +257,13 @@ class Inbox:
             self._wake(lambda waiter: not waiter.wanted)
 
     def drop(self, group_ids: Collection[int]) -> None:
-        """Nobody waits for these groups any more; what arrives of them is thrown away."""
+        """Nobody waits for these groups any more; what arrives of them is thrown away. Who waits all the same learns
+        that they are not outstanding."""
         with self._lock:
             coming = set(group_ids) - self._finished.keys()
             self._dropped |= coming & (self._open | self._reserved)
             self.remove(group_ids)
+            self._wake(lambda waiter: not waiter.wanted.isdisjoint(group_ids))
 
     def hold(self, group_id: int) -> None:
         """A group that came out of `next` is not ready until `ready` is called."""
@@ -190,14 +276,98 @@ class Inbox:
             if group[0].group_id not in self._open:
                 return False
             self._ready.append(group[0].group_id)
+            if len(self._ready) > 2 * len(self._open) + _MOST_TAKEN:
+                self._ready = deque(group_id for group_id in self._ready if group_id in self._open)
             self._wake(lambda waiter: not waiter.wanted)
             return True
+
+    def unfinished(self) -> tuple[dict[int, tuple[int, dict[int, list[int]]] | None], int]:
+        """What an engine that has ended left unfinished, and somebody waits for; all else is forgotten.
+
+        Maps the ids of groups to the ids of their first requests and the tokens so far of their unfinished requests, or
+        to None if nothing has come of them. Beside it, the first request id that was not announced."""
+        with self._lock:
+            wanted = self._open | self._reserved
+            self._let_go(self._finished.keys() - wanted)
+            self._assembler.forget(set(self._assembler.group_ids) - wanted)
+            self._dropped.clear()
+            self._damaged, self._lost_below = False, None
+            groups = {i: self._assembler.drawn(i) for i in sorted(wanted - self._finished.keys())}
+            return groups, self._assembler.next_request_id
+
+    def unfinished_of(
+        self, engine_id: str, group_ids: Collection[int]
+    ) -> dict[int, tuple[int, dict[int, list[int]]] | None]:
+        """The same of one of several engines, which has ended; these groups were submitted to it."""
+        with self._lock:
+            wanted = self._open | self._reserved
+            given_up = (self._assembler.group_ids_at(engine_id) | set(group_ids)) - wanted
+            self._let_go(given_up)
+            self._assembler.forget(given_up)
+            self._dropped -= given_up
+            return {i: self._assembler.drawn(i) for i in sorted(wanted & set(group_ids) - self._finished.keys())}
+
+    def snapshot(self) -> tuple[list[HeldGroup], int]:
+        """All groups that are outstanding, those that are ready first and in their order, with all that has come of
+        them. Beside it, the first request id that was not announced."""
+        with self._lock:
+            wanted = self._open | self._reserved
+            in_order = dict.fromkeys([*sorted(self._lent), *self._ready, *sorted(wanted)])
+            groups = [HeldGroup(i, i in self._reserved, self._known(i)) for i in in_order if i in wanted]
+            return groups, self._assembler.next_request_id
+
+    def restore(self, groups: Sequence[HeldGroup], starts: Mapping[int, GroupStart], next_request_id: int) -> None:
+        """Go on with groups of another inbox. starts: how each of them begins of which something has come, by its
+        id."""
+        with self._lock:
+            self._assembler.next_request_id = max(next_request_id, self._assembler.next_request_id)
+            for group in groups:
+                (self._reserved if group.reserved else self._open).add(group.group_id)
+                if group.group_id in starts and not group.is_finished:
+                    self._assembler.restore(starts[group.group_id], group.rollouts)
+            offered = self._finish([group.rollouts for group in groups if group.is_finished])
+        self._offer(offered)
+
+    def _known(self, group_id: int) -> Group:
+        if group_id in self._finished:
+            return self._finished[group_id]
+        return self._assembler.known(group_id) if self._assembler.knows(group_id) else []
+
+    def fail(self, group_ids: Collection[int]) -> None:
+        """No engine goes on with these groups: they come out with finish_reason "error"."""
+        with self._lock:
+            known = [group_id for group_id in group_ids if self._assembler.knows(group_id)]
+            offered = self._finish([self._assembler.fail(group_id) for group_id in known])
+            lost = set(group_ids).difference(known)
+            self._reserved -= lost
+            self._close(lost)
+            error = StreamGapError(f"no engine goes on with groups {sorted(lost)}, of which nothing has come")
+            self._wake(lambda waiter: bool(waiter.wanted & lost), error)
+        self._offer(offered)
 
     def partial(self, group_id: int) -> Group:
         """The unfinished samples of a group, as far as they have arrived."""
         with self._lock:
             self._raise_error()
             return self._assembler.partial(group_id)
+
+    def news(self, group_id: int, seen: Mapping[int, int]) -> Group:
+        """What has come of the samples of a group that is outstanding, of each request beyond the first so many tokens
+        that `seen` names, without sampling masks, experts and text; nothing if the group is not outstanding."""
+        with self._lock:
+            if group_id in self._finished:
+                return [rollout.since(seen.get(rollout.request_id, 0)) for rollout in self._finished[group_id]]
+            return self._assembler.since(group_id, seen) if self._assembler.knows(group_id) else []
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this after every frame, in the thread that reads; it must return at once."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Do not call this any more."""
+        with self._lock:
+            self._listeners = tuple(other for other in self._listeners if other != listener)
 
     def close(self) -> None:
         """Stop reading. Whoever still waits gets an InflightError. If the thread waits for a hung engine's answer, it
@@ -223,23 +393,56 @@ class Inbox:
             self._reader.close()
 
     def _read(self) -> None:
-        heard_ns = asked_ns = now_ns()
+        asked_ns = now_ns()
         while not self._closing:
+            if self._held.nbytes > self._memory_bytes and not self._waiters:
+                self._check_engine()
+                sleep(_POLL_MS / 1e3)
+                continue
             try:
                 frame = self._reader.receive(_POLL_MS)
+                if frame is not None:
+                    self._take_in(frame)
+                    continue
             except (FrameError, StreamGapError) as error:
                 self._lose(error)
                 continue
-            if frame is not None:
-                heard_ns = now_ns()
-                self._take_in(frame)
-                continue
-            self._check_engine()
-            if not self.outstanding:
-                heard_ns = now_ns()
-            if (now_ns() - max(heard_ns, asked_ns)) / 1e9 > self._silence_s:
-                self._ask((now_ns() - heard_ns) / 1e9)
+            try:
+                self._check_engine()
+            except EngineDiedError as error:
+                self._go_on_with_successor(error)
+            silent_s = min(self._reader.silent_s, (now_ns() - asked_ns) / 1e9)
+            if silent_s > self._silence_s and self.outstanding:
+                self._ask(self._reader.silent_s)
                 asked_ns = now_ns()
+
+    def _read_from(self, endpoint: str, begin: int | None) -> StreamReader:
+        return StreamReader(endpoint, begin=begin, held=self._tell, journal=self._journal, keys=self._keys)
+
+    def _go_on_with_successor(self, death: EngineDiedError) -> None:
+        """Read the frames of the engine that follows the one that has ended."""
+        if self._recover is None or self._closing:
+            raise death
+        self._recovering = True
+        try:
+            self._reader.close()
+            self._reader = self._read_from(self._recover(death), 0)
+        finally:
+            self._recovering = False
+
+    def held_of(self, engine_id: str, num_tokens: int, num_rollouts: int) -> Held:
+        """What one of several engines is told of what is held here of it, which has sent so much."""
+        with self._lock:
+            held, waits = self._held_of[engine_id], bool(self._waiters)
+            held_tokens = held.num_tokens + self._assembler.num_unfinished_tokens_at[engine_id]
+            return Held(num_tokens, num_rollouts, held_tokens, held.num_rollouts, held.oldest, waits)
+
+    def _tell(self, num_tokens: int, num_rollouts: int) -> Held:
+        """What the engine is told of what is held here."""
+        with self._lock:
+            held = self._held
+            held_tokens = held.num_tokens + self._assembler.num_unfinished_tokens
+            return Held(num_tokens, num_rollouts, held_tokens, held.num_rollouts, held.oldest, bool(self._waiters))
 
     def _ask(self, silent_s: float) -> None:
         """Ask whether the engine is there, and tell those who wait if it hangs. It may take as long as the bound on the
@@ -252,13 +455,16 @@ class Inbox:
 
     def _take_in(self, frame: TokenFrame) -> None:
         with self._lock:
+            self.newest_version = max(self.newest_version, frame.header.version if frame.header.num_tokens else 0)
             self._on_frame(frame)
-            offered = self._finish(self._assembler.add(frame))
+            offered = self._finish(self._assembler.add(frame), frame.header.engine_id)
             if self._damaged:
                 self._damaged = False
                 self._lost_below = frame.header.next_group_id
                 self._forget_what_was_lost(self._lost_below)
         self._offer(offered)
+        for listener in self._listeners:
+            listener()
 
     def _lose(self, error: InflightError) -> None:
         with self._lock:
@@ -273,14 +479,17 @@ class Inbox:
             if self._on_group(group):
                 self.ready(group)
 
-    def _finish(self, groups: list[Group]) -> list[Group]:
-        """Returns those of the groups that are for `next`."""
+    def _finish(self, groups: list[Group], engine_id: str = "") -> list[Group]:
+        """Take groups that this engine has ended. Returns those of them that are for `next`."""
         for group in groups:
             group_id = group[0].group_id
             if group_id in self._dropped:
                 self._dropped.remove(group_id)
                 continue
             self._finished[group_id] = group
+            self._held.add(group)
+            self._held_of[engine_id].add(group)
+            self._drawn_by[group_id] = engine_id
             for waiter in self._waiters:
                 waiter.needed -= group_id in waiter.wanted
         self._wake(lambda waiter: waiter.needed <= 0)

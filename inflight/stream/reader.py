@@ -1,51 +1,183 @@
 """The trainer's end of the token stream."""
 
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from time import sleep
+
 import zmq
 
-from inflight.core.errors import ProtocolError, StreamGapError
-from inflight.core.frames import TokenFrame
-from inflight.stream.writer import PROBE, REFUSED, SUBSCRIBE
+from inflight.core.clock import now_ns
+from inflight.core.errors import FrameError, ProtocolError, StreamGapError
+from inflight.core.frames import MAGIC, MAX_FRAME_BYTES, TokenFrame
+from inflight.core.keys import ClientKeys, prepare_client
+from inflight.stream.journal import JournalWriter
+from inflight.stream.wire import Ack, Beat, Held, Leave, Refused, Subscribe, encode, to_reader
+
+_FRAMES_PER_ACK = 32
+_ACK_NS = 500_000_000
+_REFUSED_NS = 1_000_000_000
+"""For so long a new reader asks again when the engine has another one."""
+_SILENCE_NS = 2_000_000_000
+"""After so long without a sign of life the reader subscribes again, in case that its connection was lost."""
 
 
 class StreamReader:
-    """Receives the frames of one engine in order.
+    """Receives the frames of one engine in order, each once, whatever happens to the connection.
 
-    ZeroMQ's own thread buffers what has not been read yet, without bound, so the generator never waits for the reader.
+    A frame is acknowledged when the next one is asked for; until then the engine keeps it. Where there is a journal, a
+    frame is in it before it is returned, and so before it is acknowledged.
     """
 
-    def __init__(self, endpoint: str):
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        begin: int | None = None,
+        held: Callable[[int, int], Held] = lambda *_: Held(),
+        journal: JournalWriter | None = None,
+        keys: ClientKeys | None = None,
+    ):
+        """begin: number of the first frame; None: the oldest one that no reader has acknowledged. held: says what the
+        engine is told of what the trainer holds; it is given the numbers of tokens and rollouts received here. journal:
+        stays its owner's to close. keys: for an endpoint of TCP."""
+        self._journal = journal
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.rcvhwm = 0
+        self._socket.rcvhwm = 0  # the writer bounds what is on its way
+        self._socket.maxmsgsize = MAX_FRAME_BYTES
         self._socket.linger = 0
+        prepare_client(self._socket, endpoint, keys)
         self._socket.connect(endpoint)
-        self._socket.send(SUBSCRIBE)
-        self._expected = 0
+        self._held_by_trainer, self._told = held, Held()
+        self._num_tokens = self._num_rollouts = 0
+        self._name = secrets.token_hex(8)
+        self.next = begin
+        """Number of the frame that comes next, if the beginning is known."""
+        self._acknowledged = begin or 0
+        self._acknowledged_ns = self._asked_ns = 0
+        self._made_ns = self._heard_ns = now_ns()
+        self._damaged = False
+        """A frame could not be read; nobody knows its number."""
+        self._subscribed = False
+        """The writer has told with which frame it goes on."""
+        self._resent = False
+        """No frame has come since then."""
         self._held: TokenFrame | None = None
+        """The first frame behind a gap of which `receive` has told."""
+        self.state = ""
+        """What the engine said last of what it is doing."""
+        self.num_duplicates = 0
+        """Frames that came again, and were left out."""
+        self.num_bytes = 0
+        """Bytes of all frames received."""
+        self._subscribe()
+
+    @property
+    def socket(self) -> zmq.Socket:
+        """For whoever waits for several readers at once."""
+        return self._socket
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything came from the engine."""
+        return (now_ns() - self._heard_ns) / 1e9
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
-        """The next frame, or None if none came in time.
+        """The next frame, or None if none came in time; the one before is acknowledged now.
 
         Raises FrameError for a frame that cannot be read and StreamGapError when frames were lost; after either,
         `receive` may be called again and goes on right behind the damage. Raises ProtocolError if the engine has
-        another reader.
+        another reader, and JournalError if the journal does not take the frame, which is not acknowledged then.
         """
         if self._held is not None:
             frame, self._held = self._held, None
             return frame
-        parts = [PROBE]
-        while parts == [PROBE]:
-            if not self._socket.poll(timeout_ms):
-                return None
-            parts = self._socket.recv_multipart()
-        if parts == [REFUSED]:
-            raise ProtocolError("this engine's stream has a reader already; it can have one at a time")
-        frame = TokenFrame.decode(parts)
-        sequence, expected = frame.header.sequence, self._expected
-        self._expected = sequence + 1
-        if sequence != expected:
-            self._held = frame
-            raise StreamGapError(f"frames {expected} to {sequence - 1} of engine {frame.header.engine_id} are lost")
-        return frame
+        self._acknowledge()
+        deadline_ns = now_ns() + timeout_ms * 1_000_000
+        while self._has_message() or self._socket.poll(max(0, (deadline_ns - now_ns()) // 1_000_000)):
+            data = self._socket.recv()
+            if data[: len(MAGIC)] != MAGIC:
+                self._hear(data)
+            elif self._subscribed and (frame := self._take(data)) is not None:
+                return frame
+        if now_ns() - max(self._heard_ns, self._asked_ns) > _SILENCE_NS:
+            self._subscribe()
+        return None
 
     def close(self) -> None:
-        self._socket.close()
+        """Let the socket go; the engine keeps what was not acknowledged. Safe to call twice."""
+        if not self._socket.closed:
+            self._acknowledge(at_once=True)
+            self._tell(Leave())
+            self._socket.close(linger=100)
+
+    def _take(self, data: bytes) -> TokenFrame | None:
+        """None for a frame that came before, or comes too early."""
+        self._heard_ns = now_ns()
+        self.num_bytes += len(data)
+        try:
+            frame = TokenFrame.decode(data)
+        except FrameError:
+            self._damaged = True
+            raise
+        number = frame.header.sequence
+        expected = number if self.next is None else self.next
+        if number < expected:
+            self.num_duplicates += 1
+            return None
+        if number > expected and not (self._resent or self._damaged):  # what lies between is sent again
+            self._subscribe()
+            return None
+        self._num_tokens += frame.header.num_tokens
+        self._num_rollouts += len(frame.header.finishes)
+        if self._journal is not None:
+            self._journal.append(data)
+        damaged, self._damaged, self._resent, self.next = self._damaged, False, False, number + 1
+        if number > expected and not damaged:
+            self._held = frame
+            raise _gap(expected, number)
+        return frame
+
+    def _hear(self, data: bytes) -> None:
+        message = to_reader(data)
+        self._heard_ns = now_ns()
+        if isinstance(message, Refused):
+            if self._heard_ns - self._made_ns < _REFUSED_NS:  # the one before may be about to leave
+                sleep(0.05)
+                self._subscribe()
+                return
+            raise ProtocolError("this engine's stream has a reader already; it can have one at a time")
+        if isinstance(message, Beat):
+            self.state = message.state
+            return
+        self._subscribed = self._resent = True
+        if self.next is None:
+            self.next = message.next
+        if message.next > self.next:
+            expected, self.next = self.next, message.next
+            raise _gap(expected, message.next)
+
+    def _subscribe(self) -> None:
+        self._asked_ns, self._subscribed = now_ns(), False
+        self._tell(Subscribe(self._name, self.next))
+
+    def _acknowledge(self, *, at_once: bool = False) -> None:
+        new = (self.next or 0) - self._acknowledged
+        late = now_ns() - self._acknowledged_ns > _ACK_NS
+        rests = at_once or not self._has_message()
+        if late or new >= _FRAMES_PER_ACK or rests:
+            held = self._held_by_trainer(self._num_tokens, self._num_rollouts)
+            if late or new or held != self._told:
+                self._told, self._acknowledged, self._acknowledged_ns = held, self.next or 0, now_ns()
+                self._tell(Ack(self._acknowledged, held))
+
+    def _tell(self, message: Ack | Leave | Subscribe) -> None:
+        with suppress(zmq.Again):  # nobody is there, or reads; what matters of it is said again
+            self._socket.send(encode(message), zmq.NOBLOCK)
+
+    def _has_message(self) -> bool:
+        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+
+def _gap(expected: int, number: int) -> StreamGapError:
+    return StreamGapError(f"frames {expected} to {number - 1} of the engine are lost")

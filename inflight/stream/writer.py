@@ -1,80 +1,149 @@
 """The engine's end of the token stream.
 
-One reader subscribes; while it is connected others are refused. Frames drawn while there is none wait, without bound.
-Frames are not acknowledged, and a lost connection is not resumed: a reader tells what it missed by the gaps in the
-sequence numbers.
+A frame is kept until the reader acknowledges it, and sent again if the connection was lost meanwhile. Only so much is
+on its way at a time; the rest waits here, in memory and beyond a bound on disk. One reader subscribes; while it is
+connected others are refused. When it is gone, the next one begins with the oldest frame that was not acknowledged.
 """
 
 import logging
-from collections import deque
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
-import msgspec
 import zmq
 
+from inflight.core.clock import now_ns
+from inflight.core.errors import ProtocolError
 from inflight.core.frames import TokenFrame
+from inflight.stream.kept_frames import KeptFrames
+from inflight.stream.wire import (
+    MAX_WIRE_BYTES,
+    Ack,
+    Beat,
+    Held,
+    Leave,
+    Refused,
+    Subscribe,
+    Subscribed,
+    encode,
+    to_writer,
+)
 
 logger = logging.getLogger(__name__)
 
-
-SUBSCRIBE = msgspec.msgpack.encode({"type": "Subscribe"})
-"""Reader → writer: send every frame from now on to me."""
-PROBE = b""
-"""Writer → reader: a message without a meaning, which can only be sent if the reader is there."""
-REFUSED = msgspec.msgpack.encode({"type": "Refused"})
-"""Writer → reader: another one is subscribed."""
-_MAX_WIRE_BYTES = 64 << 10
-"""The largest message to the writer; who sends a larger one is disconnected."""
+MEMORY_BYTES = 1 << 30
 _MESSAGES_PER_FLUSH = 16
+_WINDOW_BYTES = 16 << 20
+"""What may be on its way to the reader without being acknowledged."""
+_BEAT_NS = 500_000_000
 
 
 class StreamWriter:
     """Sends frames to the subscribed reader; never blocks the generator."""
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint: str, *, memory_bytes: int = MEMORY_BYTES, spill_directory: Path | None = None):
+        """memory_bytes: frames that wait beyond these go to files in the spill directory (None: the temporary one)."""
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.sndhwm = 0
-        self._socket.maxmsgsize = _MAX_WIRE_BYTES
+        self._socket.maxmsgsize = MAX_WIRE_BYTES
         self._socket.linger = 2000
         self._socket.router_mandatory = True  # a reader that is gone is an error, not a silent loss
         self._socket.bind(endpoint)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._reader: bytes | None = None
-        self._waiting: deque[list[bytes]] = deque()
+        self.kept = KeptFrames(memory_bytes, spill_directory or Path(tempfile.gettempdir()))
+        self.state = ""
+        """What the engine is doing, which the reader is told while no frame comes."""
+        self.trainer = Held()
+        """What the reader said last of what it holds."""
+        self._reader: str | None = None
+        self._address = b""
+        """The connection of the reader, which changes when it connects again."""
+        self._next_to_send = 0
+        self._bytes_on_way = 0
+        self._sent_ns = 0
+
+    def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
+        """Have `bind` bind the socket to another endpoint, which is returned."""
+        return bind(self._socket)
+
+    @property
+    def num_unsent(self) -> int:
+        """Frames that are not on their way yet."""
+        return self.kept.next - self._next_to_send
 
     def send(self, frame: TokenFrame) -> None:
-        """Send a frame behind those that wait, as soon as there is a reader."""
-        self._waiting.append(frame.encode())
+        """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps."""
+        self.kept.append(frame.encode())
         self.flush()
 
     def flush(self) -> None:
-        """Let a new reader subscribe, and send the frames that wait."""
+        """Hear what readers say, and send what the reader can take; if there is nothing, a sign of life."""
         for _ in range(_MESSAGES_PER_FLUSH):  # a flood of them does not stop the generator
-            if not self._socket.poll(0):
+            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 break
-            self._answer(self._socket.recv_multipart())
-        while self._reader is not None and self._waiting:
-            if not self._send_to(self._reader, self._waiting[0]):
-                self._reader = None
+            self._hear(self._socket.recv_multipart())
+        while self._reader and self.num_unsent and self._bytes_on_way < _WINDOW_BYTES:
+            data = self.kept[self._next_to_send]
+            if not self._send(data):
                 return
-            self._waiting.popleft()
+            self._next_to_send += 1
+            self._bytes_on_way += len(data)
+        if self._reader and now_ns() - self._sent_ns > _BEAT_NS:
+            self._send(encode(Beat(self.state)))
+
+    def wait(self, timeout_ms: int) -> None:
+        """Return when a reader says something, at the latest after so long."""
+        self._socket.poll(timeout_ms)
 
     def close(self) -> None:
+        """Let the socket go. What is on its way has two seconds to arrive."""
         self._socket.close()
+        self.kept.close()
 
-    def _answer(self, parts: list[bytes]) -> None:
-        if parts[-1] != SUBSCRIBE:
-            logger.warning("ignored a message on the stream socket that is not a subscription (%d parts)", len(parts))
-            return
-        if self._reader not in (None, parts[0]) and self._send_to(self._reader, [PROBE]):
-            logger.warning("refused a second reader of the stream")
-            self._send_to(parts[0], [REFUSED])
-            return
-        self._reader = parts[0]
-
-    def _send_to(self, reader: bytes | None, parts: list[bytes]) -> bool:
-        """Send a message. Returns False if the reader is gone."""
+    def _hear(self, parts: list[bytes]) -> None:
+        address, *parts = parts
         try:
-            self._socket.send_multipart([reader or b"", *parts])
+            if len(parts) != 1:
+                raise ProtocolError(f"a message on the stream has one part, got {len(parts)}")
+            message = to_writer(parts[0])
+        except ProtocolError as error:
+            logger.warning("ignored what came on the stream: %s", error)
+            return
+        if isinstance(message, Subscribe):
+            self._subscribe(address, message)
+        elif address == self._address and isinstance(message, Leave):
+            self._reader = None
+        elif address == self._address and isinstance(message, Ack):
+            self._acknowledge(min(message.next, self._next_to_send))
+            self.trainer = message.held
+
+    def _subscribe(self, address: bytes, message: Subscribe) -> None:
+        if self._reader not in (None, message.reader) and self._send(encode(Beat(self.state))):
+            logger.warning("refused a second reader of the stream")
+            self._send_to(address, encode(Refused()))
+            return
+        self._reader, self._address = message.reader, address
+        wanted = self.kept.oldest if message.next is None else message.next
+        self._next_to_send = max(self.kept.oldest, min(wanted, self.kept.next))
+        self._bytes_on_way = 0
+        self.kept.forget(self._next_to_send)
+        self._send(encode(Subscribed(self._next_to_send)))
+
+    def _acknowledge(self, below: int) -> None:
+        before = self.kept.bytes_in_memory + self.kept.bytes_in_files
+        self.kept.forget(below)
+        self._bytes_on_way -= before - self.kept.bytes_in_memory - self.kept.bytes_in_files
+
+    def _send(self, data: bytes) -> bool:
+        """Send to the reader. Returns False if it is gone."""
+        self._sent_ns = now_ns()
+        if not self._send_to(self._address, data):
+            self._reader = None
+        return self._reader is not None
+
+    def _send_to(self, address: bytes, data: bytes) -> bool:
+        try:
+            self._socket.send_multipart([address, data])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -1,127 +1,44 @@
-"""GRPO (Shao et al., arXiv 2402.03300) against a generator that never stops: groups of rollouts come in scored, a
-corrected policy-gradient step is taken, and new weights are published while the generator goes on drawing."""
+"""GRPO (Shao et al., arXiv 2402.03300) and its kin against a generator that never stops: groups of rollouts come in
+scored, a corrected policy-gradient step is taken, and new weights are published while the generator goes on drawing."""
 
 import logging
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import InitVar, dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict, replace
 from itertools import islice
+from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import NonFiniteLossError
-from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span, spanned
-from inflight.training.data.batch import PackedBatch
-from inflight.training.data.scored_groups import Dropped, group_advantages, measure_consumed
-from inflight.training.data.scoring import Score, Scorer
-from inflight.training.data.staleness_filter import StalenessRule, check_rules
-from inflight.training.model.forward import token_logprobs
-from inflight.training.objective.loss import policy_loss
-from inflight.training.objective.objective import Objective, resolve
+from inflight.observability.loggers import Logger
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.training.config import GRPOConfig
+from inflight.training.data.rewards import mean_parts
+from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed
+from inflight.training.data.scoring import GroupScorer, Score
+from inflight.training.evaluation import Evaluation
+from inflight.training.objective.objective import resolve
 from inflight.training.objective.probe import VersionProbe
-from inflight.training.objective.statistics import LossStats
-from inflight.training.reference import ReferenceScorer, reference_scorer
+from inflight.training.reference import ReferenceScorer, charge_kl, reference_scorer
 from inflight.training.report import StepReport
 from inflight.training.schedules import (
     ROLLOUT_SCHEDULES,
     Admission,
     Example,
+    HasProgress,
     RolloutEngine,
-    RolloutSchedule,
     WeightPublisher,
 )
-from inflight.training.step import check_finite, clip_and_step
+from inflight.training.step import check_finite
+from inflight.training.update import Update, train_step
+
+__all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GRPOConfig:
-    """What a run of GRPO is made of, besides model, optimizer and prompts."""
-
-    steps: int = 100
-    groups_per_step: int = 32
-    """Groups of `sampling.n` rollouts that one optimizer step consumes."""
-    groups_in_flight: int = 0
-    """Groups submitted and not taken by the trainer yet, at most: what bounds how old tokens get. 0: twice
-    groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
-    objective: str | Objective | None = None
-    """What is minimised: an `Objective`, or the name of one of `objective.PRESETS`; None is "tis"."""
-    correction: InitVar[str | Objective | None] = None
-    """Another name of the argument `objective`; giving both raises ValueError. It is read as `objective`."""
-    staleness: tuple[StalenessRule, ...] = ()
-    """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
-    updates_per_batch: int = 1
-    """Optimizer steps on the same batch. With more than one, objectives whose proximal policy is "recomputed" have one
-    to differ from."""
-    probe_every: int = 0
-    """Steps between two at which mismatch and staleness are told apart (`VersionProbe`); 0: never."""
-    micro_batch_tokens: int = 0
-    """Tokens of one forward and backward pass at most, for a step that does not fit into memory; 0: no bound."""
-    max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it; 0: none are. Steps with a gradient that is not finite are
-    skipped either way."""
-    scale_advantages: bool = True
-    """Divide by the standard deviation of the group's rewards; False is Dr. GRPO's (arXiv 2503.20783)."""
-    advantage_ddof: int = 0
-    """That standard deviation divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and SkyRL."""
-    skip_uniform_groups: bool = True
-    """Leave groups of equal rewards out of the forward pass. Their advantage is 0, and they still count in what the
-    loss is averaged over, so that the gradient is the same, and cheaper. Where the objective has a KL penalty or an
-    entropy bonus they stay, as these are about them too. A step of nothing but such groups is not taken."""
-    schedule: RolloutSchedule = "inflight"
-    """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
-    is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
-
-    def __post_init__(self, correction: str | Objective | None) -> None:
-        objective = resolve(self.objective, correction=correction)
-        if objective.proximal == "recomputed" and self.updates_per_batch < 2:
-            raise ValueError(
-                f"{self.objective or correction!r} recomputes its proximal policy for several steps on a batch; with "
-                "one step that is the policy being trained: set updates_per_batch, or take another objective"
-            )
-        object.__setattr__(self, "objective", objective)
-        for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.schedule not in ROLLOUT_SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(ROLLOUT_SCHEDULES)}, got {self.schedule!r}")
-        if self.sampling.n < 2:
-            raise ValueError(
-                f"GRPO compares the samples of a group: sampling.n must be at least 2, got {self.sampling.n}"
-            )
-        if self.sampling.greedy:
-            raise ValueError(
-                "sampling.temperature is 0, which always takes the likeliest token: the samples of a group would be "
-                "one and the same, without an importance ratio; take a temperature above 0"
-            )
-        if self.advantage_ddof >= self.sampling.n:
-            raise ValueError(f"advantage_ddof ({self.advantage_ddof}) must be less than sampling.n ({self.sampling.n})")
-        if 0 < self.micro_batch_tokens <= self.sampling.max_tokens:
-            raise ValueError(
-                f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
-                f"sampling.max_tokens ({self.sampling.max_tokens})"
-            )
-        check_rules(self.staleness)
-        if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
-            raise ValueError(
-                f"groups_in_flight ({self.groups_in_flight}) must be at least groups_per_step ({self.groups_per_step})"
-            )
-
-    @property
-    def skips_uniform_groups(self) -> bool:
-        """Whether groups of equal rewards are left out: if that is wanted, and the objective is about rewards alone."""
-        objective = resolve(self.objective)
-        return self.skip_uniform_groups and not objective.kl_weight and not objective.entropy_weight
-
-
-_LEAST = dict.fromkeys(("steps", "groups_per_step", "updates_per_batch"), 1)
-_LEAST |= dict.fromkeys(("groups_in_flight", "probe_every", "micro_batch_tokens", "max_grad_norm", "advantage_ddof"), 0)
 
 
 def grpo(
@@ -129,133 +46,201 @@ def grpo(
     publisher: WeightPublisher,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    examples: Iterable[Example],
-    score: Score | Scorer,
+    examples: Iterable[Any],
+    score: Score | GroupScorer,
     config: GRPOConfig,
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     *,
     reference: nn.Module | None = None,
+    run: HasProgress | None = None,
+    evaluation: Evaluation | None = None,
+    loggers: Sequence[Logger] = (),
 ) -> Iterator[StepReport]:
     """Train for `config.steps` optimizer steps, or until the examples end; yields after each. Groups still in flight at
     the end are cancelled.
 
-    reference: the policy that the objective's KL penalty refers to, where it has one, such as a copy of the model made
-    before training; it is put into evaluation mode, and scores every batch once. None: a PEFT model without its
-    adapters. Where there is neither, ValueError is raised at once.
+    examples: prompts as `engine.submit` takes them (text, token ids, chat messages, rows of a `datasets.Dataset`), or
+    `Example`s of such a prompt and metadata.
+    score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
+    reference: the policy that a KL penalty refers to, where there is one, such as a copy of the model made before
+    training; it is put into evaluation mode, and scores every batch once. None: a PEFT model without its adapters.
+    Where there is neither, ValueError is raised at once.
+    run: an `inflight.Run`, whose `progress` is told before each report how far training has come: save model, optimizer
+    and `lr_scheduler` after it, and then the run. Of a run that was loaded, training goes on with the next step; the
+    same examples must be given, of which those that were submitted before are skipped.
+    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last; that is waited
+    for when the reports have ended. What has ended comes with the next report, and lies in `evaluation.results`.
+    loggers: each is told the numbers of every report, `log(step, report.as_dict())`; they stay their owner's to close.
     An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
     are never published: NonFiniteWeightsError ends the run, and the engine keeps those that it has.
     """
-    score_reference = reference_scorer(resolve(config.objective), model, reference)
+    score_reference = reference_scorer(
+        resolve(config.objective), model, reference, reward_kl_weight=config.reward_kl_weight
+    )
     check_finite(model)
-    advantages_of = partial(group_advantages, scale=config.scale_advantages, ddof=config.advantage_ddof)
 
     def steps() -> Iterator[StepReport]:
-        meter = engine.staleness
-        meter.trainer_version = publisher.version
-        probe = VersionProbe(model) if config.probe_every else None
-        if probe is not None:
-            probe.remember(meter.trainer_version)
-        num_skipped, dropped = 0, Dropped()
+        progress = GRPOProgress() if run is None else msgspec.convert(run.progress.get("grpo", {}), GRPOProgress)
+        trainer = _Trainer(
+            engine.staleness, publisher, model, optimizer, config, lr_scheduler, score_reference, progress
+        )
         limit = config.groups_per_step
         if config.schedule == "inflight":
             limit = config.groups_in_flight or 2 * limit
-        prompts = iter(examples)
-        with Admission(engine, publisher, prompts, config.sampling, score, config.groups_per_step, limit) as admission:
-            source = ROLLOUT_SCHEDULES[config.schedule](admission)
-            for step, scored in enumerate(islice(spanned("wait for rollouts", source), config.steps), 1):
-                batch = scored.pack(
-                    trainer_version=meter.trainer_version,
-                    staleness=config.staleness,
-                    advantages_of=advantages_of,
-                    skip_uniform=config.skips_uniform_groups,
-                )
-                dropped += scored.dropped
-                update = Update()
-                staleness = causes = None
-                if batch is not None:
-                    causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
-                    update = train_step(model, optimizer, batch, config, score_reference=score_reference)
-                    num_skipped += update.num_skipped
-                    if lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
-                        lr_scheduler.step()
-                    staleness = measure_consumed(meter, batch)
-                check_finite(model, trainable=True)
-                version = publisher.publish()
-                if probe is not None:
-                    probe.remember(meter.trainer_version)
-                yield StepReport(
-                    step=step,
-                    version=version,
-                    reward=scored.mean_reward,
-                    num_tokens=sum(len(rollout.token_ids) for rollout in scored.rollouts),
-                    stats=update.stats,
-                    grad_norm=update.grad_norm,
-                    num_skipped=num_skipped,
-                    staleness=staleness,
-                    causes=causes,
-                    dropped=dropped,
-                    finished_ns=now_ns(),
-                    groups=scored.groups,
-                )
-        logger.info("left out of the batches: %s", dropped)
+        admission = Admission(
+            engine,
+            publisher,
+            islice(examples, progress.num_submitted, None),
+            config.sampling,
+            score,
+            config.groups_per_step,
+            limit,
+            in_flight=set(progress.in_flight),
+            num_submitted=progress.num_submitted,
+            most_replaced=config.replace_uniform_groups,
+        )
+        step = begin = progress.step
+        with nullcontext() if evaluation is None else closing(evaluation):
+            _begin_evaluation(engine, publisher, evaluation, progress)
+            with admission:
+                source = spanned("wait for rollouts", ROLLOUT_SCHEDULES[config.schedule](admission))
+                for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
+                    report = trainer.take(step, scored)
+                    if evaluation is not None:
+                        if step % evaluation.every == 0:
+                            evaluation.start(step, publisher.version)
+                        report = replace(report, evaluations=tuple(evaluation.finished()))
+                    if run is not None:
+                        progress = trainer.progress(step, admission, [] if evaluation is None else evaluation.running)
+                        run.progress["grpo"] = msgspec.to_builtins(progress)
+                    for each in loggers:
+                        each.log(step, report.as_dict())
+                    yield report
+            logger.info("left out of the batches: %s", trainer.dropped)
+            if evaluation is not None:
+                _end_evaluation(evaluation, step, publisher.version, loggers)
 
     return steps()
 
 
-@dataclass(slots=True)
-class Update:
-    """What became of the optimizer steps on one batch."""
+class GRPOProgress(msgspec.Struct, frozen=True):
+    """How far `grpo` has come."""
 
-    stats: LossStats | None = None
-    """Statistics of the first step; None if its loss was not finite."""
-    grad_norm: float | None = None
-    """Norm of the gradient, before it was clipped, of the first step that had a finite loss."""
+    step: int = 0
+    """Steps that were taken."""
+    num_submitted: int = 0
+    """Examples that were submitted."""
+    in_flight: list[int] = []
+    """Ids of the groups that were submitted and not taken."""
     num_skipped: int = 0
-    """Steps that were not taken because their loss or gradient was not finite."""
+    """As in StepReport; so is `dropped`."""
+    dropped: dict[str, int] = {}
+    evaluating: list[int] = []
+    """Ids of the groups of an evaluation that was under way."""
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: PackedBatch,
-    config: GRPOConfig,
-    *,
-    score_reference: ReferenceScorer | None = None,
-) -> Update:
-    """Take the optimizer steps on one batch. A batch on the CPU is moved in micro-batches. score_reference: computes
-    the log-probabilities that the KL penalty refers to, where the objective has one and the batch does not bring
-    them."""
-    parts = batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]
-    if resolve(config.objective).proximal == "recomputed":
-        with torch.no_grad():
-            parts = [part.with_column("proximal_logprobs", token_logprobs(model, part)) for part in parts]
-    if score_reference is not None and batch.reference_logprobs is None:
+class _Trainer:
+    """Takes the optimizer steps, and publishes after each."""
+
+    def __init__(
+        self,
+        meter: StalenessMeter,
+        publisher: WeightPublisher,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: GRPOConfig,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+        score_reference: ReferenceScorer | None,
+        progress: GRPOProgress,
+    ):
+        self._meter, self._publisher, self._config = meter, publisher, config
+        self._model, self._optimizer, self._lr_scheduler = model, optimizer, lr_scheduler
+        self._score_reference = score_reference
+        self._num_skipped, self.dropped = progress.num_skipped, Dropped(**progress.dropped)
+        meter.trainer_version = publisher.version
+        self._probe = VersionProbe(model) if config.probe_every else None
+        if self._probe is not None:
+            self._probe.remember(meter.trainer_version)
+
+    def take(self, step: int, scored: ScoredGroups) -> StepReport:
+        """Train on the groups of a step, and publish."""
+        config, probe = self._config, self._probe
+        charged, reward_kl = self._charge_kl(scored)
+        batch = charged.pack(
+            trainer_version=self._meter.trainer_version,
+            staleness=config.staleness,
+            advantages=config.advantage_function,
+            skip_uniform=config.skips_uniform_groups,
+            mask_truncated=config.mask_truncated,
+        )
+        self.dropped += charged.dropped
+        update, staleness, causes = Update(), None, None
+        if batch is not None:
+            causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
+            update = train_step(self._model, self._optimizer, batch, config, score_reference=self._score_reference)
+            self._num_skipped += update.num_skipped
+            if self._lr_scheduler is not None and update.num_skipped < config.updates_per_batch:
+                self._lr_scheduler.step()
+            staleness = measure_consumed(self._meter, batch)
+        check_finite(self._model, trainable=True)
+        version = self._publisher.publish()
+        if probe is not None:
+            probe.remember(self._meter.trainer_version)
+        return StepReport(
+            step=step,
+            version=version,
+            reward=scored.mean_reward,
+            reward_parts=mean_parts(scored.drawn),
+            num_tokens=sum(len(rollout.token_ids) for rollout in scored.rollouts),
+            stats=update.stats,
+            grad_norm=update.grad_norm,
+            lr_factor=update.lr_factor,
+            num_skipped=self._num_skipped,
+            reward_kl=reward_kl,
+            staleness=staleness,
+            causes=causes,
+            dropped=self.dropped,
+            finished_ns=now_ns(),
+            groups=scored.groups,
+        )
+
+    def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
+        """How far the run has come after a step."""
+        in_flight, dropped = sorted(admission.in_flight), asdict(self.dropped)
+        return GRPOProgress(step, admission.num_submitted, in_flight, self._num_skipped, dropped, evaluating)
+
+    def _charge_kl(self, scored: ScoredGroups) -> tuple[ScoredGroups, float | None]:
+        """The groups with rewards that were charged for their KL, and its mean; or as they are, and None."""
+        config = self._config
+        if not config.reward_kl_weight or self._score_reference is None:
+            return scored, None
         with span("reference"):
-            parts = [part.with_column("reference_logprobs", score_reference(part)) for part in parts]
-    update = Update()
-    for index in range(config.updates_per_batch):
-        try:
-            stats = _backward(model, parts, config)
-        except NonFiniteLossError as error:
-            optimizer.zero_grad()
-            update.num_skipped += 1
-            logger.warning("an optimizer step was skipped: %s", error)
-            continue
-        with span("optimizer step"):
-            norm = clip_and_step(optimizer, max_grad_norm=config.max_grad_norm)
-        update.num_skipped += not math.isfinite(norm)
-        update.grad_norm = norm if update.grad_norm is None else update.grad_norm
-        update.stats = stats if index == 0 else update.stats
-    return update
+            return charge_kl(
+                scored,
+                self._score_reference,
+                kind=config.reward_kl,
+                weight=config.reward_kl_weight,
+                micro_batch_tokens=config.micro_batch_tokens,
+            )
 
 
-def _backward(model: nn.Module, parts: list[PackedBatch], config: GRPOConfig) -> LossStats | None:
-    """Add up the gradients of the micro-batches. Returns their statistics."""
-    total: LossStats | None = None
-    for part in parts:
-        with span("forward", tokens=part.num_drawn):
-            loss, stats = policy_loss(model, part, objective=config.objective)
-        with span("backward"):
-            loss.backward()
-        total = stats if total is None else total + stats
-    return total
+def _begin_evaluation(
+    engine: RolloutEngine, publisher: WeightPublisher, evaluation: Evaluation | None, progress: GRPOProgress
+) -> None:
+    """Evaluate before the first step, or once more what was under way when a run was saved."""
+    if progress.evaluating:
+        engine.stream.drop(progress.evaluating)
+        engine.cancel(progress.evaluating)
+    if evaluation is not None and (progress.step == 0 or progress.evaluating):
+        evaluation.start(progress.step, publisher.version)
+
+
+def _end_evaluation(evaluation: Evaluation, step: int, version: int, loggers: Sequence[Logger]) -> None:
+    """Wait for what is under way, and evaluate the last version if that was not done."""
+    evaluation.wait()
+    if evaluation.last_begun != step:
+        evaluation.start(step, version)
+        evaluation.wait()
+    for result in evaluation.finished():
+        for each in loggers:
+            each.log(step, result.as_dict())

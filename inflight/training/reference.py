@@ -1,15 +1,20 @@
-"""The policy that a KL penalty refers to: a model of its own, or what a model with adapters is without them."""
+"""The policy that a KL penalty refers to: a model of its own, or what a model with adapters is without them; and the
+penalty where it is part of the reward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
-from inflight.training.data.batch import PackedBatch
+from inflight.training.data.batch import PackedBatch, pack
+from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.kl import KLEstimator, kl_estimate
 from inflight.training.objective.objective import Objective
 from inflight.weights.lora import is_peft
 from inflight.weights.tensors import unwrap
@@ -18,15 +23,20 @@ ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
 """A function that computes the log-probabilities f32[n] of a batch's drawn tokens, without gradient."""
 
 
-def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Module | None) -> ReferenceScorer | None:
-    """The function that scores tokens for the objective's KL penalty, or None if it has no such penalty.
+def reference_scorer(
+    objective: Objective, model: nn.Module, reference: nn.Module | None, *, reward_kl_weight: float = 0.0
+) -> ReferenceScorer | None:
+    """The function that scores tokens for a KL penalty, in the objective or in the reward, or None if there is none.
 
     reference: put into evaluation mode and never changed. None: the base of a PEFT model, whose adapters are switched
     off for a forward pass. Raises ValueError if there is no policy to refer to, or one that nothing refers to.
     """
-    if not objective.kl_weight:
+    if not objective.kl_weight and not reward_kl_weight:
         if reference is not None:
-            raise ValueError("reference is given, but the objective has no KL penalty: set Objective(kl_weight=…)")
+            raise ValueError(
+                "reference is given, but there is no KL penalty: set Objective(kl_weight=…), or "
+                "GRPOConfig(reward_kl_weight=…)"
+            )
         return None
     if reference is not None:
         if unwrap(reference) is unwrap(model):
@@ -38,8 +48,9 @@ def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Modul
     if is_peft(model):
         peft_model: Any = unwrap(model)
         return partial(_score, model, peft_model.disable_adapter)
+    name, weight = ("kl_weight", objective.kl_weight) if objective.kl_weight else ("reward_kl_weight", reward_kl_weight)
     raise ValueError(
-        f"the objective has kl_weight={objective.kl_weight}, a KL penalty to a reference policy, but there is none: "
+        f"{name}={weight} asks for a KL penalty to a reference policy, but there is none: "
         "give reference=copy.deepcopy(model), made before training, which takes the memory of a second model; or train "
         "adapters of PEFT, where the model without them is the reference"
     )
@@ -49,3 +60,26 @@ def reference_scorer(objective: Objective, model: nn.Module, reference: nn.Modul
 def _score(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]], batch: PackedBatch) -> torch.Tensor:
     with context():
         return token_logprobs(policy, batch)
+
+
+def charge_kl(
+    scored: ScoredGroups, score_reference: ReferenceScorer, *, kind: KLEstimator, weight: float, micro_batch_tokens: int
+) -> tuple[ScoredGroups, float]:
+    """The same groups with rewards r − weight · Σ_t KL_t, and the mean of Σ_t KL_t over their rollouts. There must be a
+    group.
+
+    Σ_t runs over the drawn tokens of the rollout, and KL_t is estimated from the log-probability recorded when the
+    token was drawn, π_b, and that of the reference policy. With k1 its expectation is KL(π_b ‖ π_ref) of the whole
+    answer, and what it adds to the expected gradient of the reward is the gradient of that KL, on-policy (RLOO,
+    Ahmadian et al., arXiv 2402.14740, §2). REINFORCE++ charges each token for the KL from it on instead. Rollouts are
+    copied: those that are given keep the rewards that they have.
+    """
+    batch = pack(scored.rollouts, [0.0] * len(scored.rollouts))
+    kl_of: dict[int, float] = {}
+    for part in batch.micro_batches(micro_batch_tokens) if micro_batch_tokens else [batch]:
+        behavior = part.behavior_logprobs[part.drawn].double()
+        estimates = kl_estimate(kind, behavior, score_reference(part).double().to(behavior.device))
+        kls = estimates.new_zeros(part.num_sequences).index_add(0, part.sequence_ids[part.drawn], estimates)
+        kl_of |= {id(rollout): kl for rollout, kl in zip(part.rollouts, kls.tolist(), strict=True)}
+    groups = [[replace(r, reward=(r.reward or 0.0) - weight * kl_of[id(r)]) for r in group] for group in scored.groups]
+    return ScoredGroups(groups, scored.dropped), fmean(kl_of.values())

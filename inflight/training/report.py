@@ -1,10 +1,13 @@
-"""What a training loop reports of an optimizer step."""
+"""What one optimizer step of `grpo` was like."""
 
 from dataclasses import dataclass, field
+from math import nan
+from statistics import fmean, pstdev
 
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import TokenStaleness
 from inflight.training.data.scored_groups import Dropped
+from inflight.training.evaluation import EvaluationResult
 from inflight.training.objective.probe import RatioCauses
 from inflight.training.objective.statistics import LossStats, known
 
@@ -17,7 +20,9 @@ class StepReport:
     version: int
     """The newest version that the engine was sent, after the step."""
     reward: float
-    """Mean over all rollouts of the step."""
+    """Mean over all rollouts that were drawn for the step, those of groups that others replaced included."""
+    reward_parts: dict[str, float]
+    """The same mean of each of several score functions, by its name (`inflight.Rewards`)."""
     num_tokens: int
     """Drawn tokens of the step's rollouts."""
     stats: LossStats | None
@@ -25,8 +30,12 @@ class StepReport:
     or if the loss was not finite."""
     grad_norm: float | None
     """Norm of the first update's gradient before it was clipped; None where there was none."""
+    lr_factor: float | None
+    """What the first update's learning rate was multiplied by for its effective sample size; None where it was not."""
     num_skipped: int
     """Updates since the run began that were not taken because their loss or gradient was not finite."""
+    reward_kl: float | None
+    """Mean KL of a rollout, Σ_t KL_t, that its reward was charged for; None without a KL penalty in the reward."""
     staleness: TokenStaleness | None
     """How old the step's tokens were; None if there was no batch."""
     causes: RatioCauses | None
@@ -37,6 +46,13 @@ class StepReport:
     """The time at which the step ended, CLOCK_MONOTONIC."""
     groups: list[list[Rollout]] = field(repr=False)
     """The step's rollouts, with text, rewards and metadata."""
+    evaluations: tuple[EvaluationResult, ...] = ()
+    """Evaluations of earlier versions that have ended since the step before."""
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The samples of all groups."""
+        return [rollout for group in self.groups for rollout in group]
 
     @property
     def mean_length(self) -> float:
@@ -44,21 +60,37 @@ class StepReport:
         return self.num_tokens / sum(map(len, self.groups))
 
     @property
+    def lengths(self) -> dict[str, float]:
+        """The least and the largest number of drawn tokens of a rollout, "min" and "max"; their standard deviation,
+        "std"; and the mean of those that stopped by themselves, "stopped_mean", NaN if none did."""
+        lengths = [len(rollout.token_ids) for rollout in self.rollouts]
+        stopped = [len(rollout.token_ids) for rollout in self.rollouts if rollout.finish_reason == "stop"]
+        numbers = {"min": min(lengths), "max": max(lengths), "std": pstdev(lengths)}
+        return numbers | {"stopped_mean": fmean(stopped) if stopped else nan}
+
+    @property
     def truncated(self) -> float:
         """Share of the rollouts that ended because they had reached `max_tokens`."""
-        reasons = [rollout.finish_reason for group in self.groups for rollout in group]
+        reasons = [rollout.finish_reason for rollout in self.rollouts]
         return reasons.count("length") / len(reasons)
+
+    @property
+    def reward_std(self) -> float:
+        """Mean over groups of the standard deviation of their rewards: how much there is to learn from."""
+        return fmean(pstdev([rollout.reward or 0.0 for rollout in group]) for group in self.groups)
 
     def as_dict(self) -> dict[str, float]:
         """All of it as numbers under flat names, for any logger: those of `LossStats.as_dict` ("loss", "ratio/ess", …),
-        "step", "version", "reward", "num_tokens" (drawn; "ratio/num_tokens" is those in the loss), "mean_length",
-        "truncated", "grad_norm", "num_skipped", those of `Dropped.as_dict` ("dropped/num_failed_groups",
+        "step", "version", "reward", "reward_std", "reward/NAME" (each of several score functions), "reward_kl",
+        "num_tokens" (drawn; "ratio/num_tokens" is those in the loss), "mean_length", "length/min" and the like,
+        "truncated", "grad_norm", "lr_factor", "num_skipped", those of `Dropped.as_dict` ("dropped/num_failed_groups",
         "dropped/stale_share", …), means of "staleness/weight_lag_ms", "/policy_age_ms", "/token_age_ms" and
-        "/version_lag", and "probe/mismatch/kl" and the like where the step was probed. What is None or NaN is left
-        out."""
-        names = ("step", "version", "reward", "num_tokens", "mean_length", "truncated", "grad_norm", "num_skipped")
+        "/version_lag", "probe/mismatch/kl" and the like where the step was probed, and those of the newest evaluation
+        that has ended (`EvaluationResult.as_dict`). What is None or NaN is left out."""
         numbers: dict[str, float | None] = {} if self.stats is None else {**self.stats.as_dict()}
-        numbers |= {name: getattr(self, name) for name in names}
+        numbers |= {name: getattr(self, name) for name in _NUMBERS}
+        numbers |= {f"reward/{name}": mean for name, mean in self.reward_parts.items()}
+        numbers |= {f"length/{name}": number for name, number in self.lengths.items()}
         if self.staleness is not None:
             for column in ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag"):
                 numbers[f"staleness/{column}"] = float(getattr(self.staleness, column).mean())
@@ -66,4 +98,10 @@ class StepReport:
         if self.causes is not None:
             for cause in ("mismatch", "staleness", "total"):
                 numbers |= getattr(self.causes, cause).as_dict(f"probe/{cause}")
+        for evaluation in self.evaluations:
+            numbers |= evaluation.as_dict()
         return known(numbers)
+
+
+_NUMBERS = ("step", "version", "reward", "reward_std", "reward_kl", "num_tokens", "mean_length", "truncated")
+_NUMBERS += ("grad_norm", "lr_factor", "num_skipped")

@@ -12,7 +12,7 @@ Letters are batches, numbers the weight versions that draw them:
 
 When the prompts end, what is in flight is still taken: the last batch may be smaller. A group that cannot be trained
 on, because a sample of it was cancelled or ended with an error, or none has a reward, is replaced by another prompt
-while its batch is taken.
+while its batch is taken; so are groups of equal rewards, up to a bound, where that is wanted.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,14 +27,23 @@ from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
-from inflight.training.data.scoring import Score, Scorer
+from inflight.training.data.scoring import GroupScorer, Score
+
+_LIVE_S = 3600.0
+"""As long as a publisher waits for a slot, which an evaluation may keep."""
 
 
 class Example(NamedTuple):
-    """A prompt, as text or token ids, and what its score function needs to know."""
+    """A prompt, as `engine.submit` takes it, and what its score function needs to know."""
 
     prompt: Any
     metadata: Mapping[str, Any]
+
+
+def as_example(example: Any) -> Example:
+    """An example as such, or what `engine.submit` takes for a prompt: text, token ids, chat messages, or a row of a
+    dataset, whose other columns become metadata."""
+    return example if isinstance(example, Example) else Example(example, {})
 
 
 class RolloutEngine(Protocol):
@@ -45,10 +54,10 @@ class RolloutEngine(Protocol):
     @property
     def staleness(self) -> StalenessMeter: ...
     def submit(
-        self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None
+        self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None, train: bool = True
     ) -> list[int]: ...
     def cancel(self, group_ids: list[int] | None = None) -> None: ...
-    def wait_for_version(self, version: int) -> None: ...
+    def wait_for_version(self, version: int, *, timeout_s: float) -> None: ...
 
 
 class WeightPublisher(Protocol):
@@ -62,6 +71,12 @@ class WeightPublisher(Protocol):
     def publish(self) -> int: ...
 
 
+class HasProgress(Protocol):
+    """Where a training loop notes how far it has come, and reads it when it goes on; `inflight.Run` is one."""
+
+    progress: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Admission:
     """Keeps at most `limit` groups in flight: submitted, and not taken by the trainer yet.
@@ -71,13 +86,18 @@ class Admission:
 
     engine: RolloutEngine
     publisher: WeightPublisher
-    examples: Iterator[Example]
+    examples: Iterator[Any]
+    """Each is an `Example`, or a prompt as `as_example` takes it."""
     sampling: SamplingParams
-    score: Score | Scorer
+    score: Score | GroupScorer
     """Computes the rewards of a group as soon as it has finished."""
     groups_per_step: int
     limit: int
-    in_flight: set[int] = field(default_factory=set, init=False)
+    in_flight: set[int] = field(default_factory=set)
+    num_submitted: int = 0
+    """Examples that were taken so far."""
+    most_replaced: int = 0
+    """Groups of equal rewards that further prompts take the place of, at most, for each batch."""
 
     def fill(self, version: int | None = None) -> None:
         """Submit prompts up to the limit, or until there are no more.
@@ -90,13 +110,16 @@ class Admission:
         """The next groups that can be trained on, with their rewards: those of one step, fewer if the prompts have
         ended.
 
-        version: the one with which the groups were submitted, for what replaces those that cannot be trained on.
+        version: the one with which the groups were submitted, for what replaces those that cannot be trained on, or
+        that have equal rewards.
         Raises InflightError if more groups than a step has cannot, and what the stream raises.
         """
         scored, count = ScoredGroups(), self.groups_per_step
         for group in self.engine.stream.groups(score=self.score):
             self.in_flight.discard(group[0].group_id)
             if scored.add(group):
+                if len(scored.replaced) < self.most_replaced and scored.last_is_uniform and self._replace(version):
+                    scored.replace_last()
                 if len(scored.groups) == count:
                     break
                 continue
@@ -112,17 +135,18 @@ class Admission:
     def wait_until_live(self) -> int:
         """Wait until a slot holds the newest version that was published: prompts can be pinned to it. Returns it."""
         version = self.publisher.version
-        self.engine.wait_for_version(version)
+        self.engine.wait_for_version(version, timeout_s=_LIVE_S)
         return version
 
-    def _submit(self, examples: list[Example], version: int | None) -> None:
-        if examples:
+    def _submit(self, taken: list[Any], version: int | None) -> None:
+        if examples := [as_example(example) for example in taken]:
             prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
             self.in_flight.update(self.engine.submit(prompts, self.sampling, metadata=metadata, version=version))
+            self.num_submitted += len(examples)
 
-    def _replace(self, version: int | None) -> None:
+    def _replace(self, version: int | None) -> bool:
         """Submit one more prompt, under the live version if `version` is gone: no slot keeps an older version once the
-        last group that is pinned to it has ended."""
+        last group that is pinned to it has ended. Returns whether there was a prompt."""
         examples = list(islice(self.examples, 1))
         try:
             self._submit(examples, version)
@@ -130,6 +154,7 @@ class Admission:
             if version is None:
                 raise
             self._submit(examples, LIVE_VERSION)  # raises again if it was the prompt that the engine refused
+        return bool(examples)
 
     def __enter__(self) -> "Admission":
         return self

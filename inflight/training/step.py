@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -12,13 +14,14 @@ from inflight.core.errors import NonFiniteWeightsError
 logger = logging.getLogger(__name__)
 
 
-def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0) -> float:
+def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.0, lr_factor: float = 1.0) -> float:
     """Scale the gradients of the optimizer's parameters down to `max_grad_norm` if their norm is larger (0: leave them
-    as they are), take a step and zero them. Returns the norm that they had.
+    as they are), take a step and zero them. Returns the norm that they had. lr_factor: what learning rates are
+    multiplied by for this step alone, such as `ess_factor`.
 
-    If that is NaN or infinite no step is taken: parameters and the optimizer's state stay what they are, the gradients
-    are zeroed, and a warning is logged. `math.isfinite` of what is returned tells. One such step would make every
-    parameter NaN. Raises ValueError for a bound that is negative or NaN.
+    If the norm is NaN or infinite no step is taken: parameters and the optimizer's state stay what they are, the
+    gradients are zeroed, and a warning is logged. `math.isfinite` of what is returned tells. One such step would make
+    every parameter NaN. Raises ValueError for a bound that is negative or NaN.
     """
     if not max_grad_norm >= 0:
         raise ValueError(f"max_grad_norm must be at least 0 (0 does not clip), got {max_grad_norm}")
@@ -26,11 +29,36 @@ def clip_and_step(optimizer: torch.optim.Optimizer, *, max_grad_norm: float = 1.
     total = nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     if math.isfinite(norm):
-        optimizer.step()
+        with _scaled_rates(optimizer, lr_factor):
+            optimizer.step()
     else:
         logger.warning("an optimizer step was skipped: the norm of its gradient is %s", norm)
     optimizer.zero_grad()
     return norm
+
+
+@contextmanager
+def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if factor != 1:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def ess_factor(ess: float, reference: float) -> float:
+    """√(min(1, ess / reference)), by which VCPO multiplies the learning rate of a step (Huang et al., arXiv 2602.17616,
+    §3.2; "sqrt" of the authors' code, mit-han-lab/vcpo).
+
+    ess: effective sample size of the sequences of the step as a share of their number, from ratios without any bound
+    (`LossStats.sequences.ess`). reference: what it is on-policy: 1, or less where engine and trainer differ in
+    numerics. A step without sequences (NaN) is not scaled. Ranks of a trainer must take the same factor.
+    """
+    return 1.0 if math.isnan(ess) else math.sqrt(min(1.0, ess / reference))
 
 
 @torch.no_grad()

@@ -1,5 +1,4 @@
-"""Slots in device memory, shared by CUDA IPC. One handle per slot is exported when a publisher attaches; a publish
-re-exports nothing."""
+"""Slots in device memory, shared by CUDA IPC: a handle per slot is exported when a publisher attaches, none later."""
 
 import os
 from typing import Any
@@ -38,9 +37,8 @@ class CudaSlot:
 
     @staticmethod
     def attach(descriptor: CudaIpcDescriptor) -> torch.Tensor:
-        """Map a slot of another process, u8[nbytes], on the GPU where this one computes or on another of this machine;
-        copies then go from GPU to GPU. Raises ProtocolError if this process cannot see that GPU, or may not map its
-        memory."""
+        """Map a slot of another process, u8[nbytes], on any GPU of this machine; copies may then go from GPU to GPU.
+        Raises ProtocolError if this process cannot see that GPU, or may not map its memory."""
         uuid, nbytes, handle, storage_bytes, offset, *events = msgspec.structs.astuple(descriptor)
         view = torch.Tensor, (nbytes,), (1,), 0
         devices = {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}

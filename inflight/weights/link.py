@@ -6,8 +6,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -18,9 +18,9 @@ from inflight.core.errors import (
     EngineDiedError,
     EngineHungError,
     InflightError,
-    ProtocolError,
     PublisherConflictError,
 )
+from inflight.core.keys import ClientKeys, is_tcp
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import (
     Attach,
@@ -37,6 +37,7 @@ from inflight.core.messages import (
     ToEngine,
     Welcome,
     check_same_version,
+    expect,
     read,
     to_raw,
 )
@@ -46,8 +47,9 @@ logger = logging.getLogger("inflight.weights")
 
 _POLL_MS = 100
 _LINGER_MS = 1000
+TOKEN_BYTES = 32
+"""Length of what a publisher writes into the file that it locks."""
 _STATUS = msgspec.msgpack.Decoder(Status)
-Expected = TypeVar("Expected", Welcome, Attached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,19 @@ class EngineEndpoint:
     """Called while waiting for the engine; raises if it is known to be dead."""
     on_publish: Callable[[int, int], None] = lambda version, called_ns: None
     """Called with every publish."""
+    comes_back: bool = False
+    """An engine that ends has a successor, which `Publisher.replace` is told of, until `check` raises."""
+    keys: ClientKeys | None = None
+    """For an endpoint of TCP."""
+    end: Callable[[str], None] = lambda endpoint: None
+    """Called with the endpoint of an engine that comes back and is sent nothing more, as it did not answer."""
+    check_process: Callable[[str], None] = lambda endpoint: None
+    """Raises EngineDiedError if the process at an endpoint, this one or an earlier one, is known to have ended."""
+    living: Callable[[str], str] = lambda endpoint: endpoint
+    """Returns the endpoint of the process that serves, given an earlier one; while the engine is being restarted it
+    waits for that. Raises EngineDiedError if none will serve."""
+    follow: Callable[[Any, str], bool] = lambda publisher, endpoint: True
+    """Has `Publisher.replace` told of successors of the process at an endpoint. False if that does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,7 @@ class Published:
     """One call of `publish()`."""
 
     version: int
-    called_ns: int
+    published_ns: int
 
 
 class EngineLink:
@@ -85,26 +100,21 @@ class EngineLink:
         self._given_up = False
         self._keeps_slots_because = ""
         """What the engine's last status says about its slots."""
-        self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS)
+        self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS, keys=address.keys)
         self._lock_file: int | None = None
         self._alive_file: int | None = None
         self._files = threading.Lock()
         """Held while one of the two files is used."""
         try:
-            self.welcome = self._ask(Hello(ticket=self.ticket()), Welcome)
+            self.welcome = expect(self._ask(Hello(ticket=self.ticket())), Welcome)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
-            self._alive_file = _open(self.welcome.alive_lock)
-            self._lock_file, token = _lock(self.welcome.publisher_lock)
+            token = ""
+            if not is_tcp(address.endpoint):  # else what it names lies on its own machine
+                self._alive_file = _open(self.welcome.alive_lock)
+                self._lock_file, token = _lock(self.welcome.publisher_lock)
             offer = source.offer(self.welcome)
-            attach = Attach(
-                ticket=self.ticket(),
-                layout=offer.layout,
-                transport=transport,
-                adapters=offer.adapters,
-                aliases=offer.aliases,
-                lock_token=token,
-            )
-            self.attached = self._ask(attach, Attached)
+            attach = Attach(ticket=self.ticket(), transport=transport, lock_token=token, **offer._asdict())
+            self.attached = expect(self._ask(attach), Attached)
         except BaseException:
             self.release()
             raise
@@ -143,15 +153,7 @@ class EngineLink:
 
     def announce(self, slot: int, record: Published, checksum: int | None = None) -> None:
         """Give the slot back with a whole version in it."""
-        self.send(
-            SlotReady(
-                slot=slot,
-                version=record.version,
-                fingerprint=self.layout.fingerprint,
-                published_ns=record.called_ns,
-                checksum=checksum,
-            )
-        )
+        self.send(SlotReady(slot=slot, fingerprint=self.layout.fingerprint, checksum=checksum, **asdict(record)))
         self.version = record.version
 
     def ticket(self) -> int:
@@ -165,14 +167,14 @@ class EngineLink:
         return answer
 
     def wait_for(self, answer: Answer, timeout_s: float) -> None:
-        """Return when the engine has prepared or filled. Raises what kept it from that, EngineHungError or
-        EngineBusyError."""
+        """Wait until the engine has prepared or filled. Raises what kept it, EngineHungError or EngineBusyError."""
         self._wait_until(answer.done, "has not taken the version", timeout_s, "timeout_s of the transport")
         answer.result()
 
     def check(self) -> None:
-        """Raise what `address.check` does, or EngineDiedError if the engine runs on this machine and does not live."""
+        """Raise what `address.check` does, or EngineDiedError if this process of the engine is known to have ended."""
         self.address.check()
+        self.address.check_process(self.address.endpoint)
         with self._files:
             dead = self._alive_file is not None and is_free(self._alive_file)
         if dead:
@@ -273,13 +275,10 @@ class EngineLink:
             pinned = len(status.versions) > 1 and f"; requests are pinned to versions among {status.versions}"
             self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
 
-    def _ask(self, message: ToEngine, expected: type[Expected]) -> Expected:
+    def _ask(self, message: ToEngine) -> FromEngine:
         answer, what = self.send(message), f"did not answer {type(message).__name__}"
         self._wait_until(answer.done, what, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
-        found = answer.result()
-        if not isinstance(found, expected):
-            raise ProtocolError(f"expected {expected.__name__} from the engine, got {type(found).__name__}")
-        return found
+        return answer.result()
 
 
 def _open(path: str) -> int | None:
@@ -313,6 +312,10 @@ def _lock(path: str) -> tuple[int | None, str]:
         raise PublisherConflictError(
             "another publisher is attached to this engine; close() it first (one engine follows one trainer)"
         ) from error
-    token = secrets.token_hex(16)
-    os.pwrite(file, token.encode(), 0)
+    token = secrets.token_hex(TOKEN_BYTES // 2)
+    try:
+        os.pwrite(file, token.encode(), 0)
+    except OSError as error:
+        os.close(file)
+        raise InflightError(f"the publisher's token cannot be written into {path}: {error}") from error
     return file, token

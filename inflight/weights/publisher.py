@@ -8,7 +8,8 @@ are copied before it returns, in the thread that calls it.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, LayoutMismatchError, NonFiniteWeightsError
+from inflight.core.errors import EngineDiedError, InflightError, LayoutMismatchError, NonFiniteWeightsError
 from inflight.core.spans import span
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineEndpoint, EngineLink, Published
@@ -54,7 +55,7 @@ class Publisher:
     def __init__(
         self,
         engines: Engine | Sequence[Engine],
-        model: nn.Module | Weights | Callable[[], Weights] | None = None,
+        model: nn.Module | Source | Weights | Callable[[], Weights] | None = None,
         *,
         transport: Transport | None = None,
         check_finite: bool = False,
@@ -62,7 +63,7 @@ class Publisher:
         slot_timeout_s: float = 3600.0,
     ):
         """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
-        each `publish()` that is handed none.
+        each `publish()` that is handed none; or a Source of your own.
         transport: `Slots()` by default, which writes to the slots of a single engine directly, unless it has only one
         and the weights are checked or handed over; all else goes through a staging buffer, which takes up to three
         times the memory of the weights on the trainer's device.
@@ -74,12 +75,13 @@ class Publisher:
         forward pass. slot_timeout_s: how long a single engine that answers may keep all of its slots, while requests
         are pinned to versions (EngineBusyError). After one of these errors every call raises it again.
         """
-        transport = transport or Slots()
+        self._transport = transport = transport or Slots()
         self._check_finite, self._timeout_s = check_finite, timeout_s
         self._condition = threading.Condition()
         self._pending: Published | None = None
         self._copying = False
-        self._closing = False
+        self.closed = False
+        """True once `close()` was called."""
         self._handing = threading.Lock()
         """Held while weights that were handed over are copied."""
         self._error: InflightError | None = None
@@ -89,20 +91,23 @@ class Publisher:
         self._written: Any = None  # events on the trainer's and on the copy's stream
         self._copied: Any = None
         several = isinstance(engines, Sequence) and not isinstance(engines, str)
-        self._addresses = [_address(engine) for engine in engines] if several else [_address(engines)]
-        if not self._addresses:
+        if several and not engines:
             raise ValueError("a publisher needs at least one engine to begin with")
+        first, *others = engines if several else [engines]
         target: Target | None = None
         try:
-            first, *others = self._addresses
-            link = self._attach(first, transport)
+            address = _address(first)
+            link = self._attach_to_living(address, transport)
+            self._addresses = [replace(address, endpoint=link.address.endpoint)]
             self._aliases = link.attached.aliases
             self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
             self.version = link.version
             """The version that the last `publish()` returned."""
-            for address in others:
-                self._add(address, transport)
+            self._follow(self._addresses[0])
+            for engine in others:
+                self.add(engine, transport=transport)
         except BaseException as error:
+            self.closed = True
             reason = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
             with contextlib.suppress(InflightError):  # which the other ranks of a sharded model raise
                 self._source.start(reason)
@@ -116,12 +121,52 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
         self._thread.start()
 
-    def add(self, engine: Engine, *, transport: Transport) -> None:
+    def add(self, engine: Engine, *, transport: Transport | None = None) -> None:
         """Send another engine, perhaps in place of one that was lost, the version that was sent last and all later
-        ones. Raises as making a Publisher does, and InflightError if this one writes straight to an engine's slots."""
-        address = _address(engine)
-        self._add(address, transport)
-        self._addresses.append(address)
+        ones. transport: None takes that of this publisher. Raises as making a Publisher does, and InflightError if this
+        one writes straight to an engine's slots."""
+        address, transport = _address(engine), transport or self._transport
+        link = self._target.add(partial(self._attach_to_living, address, transport), transport)
+        address = replace(address, endpoint=link.address.endpoint)
+        with self._condition:
+            self.version = max(self.version, link.version)
+            self._addresses = [*self._addresses, address]
+        self._follow(address)
+
+    def remove(self, endpoints: Collection[str]) -> None:
+        """Send engines that have one of these endpoints nothing more; another one is left."""
+        with self._condition:
+            self._addresses = [address for address in self._addresses if address.endpoint not in endpoints]
+        self.let_go(endpoints)
+
+    def let_go(self, endpoints: Collection[str]) -> None:
+        """Engines that come back under other endpoints have ended: free the memory that this process shared with
+        them, which successors may need."""
+        if isinstance(self._target, StagingBuffer):
+            self._target.let_go(endpoints)
+
+    def replace(self, endpoints: Collection[str], successor: str) -> None:
+        """An engine that had one of these endpoints came back under another one: send it the version that was sent
+        last, and all later ones."""
+        [old] = [address for address in self._addresses if address.endpoint in endpoints]
+        new = replace(old, endpoint=successor)
+        link = self._target.add(partial(self._attach, new, self._transport), self._transport)
+        with self._condition:
+            self.version = max(self.version, link.version)
+            self._addresses = [new if address is old else address for address in self._addresses]
+
+    def continue_from(self, version: int) -> None:
+        """Give the next publish this number, in a run that goes on. Raises ValueError unless it is larger than that of
+        the last one."""
+        with self._condition:
+            if version <= self.version:
+                raise ValueError(f"version {version} cannot follow version {self.version}")
+            self.version = version - 1
+
+    @property
+    def sent_version(self) -> int:
+        """The version that engines were sent last; 0: none."""
+        return self._target.sent_version
 
     @property
     def lost(self) -> dict[str, Exception]:
@@ -133,11 +178,6 @@ class Publisher:
     def sent_bytes(self) -> int:
         """Bytes that engines were sent of the last version that all of them got: the whole, or a delta."""
         return self._target.sent_bytes
-
-    @property
-    def closed(self) -> bool:
-        """True once `close()` was called."""
-        return self._closing
 
     def publish(self, weights: Weights | None = None) -> int:
         """Announce the parameters as they are now as the next version, and return its number at once.
@@ -188,7 +228,10 @@ class Publisher:
         """Raise what made a publish fail, if one did."""
         if self._error is not None:
             raise self._error
-        if not self._closing:
+        returning = [address for address in self._addresses if address.comes_back]
+        for address in returning:
+            address.check()
+        if not self.closed and not returning:
             self._target.check()
         refused, self._refused = self._refused, None
         if refused is not None:
@@ -198,7 +241,7 @@ class Publisher:
         """Finish what was published and detach; what is not sent after `timeout_s` seconds is dropped, with a warning.
         Engines serve on with the newest whole version. Safe to call twice."""
         with self._condition:
-            self._closing = True
+            self.closed = True
             self._condition.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -246,7 +289,7 @@ class Publisher:
 
     def _check_open(self) -> None:
         self.check()
-        if self._closing:
+        if self.closed:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -263,24 +306,38 @@ class Publisher:
             )
         return EngineLink(address, self._source, transport=transport.name(), timeout_s=self._timeout_s)
 
+    def _attach_to_living(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
+        """Attach to the process that serves; while the engine is being restarted, to the next one."""
+        while True:
+            address = replace(address, endpoint=address.living(address.endpoint))
+            try:
+                return self._attach(address, transport)
+            except EngineDiedError:
+                if not address.comes_back:
+                    raise
+
+    def _follow(self, address: EngineEndpoint) -> None:
+        """From now on be told of this engine's successors. One that it has by now is sent what there is."""
+        endpoint = address.endpoint
+        while not address.follow(self, endpoint):
+            successor = address.living(endpoint)
+            with contextlib.suppress(EngineDiedError):  # the next one takes its place
+                self.replace({endpoint}, successor)
+                endpoint = successor
+
     def _make_target(self, link: EngineLink, transport: Transport, slot_timeout_s: float | None) -> Target:
         """slot_timeout_s: None if more engines follow."""
         # Weights that may turn out not to be finite, or not to fit, are not written over the only ones of an engine.
         may_spoil = link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
         try:
             if slot_timeout_s is not None:
-                transport = transport.for_one_engine(slot_timeout_s)
-                if not may_spoil and (target := transport.target(link, self._refuse)):
+                self._transport = transport = transport.for_one_engine(slot_timeout_s)
+                if not may_spoil and not link.address.comes_back and (target := transport.target(link, self._refuse)):
                     return target
             return StagingBuffer(link, transport, self._source.device, self._refuse)
         except BaseException:
             link.release()
             raise
-
-    def _add(self, address: EngineEndpoint, transport: Transport) -> None:
-        link = self._target.add(partial(self._attach, address, transport), transport)
-        with self._condition:
-            self.version = max(self.version, link.version)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -303,10 +360,13 @@ class Publisher:
                     self._refuse(error)
                 else:
                     target.announce(slot, record)
-        except InflightError as error:
-            self._fail(error)
         except Exception as error:  # reported by the next publish(), wait_copied() or check()
-            self._fail(InflightError(f"publishing failed: {error!r}"))
+            if not isinstance(error, InflightError):
+                logger.exception("publishing failed")
+            reason = error if isinstance(error, InflightError) else InflightError(f"publishing failed: {error!r}")
+            with self._condition:
+                self._error, self._copying, self._pending = reason, False, None
+                self._condition.notify_all()
         with self._handing:
             target.close()
         with contextlib.suppress(RuntimeError):  # the other ranks are gone
@@ -315,7 +375,7 @@ class Publisher:
     def _wait_for_work(self) -> bool:
         while True:
             with self._condition:
-                if self._condition.wait_for(lambda: self._pending is not None or self._closing, _LISTEN_EVERY_S):
+                if self._condition.wait_for(lambda: self._pending is not None or self.closed, _LISTEN_EVERY_S):
                     return self._pending is not None
             with self._handing:  # whoever hands weights over talks to the engine meanwhile
                 self._target.listen()
@@ -345,16 +405,11 @@ class Publisher:
         logger.warning("%s", error)
         self._refused = error
 
-    def _fail(self, error: InflightError) -> None:
-        with self._condition:
-            self._error = error
-            self._copying = False
-            self._pending = None
-            self._condition.notify_all()
 
-
-def _source_of(model: nn.Module | Weights | Callable[[], Weights] | None) -> Source:
+def _source_of(model: nn.Module | Source | Weights | Callable[[], Weights] | None) -> Source:
     """Return what fits the model. For a sharded one all ranks make theirs at once."""
+    if isinstance(model, Source):
+        return model
     if not isinstance(model, nn.Module):
         return NamedSource(model)
     if is_sharded(model):

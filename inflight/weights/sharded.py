@@ -12,13 +12,14 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.weights.sources import Offer, Source
@@ -27,6 +28,17 @@ from inflight.weights.tensors import layout_of, published_tensors
 logger = logging.getLogger("inflight.weights")
 
 _STOP = -1
+
+
+class _Learned(msgspec.Struct):
+    """What rank 0 tells the others of the engine: the layout of its slots and its version, or the class and message of
+    the error that kept it from learning that."""
+
+    layout: WeightLayout | None = None
+    version: int = 0
+    error: tuple[str, str] | None = None
+
+
 _TELL_EVERY_S = 10.0
 
 
@@ -69,12 +81,27 @@ class ShardGroup(Source):
     def start(self, engine: tuple[WeightLayout, int] | InflightError | None = None) -> tuple[WeightLayout, int]:
         """Return on every rank what rank 0 learned of the engine: the layout of its slots and its version. Raises what
         kept rank 0 from learning it."""
-        box = [engine]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        if isinstance(box[0], InflightError):
-            raise box[0]
-        assert box[0] is not None
-        return box[0]
+        if isinstance(engine, InflightError):
+            self._tell(_Learned(error=(type(engine).__name__, str(engine))))
+            raise engine
+        learned = self._tell(_Learned(*engine)) if engine is not None else self._hear()
+        if learned.error is not None:
+            raise from_wire(*learned.error)
+        assert learned.layout is not None
+        return learned.layout, learned.version
+
+    def _tell(self, learned: _Learned) -> _Learned:
+        data = bytearray(msgspec.msgpack.encode(learned))
+        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
+        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self._control)
+        return learned
+
+    def _hear(self) -> _Learned:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._control)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._control)
+        return msgspec.msgpack.decode(data.numpy().tobytes(), type=_Learned)
 
     def command(self, version: int = _STOP) -> int:
         """Return on every rank the version that rank 0 copies next; −1 ends it."""
@@ -83,8 +110,7 @@ class ShardGroup(Source):
         return int(number)
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """ZeRO-3 gives its optimizer copies of its own, from which it writes the parameters: with it any optimizer may
-        be the one."""
+        """ZeRO-3's optimizer writes the parameters from copies of its own: with it any optimizer may be the one."""
         groups = optimizer.param_groups
         return self._in_zero or any(id(parameter) in self._ids for group in groups for parameter in group["params"])
 
@@ -120,7 +146,7 @@ class ShardGroup(Source):
 
     def _check(self, name: str, tensor: Any) -> None:
         if isinstance(tensor, DTensor):
-            if tensor.device_mesh.ndim != 1 or not (_by_rows(tensor) or isinstance(tensor.placements[0], Replicate)):
+            if tensor.device_mesh.ndim != 1 or not (_by_rows(tensor) or tensor.placements[0].is_replicate()):
                 raise LayoutMismatchError(
                     f"{name} is spread as {tuple(tensor.placements)} over a mesh of {tuple(tensor.device_mesh.shape)} "
                     "ranks; what can be published is spread by rows (Shard(0)) over one dimension of ranks, as FSDP2 "
@@ -148,10 +174,7 @@ class ShardGroup(Source):
 
 
 def _by_rows(tensor: torch.Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    placement = tensor.placements[0]
-    return isinstance(placement, Shard) and placement.dim == 0
+    return isinstance(tensor, DTensor) and tensor.placements[0].is_shard(0)
 
 
 def _by_zero(tensor: torch.Tensor) -> bool:
@@ -188,6 +211,15 @@ class ShardSender:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         self._thread = threading.Thread(target=self._run, name="inflight-shard-sender", daemon=True)
         self._thread.start()
+
+    def continue_from(self, version: int) -> None:
+        """Give the next publish this number, as rank 0 does at the same time. Raises ValueError unless it is larger
+        than that of the last one."""
+        self.wait_copied()
+        with self._condition:
+            if version <= self.version:
+                raise ValueError(f"version {version} cannot follow version {self.version}")
+            self.version = self._copied = version - 1
 
     def publish(self) -> int:
         """Announce the parameters as they are now; rank 0 decides when they are copied. Returns the version at once."""

@@ -65,11 +65,10 @@ class SharedMemorySlot:
 
     @staticmethod
     def attach(descriptor: SharedMemoryDescriptor) -> torch.Tensor:
-        """Map a slot of another process, u8[nbytes]. Raises ProtocolError if the file is not what the descriptor
-        says."""
+        """Map a slot of another process, u8[nbytes]. Raises ProtocolError if the file is not as described."""
         try:
             file = os.open(descriptor.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no file can be called that
             raise ProtocolError(f"the engine's slot {descriptor.path} cannot be opened: {error}") from error
         try:
             size = os.fstat(file).st_size
@@ -77,10 +76,16 @@ class SharedMemorySlot:
                 raise ProtocolError(
                     f"the engine's slot {descriptor.path} has {size} bytes, expected {descriptor.file_bytes}"
                 )
+            end = descriptor.offset + descriptor.nbytes
+            if not 0 <= descriptor.offset < end <= size:
+                raise ProtocolError(
+                    f"the engine's slot {descriptor.path} has {size} bytes, and does not hold bytes "
+                    f"{descriptor.offset} to {end}"
+                )
             memory = torch.frombuffer(_map(file, size), dtype=torch.uint8)
         finally:
             os.close(file)
-        return memory[descriptor.offset : descriptor.offset + descriptor.nbytes]
+        return memory[descriptor.offset : end]
 
     def split(self, count: int) -> list["SharedMemorySlot"]:
         """Return slots of equal size in the memory of this one."""
@@ -93,8 +98,7 @@ class SharedMemorySlot:
 
 
 def _map(file: int, nbytes: int) -> mmap.mmap:
-    """Map all pages at once: else the first publish, and the first forward pass over it, would fault in page by
-    page."""
+    """Map all pages at once: else the first publish and the first forward pass would fault in page by page."""
     return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
@@ -116,7 +120,7 @@ def remove_orphans(directory: Path) -> int:
     removed = 0
     for path in directory.glob(_PREFIX + "*"):
         try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # another user's, or gone by now
             continue
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import msgspec
+from msgspec.msgpack import Decoder
 
 from inflight.core.errors import ChecksumError, InflightError, ProtocolError
 from inflight.core.messages import Fill, Prepare, SlotReady, read
@@ -79,7 +79,7 @@ class SlotFiller:
                 receiver = self._get_receiver()
                 if receiver.setup is None:
                     raise ProtocolError("the transport does not prepare")
-                receiver.prepare(_decode(job.setup, receiver.setup))
+                receiver.prepare(read(Decoder(receiver.setup), job.setup))
             case Fill():
                 self._fill(job)
             case SlotReady():
@@ -94,7 +94,7 @@ class SlotFiller:
 
     def _fill(self, job: Fill) -> None:
         slot, receiver = self._slots[job.slot].buffer, self._get_receiver()
-        origin = _decode(job.origin, receiver.origin)
+        origin = read(Decoder(receiver.origin), job.origin)
         if job.base is None:
             self._holds.pop(job.slot, None)
             receiver.receive(origin, job.version, slot)
@@ -117,8 +117,3 @@ class SlotFiller:
                 f"slot {job.slot} does not hold version {job.version}: its checksum is {found:016x}, "
                 f"expected {job.checksum:016x}"
             )
-
-
-def _decode(raw: msgspec.Raw, expected: type[msgspec.Struct]) -> msgspec.Struct:
-    """Read what the sender of a transport says. Raises ProtocolError."""
-    return read(msgspec.msgpack.Decoder(expected), raw)

@@ -112,8 +112,7 @@ class SlotTable:
             )
 
     def check(self, message: SlotReady) -> None:
-        """Raise ProtocolError if the slot is not the publisher's, the layout is another, or the version is not
-        newer or beyond all measure."""
+        """Raise ProtocolError as `check_lent` does, or if the version is not newer or beyond all measure."""
         self.check_lent(message.slot, message.fingerprint)
         if message.version <= self.newest_version:
             raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
@@ -123,8 +122,7 @@ class SlotTable:
             )
 
     def ready(self, message: SlotReady) -> None:
-        """The publisher gives a slot back with a whole version in it. Raises ProtocolError, as `check` does, and
-        changes nothing then."""
+        """The publisher gives a slot back with a whole version in it. Where `check` raises, nothing changes."""
         self.check(message)
         if self._ready is not None:  # latest wins: the version before it is never seen
             self.states[self._ready.slot] = SlotState.IDLE
@@ -148,8 +146,7 @@ class SlotTable:
         return ready
 
     def lend(self, *, in_use: int | None = None) -> list[int]:
-        """Return idle slots, but not the one that a forward pass may still read; from now on they are lent to the
-        publisher."""
+        """Lend the publisher all idle slots, but not the one that a forward pass may still read, and return them."""
         idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE and slot != in_use]
         for slot in idle:
             self.states[slot] = SlotState.LENT

@@ -6,13 +6,13 @@ version that was sent last stays, for engines that come later and as the base of
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
-from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.errors import EngineBusyError, InflightError, LayoutMismatchError
 from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineLink, Published
@@ -21,6 +21,7 @@ from inflight.weights.transports.base import Sender, StagedVersion, Target, Tran
 
 logger = logging.getLogger("inflight.weights")
 
+_LET_GO_S = 5.0
 _MAX_BUFFERS = 3
 """One was sent last, one is being sent, one is being filled. Each is made when it is needed."""
 
@@ -33,27 +34,25 @@ class StagingBuffer(Target):
     ):
         """refuse: called with the reason when an engine did not take a version."""
         self._layout, self._device, self._refuse = engine.layout, device, refuse
-        self._condition = threading.Condition()
+        self._condition = threading.Condition()  # its lock may be taken again
         self._buffers: list[torch.Tensor] = []
-        self.views: list[dict[str, torch.Tensor]] = []
-        """The tensors of each slot."""
+        self.views = []
         self._free: list[int] = []
         self._newest: tuple[int, Published] | None = None
         self._sent: tuple[int, StagedVersion] | None = None
         self._senders: list[tuple[Transport, Sender]] = []
         self._arriving: list[tuple[EngineLink, Transport]] = [(engine, transport)]
         self.lost: dict[str, Exception] = {}
-        """Maps endpoints of engines that ended, or did not answer, to what happened."""
+        self._ended: set[str] = set()
+        """Endpoints of engines that the thread is to let go."""
         self.sent_bytes = 0
-        """Bytes that engines were sent of the last version that all of them got."""
         self._closing = False
         self._error: InflightError | None = None
         self._thread = threading.Thread(target=self._run, name="inflight-staging", daemon=True)
         self._thread.start()
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
-        """Send versions to another engine, too; the last one at once. Raises LayoutMismatchError, or what `attach`
-        does."""
+        """The engine is sent the last version at once. Raises LayoutMismatchError, or what `attach` does."""
         engine = attach()
         if engine.layout.fingerprint != self._layout.fingerprint:
             engine.release()
@@ -64,6 +63,14 @@ class StagingBuffer(Target):
             self._arriving.append((engine, transport))
             self._condition.notify_all()
         return engine
+
+    def let_go(self, endpoints: Collection[str]) -> None:
+        """Unmap the slots of engines that have ended. Returns when that is done, or when it takes some seconds."""
+        with self._condition:
+            self._ended.update(endpoints)
+            self._condition.notify_all()
+            if not self._condition.wait_for(lambda: not self._ended or not self._thread.is_alive(), _LET_GO_S):
+                logger.warning("the slots of an engine that has ended stay mapped until a version has been sent")
 
     def acquire(self) -> int:
         """Return a slot that is not in use, if need be that of a version that waits to be sent: the latest wins."""
@@ -82,7 +89,6 @@ class StagingBuffer(Target):
             return self._free.pop()
 
     def announce(self, slot: int, record: Published) -> None:
-        """The slot holds this version."""
         with self._condition:
             if self._newest is not None:  # the latest wins
                 self._free.append(self._newest[0])
@@ -90,12 +96,13 @@ class StagingBuffer(Target):
             self._condition.notify_all()
 
     def release(self, slot: int) -> None:
-        """What is in the slot is not announced."""
         with self._condition:
             self._free.append(slot)
 
     def listen(self) -> None:
-        """Hear what engines say while there is nothing to publish: the senders will."""
+        with self._condition:
+            if self._error is not None:
+                raise self._error
 
     def check(self) -> None:
         """Raise what made sending fail, or what became of the last engine, if none is left."""
@@ -107,13 +114,11 @@ class StagingBuffer(Target):
 
     @property
     def engines(self) -> list[EngineLink]:
-        """Engines that have not been lost."""
         with self._condition:
             sent = [engine for _, sender in self._senders for engine in sender.engines]
             return sent + [engine for engine, _ in self._arriving]
 
     def close(self) -> None:
-        """Send what was announced, and let the engines go."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -137,15 +142,19 @@ class StagingBuffer(Target):
                         sending.result()
                     self._account(slot, staged)
         except Exception as error:  # reported by the publisher's next call
+            if not isinstance(error, InflightError):
+                logger.exception("sending failed")
             with self._condition:
                 self._error = error if isinstance(error, InflightError) else InflightError(f"sending failed: {error!r}")
                 self._condition.notify_all()
 
     def _next(self) -> tuple[int, StagedVersion, StagedVersion | None] | None:
-        """Return the version to be sent, its slot, and the version that was sent before; None once the publisher
-        closes."""
+        """Return the slot to be sent, its version and the one that was sent before; None once the publisher closes."""
         with self._condition:
-            self._condition.wait_for(lambda: self._newest or self._closing or (self._arriving and self._sent))
+            while not (self._newest or self._closing or (self._arriving and self._sent)):
+                self._remove_ended()
+                self._condition.wait()
+            self._remove_ended()
             if self._newest is None and self._closing:
                 return None
             arriving = list(self._arriving)
@@ -153,11 +162,15 @@ class StagingBuffer(Target):
         for engine, transport in arriving:
             equal = (s for settings, s in self._senders if settings == transport and not transport.writes_to_slots)
             sender = next(equal, None) or transport.sender()
-            sender.add(engine)
-            if (transport, sender) not in self._senders:
-                self._senders.append((transport, sender))
             with self._condition:
                 self._arriving.remove((engine, transport))
+            try:
+                sender.add(engine)
+            except InflightError as error:  # it has ended since it attached
+                self._lose(engine, error)
+                continue
+            if (transport, sender) not in self._senders:
+                self._senders.append((transport, sender))
         if newest is None:
             assert self._sent is not None
             return *self._sent, None
@@ -171,18 +184,41 @@ class StagingBuffer(Target):
             if self._sent is not None and self._sent[0] != slot:
                 self._free.append(self._sent[0])
             self._sent = slot, staged
+            self.sent_version = staged.version
             self.sent_bytes = sum(sender.sent_bytes for _, sender in self._senders)
             for _, sender in self._senders:
                 for error in sender.refused.values():
                     self._refuse(error)
                 for engine, error in sender.lost.items():
-                    logger.warning("version %d goes on without an engine: %s", staged.version, error)
-                    self.lost[engine.address.endpoint] = error
                     sender.engines.remove(engine)
-                    engine.release()
-            self._senders = [
-                (transport, sender)
-                for transport, sender in self._senders
-                if sender.engines or not transport.writes_to_slots
-            ]
+                    self._lose(engine, error)
+            self._drop_idle_senders()
             self._condition.notify_all()
+
+    def _lose(self, engine: EngineLink, error: Exception) -> None:
+        logger.warning("publishing goes on without an engine: %s", error)
+        # Frames of a traceback would keep the slots of a dead engine mapped.
+        self.lost[engine.address.endpoint] = error.with_traceback(None)
+        if isinstance(error, EngineBusyError) and not self.engines:
+            self._error = error  # its successor would have lost what keeps it busy
+        elif engine.address.comes_back:  # else it would live on with old weights
+            engine.address.end(engine.address.endpoint)
+        engine.release()
+
+    def _remove_ended(self) -> None:
+        """Do what `let_go` asks for."""
+        if not self._ended:
+            return
+        for engine in [e for e in self.engines if e.address.endpoint in self._ended]:
+            self._arriving = [(e, transport) for e, transport in self._arriving if e is not engine]
+            for _, sender in self._senders:
+                sender.engines = [e for e in sender.engines if e is not engine]
+            engine.release()
+        self._drop_idle_senders()
+        for endpoint in self._ended:
+            self.lost.pop(endpoint, None)
+        self._ended.clear()
+        self._condition.notify_all()
+
+    def _drop_idle_senders(self) -> None:
+        self._senders = [(t, sender) for t, sender in self._senders if sender.engines or not t.writes_to_slots]

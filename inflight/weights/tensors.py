@@ -9,6 +9,9 @@ from torch import nn
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
 
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
+"""Classes that hold a model as their `module`, told by name, so that deepspeed need not be imported."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return "bfloat16" for `torch.bfloat16`. Raises LayoutMismatchError for a dtype that no slot can hold."""
@@ -22,17 +25,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel, DataParallel, DeepSpeedEngine and torch.compile wrappers."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and _is_wrapper(model):
+        if inner is None and any(kind.__name__ in _WRAPPERS for kind in type(model).__mro__):
             inner = model.module
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _is_wrapper(model: nn.Module) -> bool:
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return True
-    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)  # told without importing deepspeed
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -65,5 +62,4 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 @torch.no_grad()
 def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy every tensor into its view, cast to the view's dtype."""
-    names = list(views)
-    copy_all([views[name] for name in names], [tensors[name].detach() for name in names])
+    copy_all(list(views.values()), [tensors[name].detach() for name in views])

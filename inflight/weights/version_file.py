@@ -7,8 +7,9 @@ import errno
 import math
 import os
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,9 @@ from inflight.weights.tensors import slot_views
 
 _DELTA = "delta"
 _MAX_HEADER_BYTES = 100_000_000  # that of safetensors itself
+_MAX_DIMENSIONS = 64  # those of PyTorch
 _CHUNK_BYTES = 64 << 20
+_ABANDONED_S = 600.0
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"}
 _DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
@@ -54,6 +57,14 @@ def write_version(
         partial.unlink(missing_ok=True)
         raise WeightFileError(f"version {version} could not be written to {path}: {error}") from error
     return path
+
+
+def remove_partial(directory: Path) -> None:
+    """Remove what trainers that were killed left half-written in a directory, as nobody has written to it for long."""
+    for path in directory.glob(".version-*.partial"):
+        with suppress(FileNotFoundError):  # another trainer has removed it, or given it its name
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
 
 
 def read_version(path: str, layout: WeightLayout, version: int, slot: torch.Tensor) -> None:
@@ -88,6 +99,8 @@ def _opened(
     path: str, layout: WeightLayout, version: int, base: int | None = None
 ) -> Iterator[tuple[int, dict[str, TensorSpec]]]:
     """Open the file of a version, and never a pipe or a device, which may not have an end."""
+    if "\0" in path:
+        raise WeightFileError(f"{path[:200]!r} cannot be read: no file can be called that")
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -135,6 +148,8 @@ def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str,
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _DTYPES:
             raise WeightFileError(f"{path} holds tensors of dtype {entry.dtype[:200]}, which no slot can hold")
+        if len(entry.shape) > _MAX_DIMENSIONS:  # a product of so many numbers could take minutes
+            raise WeightFileError(f"{path} holds a tensor of {len(entry.shape)} dimensions, which no slot can hold")
         dtype, first = _DTYPES[entry.dtype], entry.data_offsets[0]
         nbytes = math.prod(entry.shape) * DTYPE_BYTES[dtype]
         if first != end or entry.data_offsets[1] != first + nbytes or min(entry.shape, default=0) < 0:

@@ -4,16 +4,14 @@ Importing this package needs no GPU, no Triton and no compiler.
 """
 
 from inflight_kernels._norm import Norm
-from inflight_kernels.activation import gated_activation
 from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import ScaledCopies, copy_all
-from inflight_kernels.linear import linear
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
-from inflight_kernels.normalization import add_rms_norm, rms_norm
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
+from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, rms_norm
 
 __all__ = [
     "Norm",

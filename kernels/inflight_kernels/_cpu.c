@@ -238,14 +238,16 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 
 // ---- products with weights as they lie in a slot -----------------------------------------------------------------
 //
-// y [T, N] = x [T, K] . w [N, K]^T (+ bias), for few rows of x. Both operands are read along K, so nothing is packed or
-// transposed: a tile of TILE x TILE results is that many vectors of partial sums, which are added up across their lanes
-// at the end. What a product of few rows waits for is w, so the rows of it to come are fetched ahead.
+// y [T, N] = x [T, K] . w [N, K]^T (+ bias). Both operands are read along K, so nothing is packed or transposed: a tile
+// of TILE x TILE results is that many vectors of partial sums, which are added up across their lanes at the end. What a
+// product of few rows waits for is w, so the rows of it to come are fetched ahead. A row of y is the same, bit for bit,
+// whatever rows are beside it. In bfloat16 more than GROUP_TOKENS rows are refused: packing pays then.
 
 #define TILE 4
 #define PANEL 8           // rows of w that stay in the first-level cache while all rows of x pass by
 #define DEPTH_BYTES 2048  // of a row at a time, so that they do
-#define MAX_TOKENS 48     // beyond, adding up across lanes costs more than packing
+#define GROUP_TOKENS 48   // rows of x that pass by together
+#define X_BYTES (1 << 20) // of x, all of which passes by one panel before the next
 
 #ifdef __AVX512F__
 
@@ -296,10 +298,10 @@ static inline __attribute__((always_inline)) vf multiply_tile(const char *const 
 
 // sums[i][j]: tile of the rows TILE i ... of x and the rows TILE j ... of w.
 static inline __attribute__((always_inline)) void multiply_panel(const char *x, int64_t x_bytes, int64_t rows,
-        const char *w, int64_t columns, int64_t bytes, vf (*sums)[PANEL / TILE], const int bf) {
+        const char *w, int64_t columns, int64_t bytes, int fetch, vf (*sums)[PANEL / TILE], const int bf) {
     const char *next = w + PANEL * bytes;
     const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + TILE - 1) / TILE);
-    const int64_t ahead = (PANEL * bytes / 64 + steps - 1) / steps;
+    const int64_t ahead = fetch ? (PANEL * bytes / 64 + steps - 1) / steps : 0;
     for (int64_t from = 0; from < bytes; from += DEPTH_BYTES) {
         const int depth = bytes - from < DEPTH_BYTES ? (int)(bytes - from) : DEPTH_BYTES;
         for (int64_t m = 0; m < rows; m += TILE) {
@@ -344,18 +346,28 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 #ifndef __AVX512BF16__
     if (bf) return 1;
 #endif
-    if (bytes % 64 || tokens < 1 || tokens > MAX_TOKENS) return 1;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t n = 0; n < outputs; n += PANEL) {
-        vf sums[MAX_TOKENS / TILE][PANEL / TILE] __attribute__((aligned(64)));
-        const int64_t columns = outputs - n < PANEL ? outputs - n : PANEL;
-        const char *panel = (const char *)w + n * bytes;
-        if (bf) {
-            multiply_panel(x, x_stride * size, tokens, panel, columns, bytes, sums, 1);
-            store_panel(sums, tokens, columns, bias, n, y, outputs, 1);
-        } else {
-            multiply_panel(x, x_stride * size, tokens, panel, columns, bytes, sums, 0);
-            store_panel(sums, tokens, columns, bias, n, y, outputs, 0);
+    if (bytes % 64 || tokens < 1 || (bf && tokens > GROUP_TOKENS)) return 1;
+    const int64_t groups = X_BYTES / (GROUP_TOKENS * bytes), block = GROUP_TOKENS * (groups > 1 ? groups : 1);
+#pragma omp parallel num_threads(threads)
+    for (int64_t first = 0; first < tokens; first += block) {
+        const int64_t end = tokens - first < block ? tokens : first + block;
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < outputs; n += PANEL) {
+            vf sums[GROUP_TOKENS / TILE][PANEL / TILE] __attribute__((aligned(64)));
+            const int64_t columns = outputs - n < PANEL ? outputs - n : PANEL;
+            const char *panel = (const char *)w + n * bytes;
+            for (int64_t t = first; t < end; t += GROUP_TOKENS) {
+                const int64_t rows = end - t < GROUP_TOKENS ? end - t : GROUP_TOKENS;
+                const char *from = (const char *)x + t * x_stride * size;
+                char *to = (char *)y + t * outputs * size;
+                if (bf) {
+                    multiply_panel(from, x_stride * size, rows, panel, columns, bytes, t == first, sums, 1);
+                    store_panel(sums, rows, columns, bias, n, to, outputs, 1);
+                } else {
+                    multiply_panel(from, x_stride * size, rows, panel, columns, bytes, t == first, sums, 0);
+                    store_panel(sums, rows, columns, bias, n, to, outputs, 0);
+                }
+            }
         }
     }
     return 0;

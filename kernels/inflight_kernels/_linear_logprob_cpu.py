@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from inflight_kernels._sampling_mask import Head, Rows, Split
-from inflight_kernels.linear import linear
+from inflight_kernels.tokenwise import product
 
 ROWS = 4096
 COLUMNS = 1024
@@ -77,8 +77,8 @@ def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) ->
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a · b in the precision of a, which is fp32 or more: in the memory of total, or without one in new."""
-    product = linear(a, b.to(a.dtype).T)
-    return product if total is None else total.add_(product)
+    added = product(a, b.to(a.dtype).T)
+    return added if total is None else total.add_(added)
 
 
 def masked_forward(
@@ -142,7 +142,7 @@ def segment_sum(
 def _logits(hidden_NH: torch.Tensor, piece: Head) -> torch.Tensor:
     dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     bias_C = None if piece.bias_V is None else piece.bias_V.to(dtype)
-    return linear(hidden_NH.to(dtype), piece.weight_VH.to(dtype), bias_C)
+    return product(hidden_NH.to(dtype), piece.weight_VH.to(dtype), bias_C)
 
 
 def _hits(tokens_N: torch.Tensor, begin: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

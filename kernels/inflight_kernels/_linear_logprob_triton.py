@@ -20,7 +20,7 @@ __all__ = ["COLUMNS", "ROWS", "add_product", "dense_forward", "grad_logits", "ma
 ROWS = 8192
 COLUMNS = 8192
 """ROWS · COLUMNS gradients of logits exist at a time."""
-GROUP: Any = 16
+GROUP = tl.constexpr(16)
 """Row tiles that share a tile of the weight while it is in L2. About 130 programs run at a time, so that 16 row tiles
 of 128 and 8 column tiles of 256 are about as many rows of either."""
 
@@ -39,7 +39,6 @@ def tile_of_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """(rows, columns, logits). Beyond the edges the last row and column are repeated."""
     tiles_n, tiles_v = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(num_columns, BLOCK_V)
@@ -89,10 +88,9 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     rows, columns, z = tile_of_logits(
-        hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H, GROUP
+        hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H
     )
     mask = rows < num_rows
     z *= (1.0 / tl.load(temperatures + rows, mask=mask, other=1.0))[:, None]
@@ -134,10 +132,9 @@ def grad_logits_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     rows, columns, z = tile_of_logits(
-        hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H, GROUP
+        hidden, weight, bias, stride_n, stride_v, num_rows, num_columns, H, SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_H
     )
     mask = rows < num_rows
     logprobs = z * (1.0 / tl.load(temperatures + rows, mask=mask, other=1.0))[:, None]
@@ -161,10 +158,10 @@ def tiles(dtype: torch.dtype, capability: tuple[int, int], wide: bool) -> dict[s
     registers for wide ones in backward."""
     if dtype == torch.float32:
         # 64 rows and more would be computed in TF32 on sm_100 by Triton 3.6.
-        return {"BLOCK_N": 32, "BLOCK_V": 128, "BLOCK_H": 32, "GROUP": GROUP, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_N": 32, "BLOCK_V": 128, "BLOCK_H": 32, "num_warps": 4, "num_stages": 3}
     # Four stages of a wide tile are 192 KiB. From sm_90 on there are 227, and one program on a multiprocessor anyway.
     block_v, stages = (256, 4 if capability >= (9, 0) else 3) if wide else (128, 3)
-    return {"BLOCK_N": 128, "BLOCK_V": block_v, "BLOCK_H": 64, "GROUP": GROUP, "num_warps": 8, "num_stages": stages}
+    return {"BLOCK_N": 128, "BLOCK_V": block_v, "BLOCK_H": 64, "num_warps": 8, "num_stages": stages}
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

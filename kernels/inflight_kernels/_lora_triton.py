@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 PIECE: Any = 1024
-BLOCK_K: Any = 64
+BLOCK_K = tl.constexpr(64)
 BLOCK_N: Any = 64
 
 
@@ -31,12 +31,13 @@ def shrink_kernel(
     P: tl.constexpr,
     PIECE: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     piece = tl.program_id(2)
+    # TF32 holds every bit of a bf16 or fp16.
+    precision: tl.constexpr = "ieee" if x.dtype.element_ty == tl.float32 else "tf32"  # pyright: ignore[reportAssignmentType]
     out = shrunk + (piece.to(tl.int64) * num_tokens + rows[:, None]) * P + columns[None, :]
     left = tl.load(adapters + rows, mask=rows < num_tokens, other=-1)
     adapter = tl.cast(tl.max(left, 0), tl.int64)
@@ -46,21 +47,11 @@ def shrink_kernel(
         total = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
         for start in range(0, PIECE, BLOCK_K):
             inputs = piece * PIECE + start + tl.arange(0, BLOCK_K)
-            x_TK = tl.load(
-                x + rows[:, None] * stride_x + inputs[None, :], mask=hit[:, None] & (inputs < K)[None, :], other=0.0
-            )
-            a_KP = tl.load(
-                weights + columns[None, :] * K + inputs[:, None],
-                mask=(columns < P)[None, :] & (inputs < K)[:, None],
-                other=0.0,
-            )
-            # TF32 holds every bit of a bf16 or fp16.
-            total = tl.dot(
-                x_TK.to(tl.float32),
-                a_KP.to(tl.float32),
-                total,
-                input_precision="ieee" if x.dtype.element_ty == tl.float32 else "tf32",
-            )
+            mask_TK = hit[:, None] & (inputs < K)[None, :]
+            x_TK = tl.load(x + rows[:, None] * stride_x + inputs[None, :], mask=mask_TK, other=0.0)
+            mask_KP = (columns < P)[None, :] & (inputs < K)[:, None]
+            a_KP = tl.load(weights + columns[None, :] * K + inputs[:, None], mask=mask_KP, other=0.0)
+            total = tl.dot(x_TK.to(tl.float32), a_KP.to(tl.float32), total, input_precision=precision)
         tl.store(out, total, mask=hit[:, None] & (columns < P)[None, :])
         left = tl.where(hit, -1, left)
         adapter = tl.cast(tl.max(left, 0), tl.int64)
@@ -85,6 +76,8 @@ def expand_kernel(
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     part = tl.program_id(2)
+    # Three products of TF32 make one of fp32, nearly.
+    precision: tl.constexpr = "ieee" if b.dtype.element_ty == tl.float32 else "tf32x3"  # pyright: ignore[reportAssignmentType]
     begin, end = 0, 0
     for p in tl.static_range(P // R):  # pyright: ignore[reportGeneralTypeIssues]
         begin += tl.where(p < part, WIDTHS[p], 0)
@@ -105,18 +98,9 @@ def expand_kernel(
             for piece in range(PIECES):
                 at = (piece * num_tokens + rows[:, None]) * P + part * R + ranks[None, :]
                 shrunk_TR += tl.load(shrunk + at, mask=mask, other=0.0)
-            b_RN = tl.load(
-                weights + columns[None, :] * R + ranks[:, None],
-                mask=(columns < end)[None, :] & (ranks < R)[:, None],
-                other=0.0,
-            )
-            # Three products of TF32 make one of fp32, nearly.
-            total = tl.dot(
-                shrunk_TR,
-                b_RN.to(tl.float32),
-                total,
-                input_precision="ieee" if b.dtype.element_ty == tl.float32 else "tf32x3",
-            )
+            mask_RN = (columns < end)[None, :] & (ranks < R)[:, None]
+            b_RN = tl.load(weights + columns[None, :] * R + ranks[:, None], mask=mask_RN, other=0.0)
+            total = tl.dot(shrunk_TR, b_RN.to(tl.float32), total, input_precision=precision)
         mask = hit[:, None] & (columns < end)[None, :]
         total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
         tl.store(out, total.to(y.dtype.element_ty), mask=mask)
@@ -154,7 +138,6 @@ def add_lora(
         P=ranks,
         PIECE=min(PIECE, triton.next_power_of_2(inputs)),
         BLOCK_T=block_t,
-        BLOCK_K=BLOCK_K,
         BLOCK_P=block_p,
     )
     block_n = BLOCK_N if x.dtype == torch.float32 else 2 * BLOCK_N  # products of fp32 take more registers

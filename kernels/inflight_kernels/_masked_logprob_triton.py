@@ -14,8 +14,8 @@ import triton.language as tl
 
 from inflight_kernels._sampling_mask import Head, Split
 
-BLOCK_S: Any = 16
-BLOCK_K: Any = 128
+BLOCK_S = tl.constexpr(16)
+BLOCK_K = tl.constexpr(128)
 """Entries and columns that a program of a masked row reads at a time."""
 LOWEST = tl.constexpr(-3.0e38)
 """Stands for the maximum of nothing but −∞, so that the difference of two −∞ never arises."""
@@ -51,8 +51,6 @@ def masked_kernel(
     V: tl.constexpr,
     H: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     token, temperature = tl.load(tokens + row), tl.load(temperatures + row)
@@ -68,11 +66,8 @@ def masked_kernel(
         for first in range(0, H, BLOCK_K):
             inner = first + tl.arange(0, BLOCK_K)
             hidden_K = tl.load(hidden + row * stride_n + inner, mask=inner < H, other=0.0).to(tl.float32)
-            weight_SK = tl.load(
-                weight + ids[:, None] * stride_v + inner[None, :],
-                mask=inside[:, None] & (inner < H)[None, :],
-                other=0.0,
-            )
+            mask_SK = inside[:, None] & (inner < H)[None, :]
+            weight_SK = tl.load(weight + ids[:, None] * stride_v + inner[None, :], mask=mask_SK, other=0.0)
             products += weight_SK.to(tl.float32) * hidden_K[None, :]
         z = tl.sum(products, 1)
         if bias is not None:
@@ -99,18 +94,7 @@ def masked_kernel(
 
 
 @triton.jit(do_not_specialize=["table_rows"])
-def segment_sum_kernel(
-    factors,
-    table,
-    index,
-    offsets,
-    out,
-    stride_t,
-    table_rows,
-    H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def segment_sum_kernel(factors, table, index, offsets, out, stride_t, table_rows, H: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     end = tl.load(offsets + row + 1)
@@ -119,11 +103,8 @@ def segment_sum_kernel(
         entries = start + tl.arange(0, BLOCK_S)
         at = tl.load(index + entries, mask=entries < end, other=-1)
         factor = tl.load(factors + entries, mask=entries < end, other=0.0)
-        values = tl.load(
-            table + at[:, None] * stride_t + columns[None, :],
-            mask=((at >= 0) & (at < table_rows))[:, None] & (columns < H)[None, :],
-            other=0.0,
-        )
+        mask_SK = ((at >= 0) & (at < table_rows))[:, None] & (columns < H)[None, :]
+        values = tl.load(table + at[:, None] * stride_t + columns[None, :], mask=mask_SK, other=0.0)
         total += factor[:, None] * values.to(tl.float32)
     tl.store(out + row * H + columns, tl.sum(total, 0), mask=columns < H)
 
@@ -159,8 +140,6 @@ def masked_forward(
         V=len(head.weight_VH),
         H=hidden_KH.shape[1],
         SOFTCAP=head.softcap,
-        BLOCK_S=BLOCK_S,
-        BLOCK_K=BLOCK_K,
     )
     return logprobs_K, lses_K, entropies_K, logits_E
 
@@ -171,17 +150,6 @@ def segment_sum(
     """out[g] = Σ factors[e] · table[index[e]] over e from offsets[g] to offsets[g + 1], in fp32."""
     rows, width = len(offsets) - 1, table.shape[1]
     out = factors_E.new_empty(rows, width)
-    launch: Any = segment_sum_kernel[(rows, triton.cdiv(width, BLOCK_K))]
-    launch(
-        factors_E,
-        table,
-        index_E,
-        offsets,
-        out,
-        table.stride(0),
-        len(table),
-        H=width,
-        BLOCK_S=BLOCK_S,
-        BLOCK_K=BLOCK_K,
-    )
+    launch: Any = segment_sum_kernel[(rows, triton.cdiv(width, BLOCK_K.value))]
+    launch(factors_E, table, index_E, offsets, out, table.stride(0), len(table), H=width)
     return out

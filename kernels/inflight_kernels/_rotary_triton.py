@@ -7,27 +7,18 @@ import triton
 import triton.language as tl
 
 from inflight_kernels._norm import Norm
-from inflight_kernels._normalization_triton import weigh
+from inflight_kernels._tokenwise_triton import weigh
+
+next_power_of_2: Any = triton.next_power_of_2  # of an int or a constant of a kernel
 
 
 @triton.jit
 def rotated_heads(
-    base,
-    norm,
-    cos,
-    sin,
-    eps,
-    offset,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAST_FIRST: tl.constexpr,
+    base, norm, cos, sin, eps, offset, HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, CAST_FIRST: tl.constexpr
 ):
     """The heads that lie at `base`, normed and rotated. A rotated dimension meets its partner, half of R away."""
-    heads = tl.arange(0, BLOCK_H)[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
+    heads = tl.arange(0, next_power_of_2(HEADS))[:, None]
+    dims = tl.arange(0, next_power_of_2(D))[None, :]
     partners = tl.where(dims < R // 2, dims + R // 2, dims - R // 2)
     dtype: tl.constexpr = base.dtype.element_ty
     x = tl.load(base + heads * D + dims, mask=(heads < HEADS) & (dims < D), other=0.0).to(tl.float32)
@@ -53,11 +44,9 @@ def store_heads(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    heads = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)[None, :].to(tl.int64)
+    heads = tl.arange(0, next_power_of_2(HEADS))[:, None].to(tl.int64)
+    dims = tl.arange(0, next_power_of_2(D))[None, :].to(tl.int64)
     at = (place // BLOCK_SIZE) * stride_block + (place % BLOCK_SIZE) * stride_index
     at = at + heads * stride_head + dims * stride_dim
     written = tl.where(place >= 0, HEADS, 0)
@@ -92,15 +81,12 @@ def rope_and_cache_kernel(
     D: tl.constexpr,
     R: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     CAST_FIRST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(cache_index + token)
     position = tl.load(positions + token)
-    dims = tl.arange(0, BLOCK_D)[None, :]
+    dims = tl.arange(0, next_power_of_2(D))[None, :]
     dtype: tl.constexpr = qkv.dtype.element_ty
     # A dimension that is not rotated has cosine 1 and sine 0. The first half is rotated with −sin.
     cosine = tl.load(cos + position * R + dims, mask=dims < R, other=1.0).to(dtype).to(tl.float32)
@@ -108,18 +94,18 @@ def rope_and_cache_kernel(
     sine = tl.where(dims < R // 2, -sine, sine)
 
     base = qkv + token * stride_t
-    rotated = rotated_heads(base, q_norm, cosine, sine, eps, offset, Q_HEADS, D, R, BLOCK_Q, BLOCK_D, CAST_FIRST)
-    heads = tl.arange(0, BLOCK_Q)[:, None]
+    rotated = rotated_heads(base, q_norm, cosine, sine, eps, offset, Q_HEADS, D, R, CAST_FIRST)
+    heads = tl.arange(0, next_power_of_2(Q_HEADS))[:, None]
     tl.store(q + (token * Q_HEADS + heads) * D + dims, rotated, mask=(heads < Q_HEADS) & (dims < D))
 
     base += Q_HEADS * D
-    rotated = rotated_heads(base, k_norm, cosine, sine, eps, offset, KV_HEADS, D, R, BLOCK_KV, BLOCK_D, CAST_FIRST)
-    store_heads(rotated, k_cache, place, k_block, k_index, k_head, k_dim, BLOCK_SIZE, KV_HEADS, D, BLOCK_KV, BLOCK_D)
+    rotated = rotated_heads(base, k_norm, cosine, sine, eps, offset, KV_HEADS, D, R, CAST_FIRST)
+    store_heads(rotated, k_cache, place, k_block, k_index, k_head, k_dim, BLOCK_SIZE, KV_HEADS, D)
 
     base += KV_HEADS * D
-    heads = tl.arange(0, BLOCK_KV)[:, None]
+    heads = tl.arange(0, next_power_of_2(KV_HEADS))[:, None]
     values = tl.load(base + heads * D + dims, mask=(heads < KV_HEADS) & (dims < D), other=0.0)
-    store_heads(values, v_cache, place, v_block, v_index, v_head, v_dim, BLOCK_SIZE, KV_HEADS, D, BLOCK_KV, BLOCK_D)
+    store_heads(values, v_cache, place, v_block, v_index, v_head, v_dim, BLOCK_SIZE, KV_HEADS, D)
 
 
 def rope_and_cache(
@@ -142,7 +128,7 @@ def rope_and_cache(
         return q
     q_norm, k_norm = (norms[0].weight, norms[1].weight) if norms else (None, None)
     eps, offset, cast_first = norms[0][1:] if norms else (0.0, 0.0, True)
-    block_q, block_d = triton.next_power_of_2(q_heads), triton.next_power_of_2(head_dim)
+    size = next_power_of_2(q_heads) * next_power_of_2(head_dim)
     launch: Any = rope_and_cache_kernel[(tokens,)]
     launch(
         qkv,
@@ -165,10 +151,7 @@ def rope_and_cache(
         D=head_dim,
         R=cos.shape[1],
         BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_Q=block_q,
-        BLOCK_KV=triton.next_power_of_2(kv_heads),
-        BLOCK_D=block_d,
         CAST_FIRST=cast_first,
-        num_warps=min(max(block_q * block_d // 512, 1), 8),
+        num_warps=min(max(size // 512, 1), 8),
     )
     return q

@@ -66,7 +66,6 @@ def draw_kernel(
     stride_m,
     V: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +73,7 @@ def draw_kernel(
     greedy = temperature == 0
     inverse = inverse_of(temperature)
 
-    blocks = tl.arange(0, BLOCK_B)
+    blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))  # pyright: ignore[reportArgumentType]
     at = row * BLOCKS + blocks
     peak_B = tl.load(peaks + at, mask=blocks < BLOCKS, other=float("-inf"))
     peak = tl.max(peak_B, 0)
@@ -151,7 +150,6 @@ def draw(
             logits.stride(0),
             V=vocabulary,
             BLOCKS=blocks,
-            BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK=block_size,
         )
     return tokens, logprobs, entropies

@@ -12,7 +12,9 @@ BLOCK_V: Any = 4096
 
 
 @triton.jit
-def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(
+    logits, tokens, temperatures, logprobs, lses, stride_n, V: tl.constexpr, BLOCK: tl.constexpr = BLOCK_V
+):
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = 1.0 / tl.load(temperatures + row)
     base = logits + row * stride_n
@@ -32,7 +34,7 @@ def forward_kernel(logits, tokens, temperatures, logprobs, lses, stride_n, V: tl
 
 @triton.jit
 def backward_kernel(
-    logits, tokens, temperatures, lses, grads, grad_logits, stride_n, V: tl.constexpr, BLOCK: tl.constexpr
+    logits, tokens, temperatures, lses, grads, grad_logits, stride_n, V: tl.constexpr, BLOCK: tl.constexpr = BLOCK_V
 ):
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = 1.0 / tl.load(temperatures + row)
@@ -49,36 +51,24 @@ def backward_kernel(
 class SelectiveLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        rows = logits.shape[0]
-        vocabulary: Any = logits.shape[1]  # a constant of the kernel
+        rows, vocabulary = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         temperatures = temperatures.float()
         logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
         lses = torch.empty_like(logprobs)
         if rows:
-            forward_kernel[(rows,)](
-                logits, tokens, temperatures, logprobs, lses, logits.stride(0), V=vocabulary, BLOCK=BLOCK_V
-            )
+            launch: Any = forward_kernel[(rows,)]
+            launch(logits, tokens, temperatures, logprobs, lses, logits.stride(0), V=vocabulary)
         ctx.save_for_backward(logits, tokens, temperatures, lses)
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, tokens, temperatures, lses = ctx.saved_tensors
-        rows = logits.shape[0]
-        vocabulary: Any = logits.shape[1]
+        rows, vocabulary = logits.shape
         grad_logits = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
         if rows:
-            grid = (rows, triton.cdiv(vocabulary, BLOCK_V))
-            backward_kernel[grid](
-                logits,
-                tokens,
-                temperatures,
-                lses,
-                grads[0].contiguous(),
-                grad_logits,
-                logits.stride(0),
-                V=vocabulary,
-                BLOCK=BLOCK_V,
-            )
+            grad = grads[0].contiguous()
+            launch: Any = backward_kernel[(rows, triton.cdiv(vocabulary, BLOCK_V))]
+            launch(logits, tokens, temperatures, lses, grad, grad_logits, logits.stride(0), V=vocabulary)
         return grad_logits, None, None

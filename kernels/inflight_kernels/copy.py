@@ -45,6 +45,7 @@ class ScaledCopies:
         self._destinations, self._sources = list(destinations), list(sources)
         self._total = sum(source.numel() for source in sources)
         self._addresses: list[int] = []
+        """Where the sources lay at the last run."""
         self._factors: list[float] = []
         self._scales = torch.empty(0)
         self._table: torch.Tensor | None = None
@@ -54,8 +55,9 @@ class ScaledCopies:
         """Copy what the sources hold now. Raises ValueError if there is not a factor for each."""
         if len(factors) != len(self._sources):
             raise ValueError(f"expected a factor for each of {len(self._sources)} tensors, got {len(factors)}")
-        if self._has_moved():
-            self._table = self._make_table()
+        addresses = [source.data_ptr() for source in self._sources]
+        if addresses != self._addresses:
+            self._addresses, self._table = addresses, self._make_table()
         if factors != self._factors:
             self._factors = list(factors)
             self._scales = torch.tensor(self._factors, dtype=torch.float32)
@@ -64,11 +66,6 @@ class ScaledCopies:
         else:
             scaled = [source.float() * factor for source, factor in zip(self._sources, factors, strict=True)]
             copy_all(self._destinations, scaled)
-
-    def _has_moved(self) -> bool:
-        """Return whether some source lies elsewhere than at the last run."""
-        before, self._addresses = self._addresses, [source.data_ptr() for source in self._sources]
-        return before != self._addresses
 
     def _make_table(self) -> torch.Tensor | None:
         """Return i64[n, 5] for the C kernel, or None if it does not take all of these tensors."""

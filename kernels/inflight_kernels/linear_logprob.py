@@ -12,8 +12,9 @@ Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"). Wit
 N rows, of which K have a sampling mask; H hidden size, V vocabulary, C columns of one piece of it, E ids in all masks.
 """
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -201,13 +202,14 @@ class LinearLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if wants_hidden else None
         grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
         grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
-        by_token = None
+        sum_by_token = None
         if split.masked is not None:
             grad_E = _masked_grad_logits(logits_E, split, ctx.softcap, all_rows.take(split.masked))
             if grad_hidden_NH is not None:
                 grad_KH = backend.segment_sum(grad_E, weight_VH, split.token_ids, split.offsets)
                 grad_hidden_NH[split.masked] = grad_KH.to(hidden_NH.dtype)
-            by_token = _ByToken.sort(backend, grad_E, split, hidden_NH[split.masked], len(weight_VH))
+            sum_by_token = _by_token(backend, grad_E, split, len(weight_VH))
+            masked_KH = hidden_NH[split.masked]
 
         dense = slice(0) if split.dense is None else split.dense
         dense_NH, dense_rows = hidden_NH[dense], all_rows.take(dense)
@@ -216,9 +218,9 @@ class LinearLogprobs(torch.autograd.Function):
             columns = slice(begin, begin + backend.COLUMNS)
             piece = head.columns(columns)
             grad_CH = grad_C = None
-            if by_token is not None:
-                grad_CH = by_token.sum(by_token.hidden_KH, columns) if wants_weight else None
-                grad_C = by_token.sum(torch.ones_like(by_token.hidden_KH[:, :1]), columns)[:, 0] if wants_bias else None
+            if sum_by_token is not None:
+                grad_CH = sum_by_token(masked_KH, columns) if wants_weight else None
+                grad_C = sum_by_token(torch.ones_like(masked_KH[:, :1]), columns)[:, 0] if wants_bias else None
             for first in range(0, len(dense_NH), backend.ROWS):
                 rows = slice(first, first + backend.ROWS)
                 grad_NC = backend.grad_logits(dense_NH[rows], piece, begin, dense_rows.take(rows))
@@ -253,28 +255,17 @@ def _masked_grad_logits(logits_E: torch.Tensor, split: Split, softcap: float | N
     return grad_E if softcap is None else grad_E * (1 - (logits_E / softcap) ** 2)
 
 
-class _ByToken(NamedTuple):
-    """The entries of all masks in the order of token ids, so that a row of the weight's gradient is a sum over
-    neighbours, always in the same order, and needs no atomic addition."""
+def _by_token(
+    backend: ModuleType, grad_E: torch.Tensor, split: Split, vocabulary: int
+) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+    """A function that sums, for columns C of the vocabulary, gradients times rows of a table [K, width] → [C, width].
 
-    backend: ModuleType
-    grad_E: torch.Tensor
-    row_E: torch.Tensor
-    offsets: torch.Tensor
-    """i64[V + 1]: where the entries of each token of the vocabulary begin."""
-    hidden_KH: torch.Tensor
-
-    @classmethod
-    def sort(
-        cls, backend: ModuleType, grad_E: torch.Tensor, split: Split, hidden_KH: torch.Tensor, vocabulary: int
-    ) -> "_ByToken":
-        assert split.token_ids is not None
-        assert split.row_E is not None
-        ids_E, order_E = split.token_ids.sort(stable=True)
-        bounds = torch.arange(vocabulary + 1, device=ids_E.device)
-        return cls(backend, grad_E[order_E], split.row_E[order_E], torch.searchsorted(ids_E, bounds), hidden_KH)
-
-    def sum(self, table: torch.Tensor, columns: slice) -> torch.Tensor:
-        """[C, width]: for these columns of the vocabulary, gradients times rows of the table [K, width]."""
-        offsets = self.offsets[columns.start : columns.stop + 1]
-        return self.backend.segment_sum(self.grad_E, table, self.row_E, offsets)
+    The entries of all masks are sorted by token id, so that a row of the weight's gradient is a sum over neighbours,
+    always in the same order, and needs no atomic addition.
+    """
+    assert split.token_ids is not None
+    assert split.row_E is not None
+    ids_E, order_E = split.token_ids.sort(stable=True)
+    grad_E, row_E = grad_E[order_E], split.row_E[order_E]
+    offsets = torch.searchsorted(ids_E, torch.arange(vocabulary + 1, device=ids_E.device))
+    return lambda table, columns: backend.segment_sum(grad_E, table, row_E, offsets[columns.start : columns.stop + 1])

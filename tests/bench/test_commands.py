@@ -54,6 +54,15 @@ def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("journal", ["--journal", "--no-journal"])
+def test_the_stream_loses_nothing_with_a_journal_and_without(journal):
+    result = last_line(bench("stream", "--seconds", "0.3", "--tokens", "32", journal))
+    assert result["journal"] == (journal == "--journal")
+    assert result["lost"] == result["duplicated"] == 0
+    assert result["num_tokens"] > 10_000
+
+
+@pytest.mark.slow
 def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
     file, png = tmp_path / "scaling.json", tmp_path / "scaling.png"
     options = ("--sequences", "1,3", "--prompt-tokens", "4", "--contexts", "4,9", "--tokens", "3", "--pairs", "1")
@@ -66,6 +75,7 @@ def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", ["2", "1"])
 def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     file = tmp_path / "swap.json"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import inflight
 from inflight.core import child
 
@@ -33,6 +35,7 @@ def test_files_in_the_working_directory_are_not_modules_of_the_engine(tmp_path):
     assert run(str(script), cwd=there).strip() == str(PACKAGE)
 
 
+@pytest.mark.slow
 def test_an_engine_runs_the_inflight_of_its_trainer(tmp_path):
     """Which is found by sys.path alone, and which another one that is installed does not replace."""
     shutil.copytree(PACKAGE, tmp_path / "inflight", ignore=shutil.ignore_patterns("__pycache__"))

@@ -44,7 +44,7 @@ def test_every_request_draws_with_its_own_adapter(make_engine, name, fused):
     assert (engine.runner.unfused_reason is None) == fused
     publish_adapters(engine, model)
     adapters = ["first", None, "second", "first", "idle", None, "second", "first", None, "second"]
-    params = SamplingParams(max_tokens=6, ignore_eos=True, n=2)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, n=2, seed=1)
     prompts = [Prompt([3 + i] * (2 * i + 1), params, adapter=adapter) for i, adapter in enumerate(adapters)]
     for rollout in run(engine, prompts):
         adapter = adapters[rollout.group_id]

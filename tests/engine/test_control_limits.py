@@ -1,5 +1,6 @@
 """What a client that is mistaken, of another version or a nuisance can do to an engine, and what it cannot."""
 
+import errno
 import logging
 import os
 import re
@@ -12,11 +13,18 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from made_frames import make_frame
+from made_frames import make_frame, with_header
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.core.errors import FrameError, InvalidRequestError, ProtocolError, PublisherConflictError
+from inflight.core.errors import (
+    FrameError,
+    InflightError,
+    InvalidRequestError,
+    ProtocolError,
+    PublisherConflictError,
+    QueueFullError,
+)
 from inflight.core.frames import FrameHeader, GroupStart, TokenFrame
 from inflight.core.messages import (
     PROTOCOL,
@@ -38,7 +46,7 @@ from inflight.engine.process import EngineProcess
 from inflight.engine.publishing import PublisherSeat
 from inflight.engine.shapes import shape_config
 from inflight.stream.writer import StreamWriter
-from inflight.weights.link import EngineLink
+from inflight.weights.link import TOKEN_BYTES, EngineLink, _lock
 from inflight.weights.slot_table import MAX_VERSIONS_AT_ONCE
 from inflight.weights.sources import ModelSource
 from inflight.weights.transports import AcceptedTransports
@@ -105,6 +113,7 @@ def log_of(engine: inflight.LaunchedEngine) -> Path:
 # ---- sizes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_message_beyond_all_measure_is_never_taken_into_memory(engine, socket):
     before = peak_mib(engine.pid)
     socket.send(bytes(600 << 20))
@@ -190,6 +199,21 @@ def test_too_many_samples_in_one_call_are_refused(engine):
         engine.submit([[1]] * 2, inflight.SamplingParams(n=65536))
 
 
+def test_samples_beyond_the_bound_are_refused_by_name_until_others_have_ended(make_engine):
+    engine = make_engine(max_queued=10)
+    long, short = (inflight.SamplingParams(n=8, max_tokens=count, ignore_eos=True) for count in (50, 2))
+    [group] = engine.submit([Prompt([1, 2], long)])
+    for _ in range(2):  # a refusal leaves nothing behind
+        with pytest.raises(QueueFullError, match=r"8 samples do not fit beside the 8 .* at most 10.*max_queued"):
+            engine.submit([Prompt([1, 2], short)])
+    engine.submit([Prompt([1, 2], inflight.SamplingParams(n=2, max_tokens=50))])
+    engine.step()
+    with pytest.raises(QueueFullError, match="1 samples do not fit beside the 10"):
+        engine.fork(0, None, inflight.SamplingParams(), None)
+    engine.cancel([group], [])
+    engine.submit([Prompt([1, 2], short)])
+
+
 def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once(make_engine, tmp_path):
     """Of many messages that wait between two passes."""
     control = ControlSocket(f"ipc://{tmp_path}/control")
@@ -220,6 +244,46 @@ def test_questions_take_a_share_of_the_generators_time_and_work_is_taken_at_once
     control.close()
 
 
+def test_one_client_too_many_is_refused_until_another_one_leaves_and_changes_nothing_for_the_others(
+    make_engine, tmp_path
+):
+    control = ControlSocket(f"ipc://{tmp_path}/control", max_clients=2)
+    stream = StreamWriter(f"ipc://{tmp_path}/stream")
+    serving = EngineProcess(make_engine(), control, stream, tmp_path, AcceptedTransports())
+    first, second, third = clients = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(3)]
+
+    def answer_to(client: zmq.Socket) -> object:
+        client.send(encode(call("status")))
+        for _ in range(100):
+            serving._answer(wait=True)
+            while client.poll(20):
+                answer = decode_from_engine(client.recv())
+                if answer.ticket:  # else it was asked whether it is there
+                    return answer
+        raise AssertionError("there was no answer")
+
+    for client in clients:
+        client.linger = 0
+        client.connect(f"ipc://{tmp_path}/control")
+    assert isinstance(answer_to(first), Result)
+    assert isinstance(answer_to(second), Result)
+    refused = answer_to(third)
+    assert isinstance(refused, Failed)
+    assert refused.kind == "TooManyClientsError"
+    assert "the engine has 2 clients" in refused.message
+    assert isinstance(answer_to(first), Result)
+    second.close()
+    deadline = time.monotonic() + 20
+    while isinstance(answer_to(third), Failed):
+        assert time.monotonic() < deadline, "the place of a client that left is not given away"
+        time.sleep(0.02)
+    assert isinstance(answer_to(first), Result)
+    for client in clients:
+        client.close()
+    serving.close()
+    control.close()
+
+
 # ---- numbers ----------------------------------------------------------------------------------------------------
 
 
@@ -243,22 +307,20 @@ def test_prompts_pinned_to_a_version_beyond_all_measure_are_refused_by_name(engi
 @pytest.mark.parametrize("field", ["version", "time_ns", "sequence", "step"])
 @pytest.mark.parametrize("value", [2**63, 2**64 - 1, -1])
 def test_frames_whose_numbers_no_column_can_hold_are_refused(field, value):
-    parts = make_frame().encode()
-    header = msgspec.msgpack.decode(parts[0]) | {field: value}
+    data = with_header(make_frame().encode(), lambda header: header.update({field: value}))
     with pytest.raises(FrameError, match="header cannot be read"):
-        TokenFrame.decode([msgspec.msgpack.encode(header), *parts[1:]])
+        TokenFrame.decode(data)
 
 
 @pytest.mark.parametrize("token", [2**31, 2**64 - 1, -1])
 def test_frames_whose_prompts_hold_no_token_ids_are_refused(token):
     header = FrameHeader("engine", 0, 0, 0, 0, 0, groups=[GroupStart(0, 0, [1], inflight.SamplingParams())])
     empty = TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
-    parts = empty.encode()
-    assert TokenFrame.decode(parts).header.groups[0].prompt_token_ids == [1]
-    raw = msgspec.msgpack.decode(parts[0])
-    raw["groups"][0]["prompt_token_ids"] = [token]
+    data = empty.encode()
+    assert TokenFrame.decode(data).header.groups[0].prompt_token_ids == [1]
+    data = with_header(data, lambda header: header["groups"][0].update(prompt_token_ids=[token]))
     with pytest.raises(FrameError, match="header cannot be read"):
-        TokenFrame.decode([msgspec.msgpack.encode(raw), *parts[1:]])
+        TokenFrame.decode(data)
 
 
 # ---- who may publish --------------------------------------------------------------------------------------------
@@ -298,6 +360,29 @@ def test_the_place_is_free_when_its_holder_is_gone(tmp_path):
         seat.check(b"a")
     seat.leave(b"b")
     assert seat.holder is None
+
+
+def test_a_publisher_takes_its_place_where_the_disk_is_full(tmp_path, monkeypatch):
+    """The engine has made room for what the publisher writes, so that overwriting it takes no new block."""
+    path = tmp_path / "lock"
+    seat = PublisherSeat(path, lambda holder: True)
+    assert path.stat().st_size == TOKEN_BYTES
+    file, token = _lock(str(path))
+    assert len(token) == TOKEN_BYTES == path.stat().st_size
+    assert seat.take(b"a", token) is None
+    os.close(file)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(InflightError, match=r"cannot be written into .*lock.*No space left"):
+        _lock(str(path))
+    seat = PublisherSeat(path, lambda holder: True)  # that an engine starts does not depend on it
+    monkeypatch.undo()
+    file, token = _lock(str(path))  # nobody holds it
+    assert seat.take(b"a", token) is None
+    os.close(file)
 
 
 def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):

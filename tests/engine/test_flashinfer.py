@@ -19,8 +19,8 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention import flashinfer
 from inflight.engine.attention.backend import LayerShape
-from inflight.engine.attention.choose import choose_backend
 from inflight.engine.attention.flashinfer import FlashInferAttention, page_lists, why_not_flashinfer, workspace_bytes
+from inflight.engine.build import choose_backend
 from inflight.engine.engine import Engine
 from inflight.engine.graphs import graph_sizes
 from inflight.stream.assembler import Assembler

@@ -196,6 +196,7 @@ def test_one_slot_and_a_version_that_is_not_finite_leaves_the_engine_its_weights
         assert set(engine.generate([[1, 2, 3]], LONG)[0][0].weight_versions) == {3}
 
 
+@pytest.mark.slow
 def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine():
     """The publisher gives up while the engine is stopped, before it has learned that it may write."""
     with launch(slots=1) as engine:

@@ -1,6 +1,7 @@
 """Who holds which blocks, and what the prefix cache remembers, without a model."""
 
 import pytest
+from kv_blocks import check_blocks
 
 from inflight.engine.kv_cache import MIXED, NO_BLOCK, Holding, KVCache
 
@@ -28,7 +29,7 @@ def test_blocks_cover_the_tokens_and_come_back():
     assert cache.reserve(holding, 9)
     assert len(holding.blocks[0]) == 3 == cache.num_used_blocks
     assert NO_BLOCK not in holding.blocks[0]
-    cache.check([holding])
+    check_blocks(cache, [holding])
     cache.release(holding)
     assert cache.num_used_blocks == 0
     assert holding.blocks == [[]]
@@ -42,7 +43,7 @@ def test_nothing_is_taken_when_too_few_blocks_are_left():
     assert not cache.has_room(second, 2 * SIZE, spare=1)
     assert not cache.reserve(second, 3 * SIZE)
     assert second.blocks == [[], []]
-    cache.check([first, second])
+    check_blocks(cache, [first, second])
 
 
 def test_a_list_of_blocks_only_grows_and_is_another_one_after_a_release():
@@ -60,7 +61,7 @@ def test_full_blocks_of_a_beginning_are_found_again_but_never_the_last_token():
     cache.release(compute(cache, 10))
     again = cache.new_holding()
     assert cache.match(again, TOKENS[:10], 0) == 8 == again.computed
-    cache.check([again])
+    check_blocks(cache, [again])
     cache.release(again)
     assert cache.match(again, TOKENS[:8], 0) == 4, "the last token's logits are needed"
     cache.release(again)
@@ -74,7 +75,7 @@ def test_a_match_shares_the_blocks_of_a_sequence_that_still_runs():
     assert cache.match(joining, TOKENS[:9], 0) == 8
     assert joining.blocks[0] == running.blocks[0][:2]
     assert cache.num_used_blocks == 3
-    cache.check([running, joining])
+    check_blocks(cache, [running, joining])
 
 
 def test_no_other_namespace_and_no_older_version_matches():
@@ -119,7 +120,7 @@ def test_remembered_blocks_are_taken_when_no_others_are_free_the_longest_unused_
     cache.release(compute(cache, 12))
     holding = cache.new_holding()
     assert cache.reserve(holding, 2 * SIZE), "one free block, and one that was remembered"
-    cache.check([holding])
+    check_blocks(cache, [holding])
     assert cache.match(cache.new_holding(), TOKENS[:13], 0) == 8, "the beginning is forgotten last"
 
 
@@ -128,7 +129,7 @@ def test_forgetting_empties_the_prefix_cache():
     cache.release(compute(cache, 9))
     cache.forget()
     assert cache.match(cache.new_holding(), TOKENS[:9], 0) == 0
-    cache.check([])
+    check_blocks(cache, [])
     compute(cache, 9)
     with pytest.raises(AssertionError, match="still hold"):
         cache.forget()
@@ -145,7 +146,7 @@ def test_shared_blocks_are_full_and_the_last_one_is_copied_once():
     origin = parent.blocks[0][2]
     assert cache.take_copies() == [{child.blocks[0][2]: origin, grandchild.blocks[0][2]: origin}]
     assert cache.take_copies() == [{}]
-    cache.check([parent, child, grandchild])
+    check_blocks(cache, [parent, child, grandchild])
 
 
 def test_sharing_without_a_block_to_copy_to_takes_nothing():
@@ -154,7 +155,7 @@ def test_sharing_without_a_block_to_copy_to_takes_nothing():
     assert not cache.share(parent, child, 10)
     assert child.blocks == [[]]
     assert cache.share(parent, child, 8), "full blocks need none"
-    cache.check([parent, child])
+    check_blocks(cache, [parent, child])
 
 
 def test_a_sliding_window_gives_back_what_no_later_token_sees():
@@ -165,8 +166,8 @@ def test_a_sliding_window_gives_back_what_no_later_token_sees():
     assert NO_BLOCK not in full
     assert sliding[:2] == [NO_BLOCK, NO_BLOCK], "tokens 0 … 8 are out of sight of token 14"
     assert NO_BLOCK not in sliding[2:]
-    cache.check([holding])
+    check_blocks(cache, [holding])
     child = cache.new_holding()
     assert not cache.share(holding, child, 9), "the parent has dropped what a fork at 9 sees"
     assert cache.share(holding, child, 14)
-    cache.check([holding, child])
+    check_blocks(cache, [holding, child])

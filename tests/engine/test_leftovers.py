@@ -1,22 +1,27 @@
 """Whoever dies, and when: no slot, no directory and no process is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from engine_files import directory_of, slots_of
 
+import inflight
 from inflight.engine.directory import make_directory, remove_orphan_directories
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
 LAUNCH = "import inflight\nengine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu')\n"
 
 
-def start(program: str, **options) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE, text=True, **options)
+def start(program: str, arguments: Sequence[str] = (), **options) -> subprocess.Popen:
+    command = [sys.executable, "-u", "-c", program, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
 
 
 def wait_until(condition, what: str, seconds: float = 30) -> None:
@@ -35,20 +40,12 @@ def ended(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def slots_of(pid: int) -> set[Path]:
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {Path(line.split()[-1]) for line in lines if "inflight-slot" in line}
-
-
-def directory_of(pid: int) -> Path:
-    """Where the engine's log lies."""
-    return Path(os.readlink(f"/proc/{pid}/fd/2")).parent
+    """Of all its threads."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def running_pair() -> tuple[subprocess.Popen, int, set[Path], Path]:
@@ -87,6 +84,38 @@ def test_what_sigkill_to_both_leaves_the_next_launch_or_doctor_removes():
     assert not any(slot.exists() for slot in slots)
 
 
+RESTARTING = """
+import sys, time, inflight
+from inflight import supervisor
+supervisor._FIRST_BACKOFF_S = float(sys.argv[1])
+engine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu', restarts=2)
+print(engine.pid)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backoff_s", [60, 0.1])
+def test_a_trainer_that_is_killed_while_its_engine_is_restarted_leaves_nothing(backoff_s):
+    """While it waits, and while the successor loads."""
+    trainer = start(RESTARTING, arguments=[str(backoff_s)])
+    pid = int(trainer.stdout.readline())
+    slots, directories, successors = slots_of(pid), [directory_of(pid)], []
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not directories[0].exists(), "what the engine left lies there while its trainer waits")
+    assert not any(slot.exists() for slot in slots)
+    if backoff_s < 1:
+        wait_until(lambda: children(trainer.pid), "there is no successor")
+        successors = children(trainer.pid)
+        wait_until(lambda: "engine.log" in os.readlink(f"/proc/{successors[0]}/fd/2"), "it has no log")
+        directories.append(directory_of(successors[0]))
+        wait_until(lambda: (directories[1] / "alive.lock").exists(), "it does not load")
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: all(map(ended, successors)), "the successor loads on")
+    assert not any(directory.exists() for directory in directories)
+
+
 def test_a_directory_of_somebody_who_lives_is_no_orphan():
     directory, lock = make_directory()
     remove_orphan_directories()
@@ -96,7 +125,29 @@ def test_a_directory_of_somebody_who_lives_is_no_orphan():
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("model", ["tiny", "/no/such/model"])
+def test_a_directory_whose_maker_was_killed_at_once_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old, new, link = (tmp_path / f"inflight-engine-{name}" for name in ("old", "new", "link"))
+    old.mkdir()
+    new.mkdir()
+    link.symlink_to(tmp_path / "somewhere")
+    os.utime(old, (0, 0))
+    assert remove_orphan_directories() == 1
+    assert sorted(tmp_path.iterdir()) == [link, new]
+
+
+def test_versions_that_were_left_half_written_are_removed_when_nobody_writes_them(tmp_path):
+    for name in (".version-1.safetensors.partial", ".version-2.safetensors.partial", "version-0.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+    os.utime(tmp_path / ".version-1.safetensors.partial", (0, 0))
+    inflight.Files(directory=str(tmp_path)).sender()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".version-2.safetensors.partial",
+        "version-0.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("/no/such/model", marks=pytest.mark.slow)])
 def test_an_engine_whose_trainer_dies_while_it_loads_ends_at_once(model):
     trainer = start(LAUNCH.replace("'tiny'", repr(model)))
     wait_until(lambda: children(trainer.pid), "there is no engine")
@@ -110,7 +161,9 @@ def test_an_engine_whose_trainer_dies_while_it_loads_ends_at_once(model):
     assert not directory.exists()
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize(
+    "pause_s", [pytest.param(0.0, marks=pytest.mark.slow), 0.05, pytest.param(0.5, marks=pytest.mark.slow)]
+)
 def test_control_c_twice_during_the_launch_leaves_nothing(pause_s):
     trainer = start(
         LAUNCH,

@@ -88,7 +88,12 @@ def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, n
             np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCES[name])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+FORKED = ("llama", "gemma3", "qwen3-moe")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FORKED)) for name in CONFIGS]
+)
 def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, name):
     engine, assembler = make_engine(name), Assembler()
     [group] = engine.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))])

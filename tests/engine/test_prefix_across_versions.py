@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from full_forward import TOLERANCE, full_forward_logprobs
+from kv_blocks import check_blocks
 from tiny_adapters import with_adapters
 from tiny_models import VOCABULARY, make_model, publish, run
 
@@ -93,7 +94,7 @@ def test_a_prefix_is_at_most_so_many_versions_old_and_then_computed_anew(make_en
         publish(engine, model)
         seen.append(prefix(one(engine, PROMPT)))
     assert seen == [NOTHING, (48, 0), (48, 0), NOTHING, (48, 3), (48, 3)]
-    engine.cache.check([])
+    check_blocks(engine.cache, [])
 
 
 def test_a_conversation_goes_on_through_publishes(make_engine):
@@ -277,7 +278,7 @@ def test_random_loads_draw_as_if_everything_were_computed_for_them(make_engine: 
         frame = engine.step()
         if frame is not None:
             rollouts += [r for group in assembler.add(frame) for r in group]
-        engine.cache.check(s.holding for s in engine.requests.unfinished.values())
+        check_blocks(engine.cache, [s.holding for s in engine.requests.unfinished.values()])
     while engine.has_work:
         frame = engine.step()
         rollouts += [r for group in (assembler.add(frame) if frame else ()) for r in group]

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from datasets import Dataset
 from tiny_models import make_model
 from tokenizers.processors import TemplateProcessing
@@ -116,6 +117,32 @@ def test_a_dataset_is_trained_on_and_its_columns_reach_the_reward(engine):
             assert part.input_ids[: len(first.prompt_token_ids)].tolist() == first.prompt_token_ids.tolist()
         seen += [rollout.metadata["row"] for rollout in batch.rollouts]
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_grpo_trains_on_rows_of_a_dataset_and_on_chat_messages(engine):
+    """Of rows, the other columns reach the score function; a row without a prompt is named."""
+    model = make_model("qwen3")
+    model.resize_token_embeddings(258)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    chats = [[{"role": "user", "content": f"{i}+{i}"}] for i in range(4)]
+    rows = Dataset.from_list([{"prompt": chat, "answer": 2 * i} for i, chat in enumerate(chats)])
+    sampling = inflight.SamplingParams(n=2, max_tokens=4, ignore_eos=True)
+    config = inflight.GRPOConfig(steps=9, groups_per_step=2, sampling=sampling)
+    with engine.publisher(model) as publisher:
+        engine.wait_for_version(publisher.publish())
+        for examples in (rows, chats, [row["prompt"][0]["content"] for row in rows]):
+            reports = inflight.grpo(
+                engine, publisher, model, optimizer, examples, lambda r: float(len(r.text) + r.sample), config
+            )
+            seen = [rollout for report in reports for rollout in report.rollouts]
+            prompts = sorted({rollout.prompt for rollout in seen})
+            is_chat = examples is rows or examples is chats
+            assert prompts == [f"<user>{i}+{i}>" if is_chat else f"{i}+{i}" for i in range(4)]
+            answers = {rollout.metadata.get("answer") for rollout in seen}
+            assert answers == ({0, 2, 4, 6} if examples is rows else {None})
+        examples = [{"prompt": "hi"}, {"question": "hi"}]
+        with pytest.raises(InvalidRequestError, match="prompt 1 is a row with the columns question"):
+            next(inflight.grpo(engine, publisher, model, optimizer, examples, lambda r: 0.0, config))
 
 
 def test_evaluation_beside_training_is_not_trained_on_and_greedy_prompts_end_no_run(engine):

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from kv_blocks import check_blocks
 from tiny_models import VOCABULARY, make_model, publish
 
 from inflight.core.errors import InvalidRequestError
@@ -120,7 +121,7 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_counted(self) -> None:
-        self.engine.cache.check(s.holding for s in self.engine.requests.unfinished.values())
+        check_blocks(self.engine.cache, [s.holding for s in self.engine.requests.unfinished.values()])
         scheduler = self.engine.scheduler
         assert scheduler.num_waiting + len(scheduler.running) == len(self.engine.requests.unfinished)
         batch_rows = [s.batch_row for s in scheduler.running.values()]

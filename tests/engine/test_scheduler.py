@@ -1,6 +1,7 @@
 """Which tokens take part in a pass, without a model; and an order of scheduling of one's own."""
 
 import pytest
+from kv_blocks import check_blocks
 from tiny_models import VOCABULARY, run
 
 from inflight.core.errors import InvalidRequestError, ModelLoadError
@@ -52,7 +53,7 @@ class Run:
             sequence.num_pending -= 1
             sequence.tokens.append(0)
         self.scheduler.remember(schedule.chunks)
-        self.cache.check(sequence.holding for sequence in self.sequences)
+        check_blocks(self.cache, [sequence.holding for sequence in self.sequences])
         return schedule
 
     @property
@@ -256,3 +257,14 @@ def test_an_order_that_cannot_place_a_prompt_refuses_it(model_dir):
 def test_an_order_that_is_not_there_is_an_error_that_says_how_to_name_one(name):
     with pytest.raises(ModelLoadError, match='"module:function"'):
         load_order(name)
+
+
+def test_nothing_is_kept_of_versions_that_requests_were_pinned_to():
+    run_ = Run()
+    for version in range(20):
+        first, second = run_.add(pin=version, max_tokens=1), run_.add(pin=version, n=2)
+        run_.step(version)
+        for sequence in (first, second, run_.sequences[-1]):
+            run_.scheduler.remove(sequence)
+    assert not run_.scheduler.has_work
+    assert not run_.scheduler._waiting

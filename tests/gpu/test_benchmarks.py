@@ -25,6 +25,7 @@ def benchmark(monkeypatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_rehearsal_measures_every_kernel(tmp_path, benchmark):
     path = tmp_path / "kernels.json"
     subprocess.run([sys.executable, SCRIPT, "--rehearse", "--json", path], check=True, capture_output=True)

@@ -11,8 +11,7 @@ from tiny_models import CONFIGS, GPU_MODELS
 from transformers import AutoModelForCausalLM
 
 from inflight.engine.attention import flashinfer
-from inflight.engine.attention.hook import ATTENTION_NAME
-from inflight.engine.layers import probe_layers
+from inflight.engine.attention.hook import ATTENTION_NAME, probe_layers
 from inflight.engine.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]

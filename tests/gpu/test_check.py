@@ -66,8 +66,9 @@ def test_swaps_are_counted_from_the_log_of_the_tests(check, tmp_path):
 
 def test_parts_are_chosen_by_name(check):
     parts = check.gpu_parts()
-    assert {"peers", "mps"} == {part.name for part in parts} - {part.name for part in check.chosen(parts, "")}
+    assert {"peers", "vllm", "mps"} == {part.name for part in parts} - {part.name for part in check.chosen(parts, "")}
     assert [part.name for part in check.chosen(parts, "loss, swap")] == ["loss", "swap"]
+    assert "vllm" not in [part.name for part in check.chosen(check.rehearsal_parts(), "")]
     with pytest.raises(SystemExit, match="unknown part 'los'; choose from environment, tests"):
         check.chosen(parts, "los")
 
@@ -78,6 +79,16 @@ def test_parts_for_which_no_time_is_left_are_told(check, tmp_path):
     slow, late = (part["verdict"] for part in summary(tmp_path)["parts"])
     assert slow.startswith("FAILED, over its limit of 1 s")
     assert late == "NOT RUN, no time was left for it: PART=late runs it alone"
+
+
+def test_the_part_of_vllm_finds_it_behind_what_the_host_has(check, tmp_path, monkeypatch):
+    (tmp_path / "peers" / "vllm_of_the_host.py").parent.mkdir()
+    (tmp_path / "peers" / "vllm_of_the_host.py").touch()
+    monkeypatch.setenv("PEERS_PATH", str(tmp_path / "peers"))
+    code = "import vllm_of_the_host, os, sys; assert os.environ['INFLIGHT_VLLM_PYTHON'] == sys.executable"
+    parts = [check.Part("vllm", 20, [f'-c "{code}"'], vllm=True), check.Part("other", 20, [f'-c "{code}"'])]
+    assert check.main(parts, tmp_path, rehearsal=True) == 1
+    assert [part["passed"] for part in summary(tmp_path)["parts"]] == [True, False]
 
 
 @pytest.mark.slow

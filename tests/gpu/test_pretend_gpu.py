@@ -257,18 +257,22 @@ def run_with_gpu(directory: Path, *programs: Callable[[], None]) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_engine_on_cuda_draws_what_it_draws_on_the_cpu(tmp_path):
     run_with_gpu(tmp_path, engine_draws_the_same)
 
 
+@pytest.mark.slow
 def test_loss_on_cuda_has_the_gradient_that_it_has_on_the_cpu(tmp_path):
     run_with_gpu(tmp_path, loss_has_the_same_gradient)
 
 
+@pytest.mark.slow
 def test_engine_that_forgets_to_wait_or_to_copy_is_found_out(tmp_path):
     run_with_gpu(tmp_path, engine_that_forgets_draws_something_else)
 
 
+@pytest.mark.slow
 def test_pretended_gpu_is_as_strict_as_one(tmp_path):
     run_with_gpu(
         tmp_path,

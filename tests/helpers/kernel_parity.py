@@ -9,14 +9,13 @@ import sys
 
 import torch
 from inflight_kernels import (
-    _activation_triton,
     _copy_triton,
     _linear_logprob_triton,
     _lora_triton,
-    _normalization_triton,
     _rotary_triton,
     _sampling_triton,
     _selective_logprob_triton,
+    _tokenwise_triton,
     add_lora,
     copy_all,
     linear_logprob,
@@ -24,11 +23,10 @@ from inflight_kernels import (
     linear_logprobs_reference,
     selective_logprobs_reference,
 )
-from inflight_kernels.activation import gated_activation_reference
 from inflight_kernels.lora import add_lora_reference
-from inflight_kernels.normalization import Norm, add_rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache_reference
 from inflight_kernels.sampling import BLOCK, draw_reference, uniforms
+from inflight_kernels.tokenwise import Norm, add_rms_norm_reference, gated_activation_reference
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
@@ -167,7 +165,7 @@ def check_rms_norm(device: str, dtype: torch.dtype, rows: int, width: int, offse
     weight = torch.randn(width, generator=generator).to(device, dtype)
     norm = Norm(weight, 1e-5, offset, cast_first)
     for added in (None, residual):
-        results = _normalization_triton.add_rms_norm(x, added, norm)
+        results = _tokenwise_triton.add_rms_norm(x, added, norm)
         for result, expected in zip(results, add_rms_norm_reference(x, added, norm), strict=True):
             assert_close(result, expected)
 
@@ -178,7 +176,7 @@ def check_gated_activation(device: str, dtype: torch.dtype, rows: int, width: in
     gate_up[0, 0], gate_up[-1, width - 1] = -200.0, 200.0
     for activation in ("silu", "gelu_tanh"):
         expected = gated_activation_reference(gate_up, activation)
-        assert_close(_activation_triton.gated_activation(gate_up, activation), expected)
+        assert_close(_tokenwise_triton.gated_activation(gate_up, activation), expected)
 
 
 def check_rope_and_cache(

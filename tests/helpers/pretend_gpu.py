@@ -34,11 +34,10 @@ _COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.defaul
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 _WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _KERNELS = {  # by module, those with a reference of the same name
-    "activation": ["gated_activation"],
     "lora": ["add_lora"],
-    "normalization": ["add_rms_norm"],
     "rotary": ["rope_and_cache"],
     "sampling": ["draw"],
+    "tokenwise": ["gated_activation", "add_rms_norm"],
 }
 
 

@@ -21,10 +21,11 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl", reason="the trl extra is not installed")
 
 import trl
-from trl_trainers import CHAT, TEXT, make_trainer, train
+from trl_trainers import CHAT, TEXT, logged, make_trainer, train
 
 from inflight.integrations import trl as integration
-from inflight.integrations.trl import EngineRollouts, PublishCallback, behavior_ratio
+from inflight.integrations.transformers import PublishCallback
+from inflight.integrations.trl import EngineRollouts, behavior_ratio
 from inflight.weights.publisher import Publisher
 
 
@@ -110,6 +111,58 @@ def test_an_order_that_the_sampler_does_not_tell_is_drawn_when_it_is_asked_for(p
     run = train(path, tmp_path, ahead=1, engine=engine, trainer_class=Backwards, max_steps=2)
     assert len(run.calls) == 2
     assert "an order that its sampler does not tell" in caplog.text
+
+
+# Several steps per batch, evaluation, checkpoints
+
+ACCUMULATING = {
+    "gradient_accumulation_steps": 4,
+    "num_iterations": 2,
+    "per_device_train_batch_size": 4,
+    "max_steps": 6,
+    "prompts": TEXT,
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_accumulated_gradients_and_two_passes_over_each_batch(path, tmp_path, engine, ahead):
+    run = train(path, tmp_path, ahead=ahead, engine=engine, **ACCUMULATING)
+    assert [len(asked) for asked, _ in run.calls] == [16] * 3  # 4 · 4 completions, each trained on in 2 steps
+    assert run.outstanding == []
+    differences = logged(run.trainer, "sampling/sampling_logp_difference/max")
+    ratios = logged(run.trainer, "sampling/importance_sampling_ratio/mean")
+    assert len(differences) == len(ratios) == 3
+    assert max(differences[: 1 if ahead else 3]) < 1e-4  # recorded by the weights that TRL asks about
+    assert ratios[: 1 if ahead else 3] == pytest.approx([1.0] * (1 if ahead else 3), abs=1e-4)
+    if ahead:
+        assert max(differences[1:]) > 1e-3
+
+
+def test_evaluations_beside_training_are_of_the_newest_weights(path, tmp_path, engine):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": ["q0", "q1"], "num_generations_eval": 2}
+    run = train(path, tmp_path, ahead=1, engine=engine, per_device_eval_batch_size=4, **settings)
+    evaluations = [output for asked, output in run.calls if set(asked) <= {"q0", "q1"}]
+    assert len(evaluations) == len(logged(run.trainer, "eval_reward")) == 3
+    for step, output in enumerate(evaluations, 1):
+        assert {v for row in output["weight_versions"] for v in row} == {run.version - 3 + step}
+        assert [len(ids) for ids in output["prompt_ids"]] == [2] * 4
+    assert len(run.calls) == 6
+    assert run.outstanding == []
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_run_resumes_from_a_checkpoint(path, tmp_path, engine, ahead):
+    """With the weights of the checkpoint and the prompts that follow it, in the middle of an epoch."""
+    prompts = [f"p{index}" for index in range(16)]
+    saved = {**ACCUMULATING, "prompts": prompts, "save_strategy": "steps", "save_steps": 2, "shuffle_dataset": True}
+    saved["ahead"] = ahead
+    first = train(path, tmp_path, engine=engine, **saved)
+    resumed = train(path, tmp_path, engine=engine, resume=str(tmp_path / "out" / "checkpoint-4"), **saved)
+    assert [asked for asked, _ in resumed.calls] == [asked for asked, _ in first.calls[2:]]
+    assert resumed.outstanding == []
+    assert resumed.trainer.state.global_step == 6
+    [difference] = logged(resumed.trainer, "sampling/sampling_logp_difference/max")[-1:]
+    assert difference < 1e-4  # drawn by the weights of the checkpoint, which the engine never had
 
 
 # Settings
@@ -230,32 +283,31 @@ def bos_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_a_rendered_template_begins_once():
-    tokenizer = bos_tokenizer()
-    trainer = SimpleNamespace(processing_class=tokenizer, chat_template=None, chat_template_kwargs={})
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "a b"}], tokenize=False)
-    assert integration._encode([rendered, "a b"], trainer) == [[0, 2, 3], [0, 2, 3]]
-    assert integration._encode([[{"role": "user", "content": "a b"}]], trainer) == [[0, 2, 3]]
-    other = SimpleNamespace(processing_class=tokenizer, chat_template="<s> b", chat_template_kwargs={})
-    assert integration._encode([[{"role": "user", "content": "a b"}]], other) == [[0, 3]]
+    tokenizer, user = bos_tokenizer(), [{"role": "user", "content": "a b"}]
+    rendered = tokenizer.apply_chat_template(user, tokenize=False)
+    assert integration.encode([rendered, "a b"], tokenizer) == [[0, 2, 3], [0, 2, 3]]
+    assert integration.encode([user], tokenizer, chat_template=None) == [[0, 2, 3]]
+    assert integration.encode([user], tokenizer, chat_template="<s> b") == [[0, 3]]
 
 
 # PEFT
 
 
 @pytest.mark.parametrize("adapter", [None, "default"], ids=["merged", "as an adapter"])
-def test_adapters_of_peft_are_published(path, tmp_path, engine, adapter):
+def test_adapters_of_peft_are_published_and_draw(path, tmp_path, engine, adapter):
     own = inflight.launch(path, threads=1, max_context=64, lora_rank=4) if adapter else nullcontext(engine)
     with own as engine:
         trainer = make_trainer(
             path,
             tmp_path,
-            EngineRollouts(engine, adapter=adapter),
+            EngineRollouts(engine),
             learning_rate=0.05,
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False),
         )
         with engine.publisher(trainer.model) as publisher:
             trainer.add_callback(PublishCallback(publisher))
             trainer.train()
+            assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
             engine.wait_for_version(publisher.version)
             params = inflight.SamplingParams(n=2, max_tokens=8, ignore_eos=True)
             [group] = engine.generate([[3, 4, 5]], params, adapter=adapter)

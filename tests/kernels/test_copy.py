@@ -29,7 +29,7 @@ def test_a_source_that_does_not_fit_is_named():
         copy_all([torch.zeros(2), torch.zeros(3, 1)], [torch.zeros(2), torch.zeros(3)])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90, 100])
 def test_the_copy_moves_16_bytes_at_a_time_and_rounds_to_nearest(capability):
     sizes = {"BLOCK": _copy_triton.BLOCK, "TAIL": _copy_triton.TAIL}
     signature = {"table": "*i64", "owners": "*i32"} | dict.fromkeys(sizes, "constexpr")

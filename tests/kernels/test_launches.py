@@ -10,19 +10,19 @@ import torch
 from gpu_launches import SHARED_BYTES, launches_of, resources, sass
 from inflight_kernels import (
     Norm,
-    _activation_triton,
     _copy_triton,
     _linear_logprob_triton,
     _lora_triton,
-    _normalization_triton,
     _rotary_triton,
     _sampling_triton,
     _selective_logprob_triton,
+    _tokenwise_triton,
 )
 from inflight_kernels._sampling_mask import Head, Rows, Split
 from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
+SLOW = pytest.mark.slow
 SPILLED_BYTES = 256
 """Of a thread, at most. What is spilled is part of an epilogue; a loop over the hidden size would feel it."""
 
@@ -34,11 +34,11 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def norm(hidden: int, dtype: torch.dtype) -> None:
     x, weight = meta(256, hidden, dtype=dtype), meta(hidden, dtype=dtype)
     for residual in (None, x):
-        _normalization_triton.add_rms_norm(x, residual, Norm(weight, 1e-6))
+        _tokenwise_triton.add_rms_norm(x, residual, Norm(weight, 1e-6))
 
 
 def activation(name: str, intermediate: int, dtype: torch.dtype) -> None:
-    _activation_triton.gated_activation(meta(256, 2 * intermediate, dtype=dtype), name)
+    _tokenwise_triton.gated_activation(meta(256, 2 * intermediate, dtype=dtype), name)
 
 
 def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
@@ -116,6 +116,9 @@ CASES: dict[str, Callable[..., None]] = {
     "linear_logprobs, softcap": partial(logprobs_and_gradient, 262_144, True, 30.0),
     "linear_logprobs, masked": masked_rows,
 }
+SIMILAR = {"norm 1024", "gelu", "rope, 32 heads", "draw, no entropy", "lora, 8192 tokens", "linear_logprobs",
+           "linear_logprobs, softcap"}  # fmt: skip
+"""Cases that launch what others launch as well, in another size or without a part."""
 WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel")
 """Kernels that are nothing but loads and stores."""
 PRODUCT = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x256x16.F32.BF16"}
@@ -145,8 +148,12 @@ def is_product(case):
     return case.startswith("linear_logprobs") and case != "linear_logprobs, masked"
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [(BF16, 80), (BF16, 90), (FP32, 90)], ids=["80", "90", "90 fp32"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [pytest.param(BF16, 80, marks=SLOW), (BF16, 90), pytest.param(FP32, 90, marks=SLOW)],
+    ids=["80", "90", "90 fp32"],
+)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case in SIMILAR)) for case in CASES])
 def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
     for launch, compiled in compiled_launches(case, dtype, capability, monkeypatch):
         used = resources(compiled, tmp_path)
@@ -162,6 +169,7 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
                 assert not re.search(r"\bSTG\.E\.U16\b", code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "capability"), [(FP32, 80), (BF16, 100), (FP32, 100)], ids=["80 fp32", "100", "100 fp32"]
 )

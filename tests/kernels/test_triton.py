@@ -13,10 +13,17 @@ from inflight_kernels import (
     sampling,
     selective_logprobs,
 )
-from inflight_kernels.activation import gated_activation, gated_activation_reference
-from inflight_kernels.normalization import Norm, add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from inflight_kernels.rotary import rope_and_cache, rope_and_cache_reference
 from inflight_kernels.sampling import draw, draw_reference, uniforms
+from inflight_kernels.tokenwise import (
+    Norm,
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated_activation,
+    gated_activation_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm

@@ -5,14 +5,80 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+import numpy as np
 import pytest
 from made_frames import ends, make_frame, starts
+
+from inflight.core.errors import StreamGapError
+from inflight.core.frames import Finish, TokenFrame
 
 
 def arrive(wire, group_ids, sequence):
     """These groups of one sample start and end with one frame."""
     frame = make_frame(max(group_ids) + 1, sequence, groups=starts(*group_ids), finishes=ends(*group_ids))
     wire.send(frame)
+
+
+def from_engine(engine_id, sequence, request_ids, **header):
+    """A frame of one of several engines, in which these requests draw a token each."""
+    frame = make_frame(len(request_ids), sequence, **header)
+    header = msgspec.structs.replace(frame.header, engine_id=engine_id)
+    return TokenFrame(header, np.array(request_ids, np.uint64), frame.token_ids, frame.logprobs)
+
+
+def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
+    inbox = wire.stream._inbox
+    wire.stream.expect([0, 1, 2])
+    wire.send(
+        from_engine("a", 0, [0, 1], groups=starts(0, 1)),
+        from_engine("b", 1, [2], groups=starts(2)),
+        from_engine("a", 2, [0, 1], finishes=[Finish(0, "stop", 2)]),
+    )
+    a, b = inbox.held_of("a", 4, 1), inbox.held_of("b", 1, 0)
+    assert (a.num_tokens, a.num_rollouts, a.held_tokens, a.held_rollouts, a.oldest) == (4, 1, 4, 1, 5)
+    assert (b.num_tokens, b.num_rollouts, b.held_tokens, b.held_rollouts, b.oldest) == (1, 0, 1, 0, None)
+
+    assert inbox.unfinished_of("a", [0, 1]) == {1: (1, {1: [101, 101]})}
+    wire.send(from_engine("b", 3, [1], groups=starts(1)))  # which goes on with what a has begun
+    assert inbox.held_of("a", 4, 1).held_tokens == 2
+    assert inbox.held_of("b", 2, 0).held_tokens == 4
+    wire.send(from_engine("b", 4, [1], finishes=[Finish(1, "stop", 4)]))
+    assert inbox.held_of("b", 3, 1).held_rollouts == 1
+    assert len(wire.stream.collect([1])[0][0].token_ids) == 4
+    assert inbox.held_of("b", 3, 1).held_tokens == 1
+    wire.stream.collect([0])
+    assert inbox.held_of("a", 4, 1).held_tokens == 0
+
+
+def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
+    inbox = wire.stream._inbox
+    wire.stream.expect([0, 1])
+    wire.send(
+        from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2)),  # of 2, nobody has learned that it was accepted
+        from_engine("b", 1, [3], groups=starts(3)),
+    )
+    wire.stream.drop([1])
+    assert inbox.unfinished_of("a", [0, 1, 2, 7]) == {0: (0, {0: [100]})}
+    assert [i for i in range(4) if inbox._assembler.knows(i)] == [0, 3]
+
+
+def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
+    wire.stream.expect([0], reserved=True)
+    errors = []
+
+    def wait():
+        with pytest.raises(StreamGapError, match=r"no engine goes on with groups \[0\]") as error:
+            wire.stream.collect([0])
+        errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not wire.stream._inbox._waiters:
+        time.sleep(0.001)
+    wire.stream.fail([0])
+    waiting.join(10)
+    assert errors
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -121,3 +187,51 @@ def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for
         wire.stream.collect([0])
     wire.stream.expect([1])
     assert [group[0].group_id for group in wire.stream.groups()] == [0]
+
+
+def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finished(wire):
+    for group_id in range(300):
+        wire.stream.expect([group_id])
+        arrive(wire, [group_id], group_id)
+        while group_id not in wire.stream._inbox._finished:
+            time.sleep(0.001)
+        wire.stream.collect([group_id])
+    assert len(wire.stream._inbox._ready) < 100
+    wire.stream.expect([300])
+    arrive(wire, [300], 300)
+    assert [group[0].group_id for group in wire.stream.groups()] == [300]
+
+
+def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
+    """A waiter that stayed would tell the engine for ever that somebody waits."""
+    inbox = wire.stream._inbox
+    wire.stream.expect([0, 1], reserved=True)
+    waiting = inbox.take([0])
+    assert inbox.held_of("a", 0, 0).waits
+    wire.stream.drop([0])
+    waiting.result(timeout=10)
+    assert not inbox.held_of("a", 0, 0).waits
+    with pytest.raises(ValueError, match="not outstanding"):
+        inbox.take([0])
+
+
+def test_news_are_what_came_since(wire):
+    rung = threading.Semaphore(0)
+    wire.stream.listen(rung.release)
+    wire.stream.expect([0], reserved=True)
+    wire.send(from_engine("a", 0, [0], groups=starts(0)), from_engine("a", 1, [0]))
+    assert rung.acquire(timeout=10)
+    assert rung.acquire(timeout=10)
+    [part] = wire.stream.news(0, {})
+    assert (len(part.token_ids), part.finish_reason) == (2, "")
+    [part] = wire.stream.news(0, {0: 2})
+    assert len(part.token_ids) == 0
+    wire.send(from_engine("a", 2, [0], finishes=[Finish(0, "stop", 3)]))
+    assert rung.acquire(timeout=10)
+    [part] = wire.stream.news(0, {0: 2})
+    assert (len(part.token_ids), part.finish_reason) == (1, "stop")
+    assert len(wire.stream.collect([0])[0][0].token_ids) == 3
+    assert wire.stream.news(0, {}) == []
+    wire.stream.unlisten(rung.release)
+    wire.send(from_engine("a", 3, [1], groups=starts(1)))
+    assert not rung.acquire(timeout=0.3)

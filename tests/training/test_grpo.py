@@ -13,8 +13,9 @@ from tiny_models import VOCABULARY, make_model
 
 import inflight
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
+from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
-from inflight.training.data.scored_groups import ScoredGroups, group_advantages
+from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.grpo import GRPOConfig, grpo, train_step
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.loss import policy_loss
@@ -137,6 +138,16 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         ({"advantage_ddof": -1}, "advantage_ddof must be at least 0"),
         ({"staleness": ({"max_version_lag": 1},)}, "staleness is a tuple of StalenessRule"),
         ({"objective": "hope"}, "unknown objective 'hope'"),
+        ({"advantages": "hope"}, "unknown advantages 'hope'; choose grpo"),
+        ({"advantages": "rloo", "advantage_ddof": 1}, "advantage_ddof are about the advantages 'grpo', and .* 'rloo'"),
+        ({"advantages": "maxrl", "scale_advantages": False}, "scale_advantages .* are about the advantages 'grpo'"),
+        ({"advantages": "maxrl", "reward_kl_weight": 0.1}, "reward_kl_weight makes rewards negative"),
+        ({"sampling": inflight.SamplingParams(n=1)}, "advantages 'grpo' compare the samples of a group: sampling.n"),
+        ({"reward_kl_weight": -0.1}, "reward_kl_weight must be at least 0, got -0.1"),
+        ({"reward_kl_weight": math.inf}, "reward_kl_weight must be finite, got inf"),
+        ({"reward_kl": "k4"}, "reward_kl must be one of k1, k2, k3, k3_clamped, got 'k4'"),
+        ({"scale_lr_by_ess": 1.5}, "scale_lr_by_ess is a share of the sequences, at most 1, got 1.5"),
+        ({"replace_uniform_groups": -1}, "replace_uniform_groups must be at least 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings, message):
@@ -206,10 +217,109 @@ def test_advantages_follow_the_settings_of_a_run(engine, monkeypatch):
         seen.append(options)
         return group_advantages(rewards, **options)
 
-    monkeypatch.setattr("inflight.training.grpo.group_advantages", recorded)
+    monkeypatch.setattr("inflight.training.config.group_advantages", recorded)
     model = make_model("qwen3")
     run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, scale_advantages=False, advantage_ddof=1)
     assert seen == [{"scale": False, "ddof": 1}]
+
+
+def test_a_run_takes_a_function_of_its_own_for_advantages_and_one_sample_of_a_prompt(engine):
+    """The step is that of a loss whose advantages are given by hand."""
+    model = make_model("qwen3")
+    by_hand = copy.deepcopy(model)
+
+    def reward_itself(groups):
+        assert all(len(group) == 4 for group in groups)
+        return [rollout.reward * np.ones(len(rollout.token_ids), np.float32) for group in groups for rollout in group]
+
+    settings = {"advantages": reward_itself, "max_grad_norm": 0.0, "skip_uniform_groups": False}
+    [report] = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.01), steps=1, **settings)
+    batch = pack(report.rollouts, [rollout.reward for rollout in report.rollouts], trainer_version=report.version - 1)
+    policy_loss(by_hand, batch)[0].backward()
+    torch.optim.SGD(by_hand.parameters(), lr=0.01).step()
+    torch.testing.assert_close(parameters_of(model), parameters_of(by_hand), rtol=1e-4, atol=1e-6)
+    GRPOConfig(advantages="reinforce++", sampling=inflight.SamplingParams(n=1))
+
+
+def test_a_kl_in_the_reward_changes_what_is_learned_and_not_the_rewards_that_are_reported(engine):
+    model, reference = make_model("qwen3"), make_model("qwen3", seed=1)
+    by_hand = copy.deepcopy(model)
+    settings = {"reward_kl_weight": 0.2, "reference": reference, "advantages": "rloo", "max_grad_norm": 0.0}
+    [report] = run(engine, model, torch.optim.SGD(model.parameters(), lr=0.01), steps=1, **settings)
+    assert [r.reward for r in report.rollouts] == [float(r.token_ids.sum() % 3) for r in report.rollouts]
+    with torch.no_grad():
+        columns = [token_logprobs(reference, pack([rollout], [0.0])).numpy() for rollout in report.rollouts]
+    kls = [float((r.logprobs - theirs).sum()) for r, theirs in zip(report.rollouts, columns, strict=True)]
+    assert report.as_dict()["reward_kl"] == pytest.approx(np.mean(kls), rel=1e-3)
+    charged = np.array([r.reward - 0.2 * kl for r, kl in zip(report.rollouts, kls, strict=True)]).reshape(-1, 4)
+    advantages = (charged - charged.mean(1, keepdims=True)) * 4 / 3
+    batch = pack(report.rollouts, advantages.flatten().tolist(), trainer_version=report.version - 1)
+    policy_loss(by_hand, batch)[0].backward()
+    torch.optim.SGD(by_hand.parameters(), lr=0.01).step()
+    torch.testing.assert_close(parameters_of(model), parameters_of(by_hand), rtol=1e-3, atol=1e-6)
+
+
+def test_the_learning_rate_follows_the_effective_sample_size_of_each_step(engine):
+    """A model other than the one that drew: the step is as long as that of a plain run times the factor."""
+    lengths = []
+    for scale in (0.0, 1.0):
+        drew, model = make_model("qwen3"), make_model("qwen3", seed=1)
+        with engine.publisher(drew) as publisher:
+            engine.wait_for_version(publisher.publish())
+        groups = [engine.generate([[1, 2]], inflight.SamplingParams(n=4, max_tokens=5, seed=3))[0]]
+        for index, rollout in enumerate(groups[0]):
+            rollout.reward = float(index)
+        before = parameters_of(model).clone()
+        batch = ScoredGroups(groups).pack(trainer_version=9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        update = train_step(model, optimizer, batch, GRPOConfig(scale_lr_by_ess=scale))
+        lengths.append((parameters_of(model) - before).norm().item())
+    assert update.lr_factor == pytest.approx(math.sqrt(update.stats.sequences.ess))
+    assert 0.3 < update.lr_factor < 0.95
+    assert lengths[1] == pytest.approx(lengths[0] * update.lr_factor, rel=1e-4)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_step_replaces_groups_of_equal_rewards_by_further_prompts(engine):
+    """Every other prompt is worth nothing: without that half of the groups have nothing to learn from."""
+    model = make_model("qwen3")
+
+    def score(rollout):
+        return float(rollout.sample) if rollout.prompt_token_ids[0] % 2 else 0.0
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    reports = run(engine, model, optimizer, steps=3, score=score, replace_uniform_groups=8)
+    assert all(group[0].prompt_token_ids[0] % 2 for report in reports for group in report.groups)
+    assert [len(report.groups) for report in reports] == [2, 2, 2]
+    assert reports[-1].dropped.num_replaced_groups >= 3
+    assert reports[-1].dropped.num_uniform_groups == 0
+    assert all(report.reward < 1.5 == np.mean([r.reward for r in report.rollouts]) for report in reports)
+
+
+def test_several_rewards_are_summed_and_each_ones_mean_is_reported(engine):
+    """Also those of groups that were replaced."""
+    model = make_model("qwen3")
+    parts = {"first": lambda rollout: float(rollout.prompt_token_ids[0] % 2 * rollout.sample), "second": lambda _: 2.0}
+    score = inflight.Rewards(parts, weights={"second": 0.5})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    [report] = run(engine, model, optimizer, steps=1, score=score, replace_uniform_groups=2)
+    assert [rollout.rewards for rollout in report.rollouts] == [{"first": i % 4, "second": 2} for i in range(8)]
+    assert [rollout.reward for rollout in report.rollouts] == [i % 4 + 1 for i in range(8)]
+    numbers = report.as_dict()
+    assert numbers["reward/second"] == 2
+    assert 0 < numbers["reward/first"] < 1.5
+    assert numbers["reward"] == pytest.approx(numbers["reward/first"] + 1)
+    score.close()
+
+
+def test_a_step_of_nothing_but_truncated_rollouts_is_not_taken(engine):
+    model = make_model("qwen3")
+    before = parameters_of(model).clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    [report] = run(engine, model, optimizer, steps=1, mask_truncated=True, skip_uniform_groups=False)
+    assert report.stats is None
+    assert report.dropped.num_truncated_rollouts == 8
+    assert torch.equal(parameters_of(model), before)
 
 
 # Reports
@@ -227,6 +337,10 @@ def test_a_report_is_numbers_under_flat_names(engine):
         assert numbers["num_tokens"] == 40
         assert numbers["mean_length"] == 5
         assert numbers["truncated"] == 1
+        assert [numbers[f"length/{name}"] for name in ("min", "max", "std")] == [5, 5, 0]
+        assert "length/stopped_mean" not in numbers
+        rewards = np.array([[rollout.reward for rollout in group] for group in report.groups])
+        assert numbers["reward_std"] == pytest.approx(rewards.std(1).mean())
         assert numbers["grad_norm"] == report.grad_norm > 0
         assert numbers["num_skipped"] == numbers["dropped/num_failed_groups"] == 0
         assert numbers["dropped/num_unscored_groups"] == numbers["dropped/num_unscored_rollouts"] == 0

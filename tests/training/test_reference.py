@@ -1,7 +1,9 @@
 """The policy that a KL penalty refers to."""
 
 import copy
+import math
 
+import pytest
 import torch
 from made_batches import make_rollouts
 from peft import LoraConfig, get_peft_model
@@ -9,10 +11,12 @@ from tiny_models import make_model
 
 import inflight
 from inflight.training.data.batch import pack
+from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.grpo import GRPOConfig, train_step
 from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective
-from inflight.training.reference import reference_scorer
+from inflight.training.reference import charge_kl, reference_scorer
 
 KL = Objective(kl_weight=0.5)
 
@@ -33,3 +37,48 @@ def test_the_base_of_a_peft_model_is_its_reference():
     config = GRPOConfig(objective=KL, sampling=inflight.SamplingParams(n=2))
     update = train_step(model, torch.optim.SGD(trained, lr=0.1), batch, config, score_reference=score)
     assert update.stats.reference_kl > 0
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [0, 25])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_rollout_is_charged_for_the_sum_of_its_tokens_kl(kind, micro_batch_tokens):
+    """The KL is of the recorded log-probabilities to the reference's, which a pass for each rollout alone gives."""
+    model, reference = make_model("qwen3"), make_model("qwen3", seed=1)
+    rollouts = make_rollouts(6)
+    for index, rollout in enumerate(rollouts):
+        rollout.reward = float(index)
+    scored = ScoredGroups([rollouts[:2], rollouts[2:4], rollouts[4:]])
+    score = reference_scorer(Objective(), model, reference, reward_kl_weight=0.1)
+    charged, mean = charge_kl(scored, score, kind=kind, weight=0.1, micro_batch_tokens=micro_batch_tokens)
+    sums = []
+    for rollout in rollouts:
+        logs = token_logprobs(reference, pack([rollout], [0.0])).double().tolist()
+        pairs = list(zip(rollout.logprobs.tolist(), logs, strict=True))
+        of_tokens = {
+            "k1": [ours - theirs for ours, theirs in pairs],
+            "k2": [(ours - theirs) ** 2 / 2 for ours, theirs in pairs],
+            "k3": [math.exp(theirs - ours) - 1 - (theirs - ours) for ours, theirs in pairs],
+        }[kind]
+        sums.append(math.fsum(of_tokens))
+    expected = [index - 0.1 * kl for index, kl in enumerate(sums)]
+    assert [rollout.reward for rollout in charged.rollouts] == pytest.approx(expected, rel=1e-4)
+    assert mean == pytest.approx(math.fsum(sums) / 6, rel=1e-4)
+    assert [rollout.reward for rollout in rollouts] == [0, 1, 2, 3, 4, 5]
+    assert charged.dropped is scored.dropped
+
+
+def test_a_kl_in_the_reward_needs_a_reference_too():
+    model = make_model("qwen3")
+    with pytest.raises(ValueError, match=r"reward_kl_weight=0.1 asks for a KL penalty.*give reference=copy.deepcopy"):
+        reference_scorer(Objective(), model, None, reward_kl_weight=0.1)
+
+
+def test_the_expected_gradient_of_a_reward_with_k1_is_that_of_the_kl_itself():
+    """Enumerated: a policy over three answers, whose rewards are charged for log π − log π_ref, on-policy."""
+    logits = torch.tensor([0.3, -0.5, 1.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logs = logits.log_softmax(0)
+    [of_kl] = torch.autograd.grad((logs.exp() * (logs - reference)).sum(), logits, retain_graph=True)
+    charged = kl_estimate("k1", logs.detach(), reference)
+    [by_reward] = torch.autograd.grad((logs.exp().detach() * charged * logs).sum(), logits)
+    torch.testing.assert_close(by_reward, of_kl, rtol=1e-12, atol=1e-14)

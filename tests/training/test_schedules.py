@@ -9,7 +9,7 @@ import torch
 from tiny_models import VOCABULARY, make_model
 
 import inflight
-from inflight.bench.lagged_publisher import LaggedPublisher
+from inflight.bench.learning_run import LaggedPublisher
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.training.data.scored_groups import Dropped
@@ -25,7 +25,8 @@ class Journal:
     A version is held while it is live or groups pinned to it are in flight.
     """
 
-    def __init__(self, bad_groups=(), num_examples=None):
+    def __init__(self, bad_groups=(), num_examples=None, uniform_groups=()):
+        self._uniform_groups = uniform_groups
         self.events = []
         self.stream = self
         self.version = 0
@@ -53,9 +54,11 @@ class Journal:
         while self.outstanding:
             group_id = self.outstanding.pop(0)
             reason = "error" if group_id in self._bad_groups else "stop"
-            yield [SimpleNamespace(group_id=group_id, finish_reason=reason, reward=1.0)]
+            rewards = (1.0, 1.0) if group_id in self._uniform_groups else (0.0, 1.0)
+            yield [SimpleNamespace(group_id=group_id, finish_reason=reason, reward=reward) for reward in rewards]
 
-    def wait_for_version(self, version):
+    def wait_for_version(self, version, *, timeout_s):
+        assert timeout_s >= 3600  # an evaluation may keep the slot for long
         self.events.append(("wait", version))
         self.live = version
 
@@ -71,11 +74,12 @@ class Journal:
         self.version += 1
         self.live = self.version
 
-    def run(self, schedule, steps, *, limit=2, groups_per_step=2):
+    def run(self, schedule, steps, *, limit=2, groups_per_step=2, most_replaced=0):
         """Group ids that each step trained on."""
         taken = []
         params = inflight.SamplingParams(n=2)
         options = {"score": lambda rollout: 1.0, "groups_per_step": groups_per_step, "limit": limit}
+        options |= {"most_replaced": most_replaced}
         with Admission(self, self, iter(self._examples), params, **options) as admission:
             for scored in islice(ROLLOUT_SCHEDULES[schedule](admission), steps):
                 taken.append([group[0].group_id for group in scored.groups])
@@ -157,6 +161,23 @@ def test_when_the_prompts_end_the_last_batch_is_smaller(schedule):
     assert Journal(num_examples=4).run(schedule, 9) == [[0, 1], [2, 3]]
     assert Journal(num_examples=5, bad_groups=[4]).run(schedule, 9) == [[0, 1], [2, 3]]
     assert Journal(num_examples=1, bad_groups=[0]).run(schedule, 9) == []
+
+
+def test_groups_of_equal_rewards_are_replaced_up_to_a_bound_in_each_batch():
+    journal = Journal(uniform_groups=[0, 1, 2, 5])
+    assert journal.run("sync", 2, most_replaced=2) == [[2, 3], [4, 6]]
+    assert journal.dropped == Dropped(num_replaced_groups=3)
+    assert journal.most_outstanding == 2
+    journal = Journal(uniform_groups=[1])
+    assert journal.run("one_step_off", 2, most_replaced=2) == [[0, 2], [3, 4]]
+    assert journal.events[2] == ("submit", 1, 0)  # under the version of its batch
+    assert Journal(uniform_groups=[0, 1]).run("inflight", 1, limit=4) == [[0, 1]]
+
+
+@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
+def test_a_group_that_nothing_is_left_to_replace_stays(schedule):
+    journal = Journal(num_examples=4, uniform_groups=range(4))
+    assert journal.run(schedule, 9, most_replaced=1) == [[1, 2], [3]]
 
 
 def test_an_unknown_schedule_is_named():

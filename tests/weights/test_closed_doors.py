@@ -54,12 +54,25 @@ def test_a_publisher_tells_of_a_host_that_is_not_of_this_machine(engine):
         while True:
             publisher.check()
 
-    with engine.publisher(make_model("qwen3"), transport=inflight.Broadcast(host="192.0.2.1")) as publisher:
+    transport = inflight.Broadcast(host="192.0.2.1", allow_unencrypted=True)
+    with engine.publisher(make_model("qwen3"), transport=transport) as publisher:
         publisher.publish()
         with pytest.raises(BroadcastError, match="cannot listen on"):
             until_it_raises()
     with engine.publisher(make_model("qwen3")) as publisher:  # the place is free again
         engine.wait_for_version(publisher.publish())
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "0.0.0.0", "::", "trainer.example", "localhost.example"])
+def test_weights_leave_the_machine_unencrypted_only_where_that_is_said(host):
+    with pytest.raises(ValueError, match=rf"host '{host}' is not this machine's loopback.*allow_unencrypted=True"):
+        inflight.Broadcast(host=host)
+    assert inflight.Broadcast(host=host, allow_unencrypted=True).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "::1", "localhost"])
+def test_a_broadcast_within_the_machine_needs_no_leave(host):
+    assert inflight.Broadcast(host=host).host == host
 
 
 def test_the_ranks_of_a_broadcast_listen_where_they_reach_its_host_alone():

@@ -8,7 +8,14 @@ import torch
 from tiny_models import make_model
 
 import inflight
-from inflight.core.errors import ChecksumError, EngineBusyError, InflightError, NonFiniteWeightsError
+from inflight.core.errors import (
+    ChecksumError,
+    EngineBusyError,
+    EngineDiedError,
+    EngineHungError,
+    InflightError,
+    NonFiniteWeightsError,
+)
 from inflight.weights import publisher as publisher_module
 from inflight.weights.link import EngineEndpoint, Published
 from inflight.weights.tensors import layout_of, slot_views
@@ -21,6 +28,7 @@ class StandIn:
     def __init__(self, model: torch.nn.Module, num_slots: int = 2):
         self.layout, self.version = layout_of(model), 0
         self.buffers = [torch.zeros(self.layout.total_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        self.address = EngineEndpoint("stand-in")
         self.attached = SimpleNamespace(aliases=[])
         self.welcome = SimpleNamespace(num_slots=num_slots, layout=self.layout)
         self.announced: list[Published] = []
@@ -168,6 +176,73 @@ def test_weights_that_may_spoil_an_only_slot_go_through_a_staging_buffer(monkeyp
         engine.wait_for(1)
         assert publisher.sent_bytes in (0, engine.layout.total_bytes)  # it is counted when all engines have it
     assert engine.wants == ["11 s, timeout_s of the transport"]
+
+
+def test_an_only_engine_that_comes_back_is_not_ended_because_its_slots_are_pinned(engine, model):
+    """Its successor would not have the versions that requests are pinned to."""
+    ended: list[str] = []
+    engine.address = address = EngineEndpoint("nowhere", comes_back=True, end=ended.append)
+    with inflight.Publisher(address, model, slot_timeout_s=11) as publisher:
+        engine.refuses.append(EngineBusyError("it lends none"))
+        publisher.publish()
+        with pytest.raises(EngineBusyError, match="it lends none"):
+            check_until_it_raises(publisher)
+    assert engine.wants == ["11 s, timeout_s of the transport"]
+    assert not ended
+
+
+def test_one_that_hangs_is_ended_so_that_it_comes_back(engine, model):
+    ended: list[str] = []
+    engine.address = address = EngineEndpoint("nowhere", comes_back=True, end=ended.append)
+    with inflight.Publisher(address, model) as publisher:
+        engine.refuses.append(EngineHungError("it says nothing"))
+        publisher.publish()
+        while not ended:
+            publisher.check()
+    assert ended == ["nowhere"]
+
+
+def test_a_publisher_that_is_made_while_its_engine_is_restarted_waits_for_the_successor(monkeypatch, model):
+    successor, asked = StandIn(model), []
+
+    def attach(address: EngineEndpoint, *_: object, **__: object) -> StandIn:
+        asked.append(address.endpoint)
+        if len(asked) < 3:
+            raise EngineDiedError(f"{address.endpoint} has ended")
+        return successor
+
+    stand_in(monkeypatch, successor)
+    monkeypatch.setattr(publisher_module, "EngineLink", attach)
+    address = EngineEndpoint("first", comes_back=True, living=lambda endpoint: f"after {endpoint}")
+    with inflight.Publisher(address, model) as publisher:
+        publisher.publish()
+        successor.wait_for(1)
+    assert asked == ["after first", "after after first", "after after after first"]
+    asked.clear()
+    with pytest.raises(EngineDiedError, match="gone"):
+        inflight.Publisher(EngineEndpoint("gone"), model)
+
+
+def test_an_engine_that_was_replaced_while_the_publisher_was_made_is_followed_to_its_successor(monkeypatch, model):
+    engines = {"first": StandIn(model), "second": StandIn(model)}
+    stand_in(monkeypatch, engines["first"])
+    monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
+    followed: list[str] = []
+    for name, engine in engines.items():
+        engine.address = EngineEndpoint(name, comes_back=True)
+
+    def follow(publisher: inflight.Publisher, endpoint: str) -> bool:
+        followed.append(endpoint)
+        return endpoint == "second"
+
+    def living(endpoint: str) -> str:
+        return "second" if followed else "first"
+
+    address = EngineEndpoint("first", comes_back=True, living=living, follow=follow)
+    with inflight.Publisher(address, model) as publisher:
+        publisher.publish()
+        engines["second"].wait_for(1)
+    assert followed == ["first", "second"]
 
 
 def test_what_makes_a_publish_fail_is_raised_by_every_later_call(engine, model):

@@ -166,6 +166,7 @@ def test_when_the_last_engine_is_lost_publishing_fails_until_another_comes(model
             second.wait_for_version(publisher.publish())
 
 
+@pytest.mark.slow
 def test_engines_of_one_publisher_hold_the_same_tensors(model_dir, engine):
     with engines(model_dir("qwen3"), 1, dtype="bfloat16") as [other]:
         with pytest.raises(LayoutMismatchError, match="float32 in the first engine, bfloat16 in this one"):
@@ -356,7 +357,7 @@ def test_a_full_disk(engine, tmp_path):
     before = engine.status().version
     with engine.publisher(make_model("qwen3"), transport=inflight.Files(directory=tmp_path)) as ours:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
             version = ours.publish()
@@ -364,7 +365,7 @@ def test_a_full_disk(engine, tmp_path):
                 check_for(ours)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            signal.signal(signal.SIGXFSZ, handler)
         assert engine.status().version == before
         assert list(tmp_path.iterdir()) == []
         engine.wait_for_version(ours.publish())

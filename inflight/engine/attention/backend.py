@@ -33,10 +33,6 @@ class LayerShape:
     sinks: bool = False
     """Each head has an additional logit."""
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -166,7 +162,8 @@ class KVMemory:
                     self.values[layer][to] = self.values[layer][source]
 
     def _block_bytes(self, layers: list[int]) -> int:
-        return sum(self._layers[layer].bytes_per_token for layer in layers) * self.block_size
+        shapes = [self._layers[layer] for layer in layers]
+        return sum(s.kv_heads * (s.key_dim + s.value_dim) * s.dtype.itemsize for s in shapes) * self.block_size
 
     def _sizes(self, members: dict[int | None, list[int]], options: EngineOptions) -> list[int]:
         """The number of blocks of each group, given as window → layers."""

@@ -229,8 +229,8 @@ class FlashInferAttention:
             plans.graph_plan = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self._device)
 
     def begin_graph(self, batch: ForwardBatch, memory: KVMemory) -> None:
-        """Like `begin` for single tokens, with everything that the kernels read at the same addresses each time there
-        are as many of them: a graph that was recorded after such a call may be replayed after any later one."""
+        """Like `begin`, but all that the kernels read lies where it lay for as many single tokens before: a graph that
+        was recorded after such a call may be replayed after any later one."""
         self._use(memory)
         size = self._num_single = len(batch.contexts)
         staged = self._stage(batch, slice(size))

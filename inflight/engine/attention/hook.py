@@ -1,7 +1,8 @@
 """The engine's attention inside Transformers models, through `AttentionInterface`.
 
 The model sees one row of packed tokens, [1, T]. Which sequences they belong to, and where keys and values go, is in
-the ForwardBatch that is current while it runs. The n-th call of a pass belongs to the n-th attention layer.
+the ForwardBatch that is current while it runs. The n-th call of a pass belongs to the n-th attention layer. Which
+layers there are is found by running the model (`probe_layers`).
 """
 
 from contextvars import ContextVar
@@ -10,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
 from inflight.models.masks import BOTH_SIDES, mask_note, noted
+from inflight.models.twin import first_line
 
 ATTENTION_NAME = "inflight"
 
@@ -28,7 +30,7 @@ class _Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class _Call:
     """What one call of attention asked for in a probe."""
 
     module: nn.Module
@@ -37,13 +39,13 @@ class AttentionCall:
     """Tokens attend to those behind them, as in an encoder."""
 
 
-_pass: ContextVar[_Pass | None] = ContextVar("inflight_pass", default=None)
-_recorder: ContextVar[list[AttentionCall] | None] = ContextVar("inflight_layer_recorder", default=None)
+_current: ContextVar[_Pass | list[_Call] | None] = ContextVar("inflight_pass", default=None)
+"""What calls of attention belong to: a pass, or a probe, whose calls are listed."""
 
 
 def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
     """The model's logits [M, V] for a batch that the memory's backend has begun."""
-    token = _pass.set(_Pass(batch, memory))
+    token = _current.set(_Pass(batch, memory))
     try:
         logits = model(
             input_ids=batch.token_ids[None],
@@ -52,24 +54,75 @@ def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch
             use_cache=False,
         ).logits[0]
     finally:
-        _pass.reset(token)
+        _current.reset(token)
     return logits if len(logits) == len(batch.rows) else logits[batch.rows]  # some models give all of them
 
 
-def record_calls(model: nn.Module, **inputs: torch.Tensor) -> list[AttentionCall]:
-    """Run a probe forward and return its calls of attention, in their order. Meanwhile Transformers asks us for masks,
-    which it does not do for an attention without a mask function: what reaches the layers is a note of what the mask
-    would show."""
-    recorded: list[AttentionCall] = []
-    token = _recorder.set(recorded)
+@torch.inference_mode()
+def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
+    """What each attention layer keeps per token, in the order in which they run, found by a pass over two tokens.
+
+    Raises UnsupportedModelError, with their names, if some layers mix tokens without going through the attention
+    interface (linear attention, Mamba, convolutions) or let tokens see later ones, or if the model cannot run packed
+    at all.
+    """
+    name = type(model).__name__
+    positions = torch.arange(2, device=next(model.parameters()).device)[None]
+    calls: list[_Call] = []
+    token = _current.set(calls)
+    # Transformers asks for masks only where an attention has a function for them. Ours notes what a mask would show.
     functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # where Transformers itself looks
     functions[ATTENTION_NAME] = mask_note
     try:
-        model(**inputs, use_cache=False)
+        model(
+            input_ids=torch.zeros_like(positions),
+            position_ids=positions,
+            logits_to_keep=positions[0, 1:],
+            use_cache=False,
+        )
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be run: {error}") from error
+    except Exception as error:  # a foreign model may raise anything
+        raise UnsupportedModelError(
+            f"{name} cannot be run over packed sequences ({type(error).__name__}: {first_line(error)})"
+        ) from error
     finally:
         del functions[ATTENTION_NAME]
-        _recorder.reset(token)
-    return recorded
+        _current.reset(token)
+    silent = _without_attention(model, {id(call.module) for call in calls})
+    if silent or not calls:
+        named = ", ".join(f"{layer_name} ({_mixer_name(layer)})" for layer_name, layer in silent)
+        raise UnsupportedModelError(
+            f"{name} has layers that the engine cannot run: {named or 'all of them'}; "
+            "it runs full and sliding attention that goes through the Transformers attention interface"
+        )
+    if any(call.sees_later for call in calls):
+        raise UnsupportedModelError(
+            f"{name} is no causal decoder: its tokens attend to those behind them, as in an encoder "
+            "(BERT and its family attend to earlier tokens alone with is_decoder=true in config.json)"
+        )
+    return [call.shape for call in calls]
+
+
+def _without_attention(model: PreTrainedModel, attending: set[int]) -> list[tuple[str, nn.Module]]:
+    """The decoder's layers, with their names, in which no module of these ids lies. The decoder is, of the lists as
+    long as the config's num_hidden_layers, the one that misses the fewest: towers for images have layers, too."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found: list[list[tuple[str, nn.Module]]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            layers = [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
+            found.append([pair for pair in layers if not any(id(part) in attending for part in pair[1].modules())])
+    return min(found, key=len, default=[])
+
+
+def _mixer_name(layer: nn.Module) -> str:
+    """The class of the layer's first child that is not a norm or an MLP: what mixes its tokens."""
+    for child in layer.children():
+        name = type(child).__name__
+        if not any(word in name for word in ("Norm", "MLP", "Dropout")):
+            return name
+    return type(layer).__name__
 
 
 def attend(
@@ -85,8 +138,8 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that Transformers calls: query [1, Hq, T, D] → output [1, T, Hq, Dv]."""
-    recorder = _recorder.get()
-    if recorder is not None:
+    current = _current.get()
+    if isinstance(current, list):
         note = noted(attention_mask, type(module).__name__)
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -101,9 +154,8 @@ def attend(
             softcap=softcap,
             sinks=s_aux is not None,
         )
-        recorder.append(AttentionCall(module, shape, note == BOTH_SIDES or (note is None and not causal)))
+        current.append(_Call(module, shape, note == BOTH_SIDES or (note is None and not causal)))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
-    current = _pass.get()
     if current is None:
         raise RuntimeError("the engine's attention runs inside run_packed")
     if attention_mask is not None:

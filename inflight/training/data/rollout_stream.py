@@ -2,21 +2,40 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import EngineDiedError
+from inflight.core.frames import GroupStart
+from inflight.core.keys import ClientKeys
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.stream.inbox import SILENCE_S, Group, Inbox
+from inflight.stream.held_groups import Group, HeldGroup
+from inflight.stream.inbox import MEMORY_BYTES, SILENCE_S, FrameSource, Inbox
+from inflight.stream.journal import JournalWriter
+from inflight.stream.wire import Held
+from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.group_scoring import GroupScoring
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed
-from inflight.training.data.scoring import Score, Scorer
+from inflight.training.data.scoring import GroupScorer, GroupScoring, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
+
+_CHECK_S = 0.1
+
+
+class Sharing(Protocol):
+    """What splits batches over the ranks of a trainer."""
+
+    def check(self) -> None:
+        """Raise if a rank is lost."""
+
+    def shares(self, batches: Iterator[PackedBatch], stream: "RolloutStream") -> Iterator[PackedBatch]:
+        """Yield this rank's share of each batch, and give the others theirs."""
+        ...
 
 
 class RolloutStream:
@@ -24,32 +43,47 @@ class RolloutStream:
 
     A thread receives them all the time, also while the trainer computes. `check_engine` raises if the engine is known
     to be dead, `ask_engine` if it does not answer; they are called while nothing arrives. tokenizer_lock: held while
-    the tokenizer is used, which is not safe to use from several threads.
+    the tokenizer is used, which is not safe to use from several threads. in_order: groups are handed out in the order
+    in which they finished, however long each is scored. journal: keeps every frame; it stays its owner's to close.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        source: str | FrameSource,
         *,
         tokenizer: PreTrainedTokenizerBase | None,
         meter: StalenessMeter,
         check_engine: Callable[[], None],
         ask_engine: Callable[[float], None] = lambda silent_s: None,
+        recover: Callable[[EngineDiedError], str] | None = None,
         silence_s: float = SILENCE_S,
         tokenizer_lock: AbstractContextManager[Any] | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        in_order: bool = False,
+        journal: JournalWriter | None = None,
+        begin: int | None = 0,
+        keys: ClientKeys | None = None,
     ):
         self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
-        self._scoring = GroupScoring(prepare=self._with_text, ready=lambda group: self._inbox.ready(group))
+        self._scoring = GroupScoring(
+            prepare=self._with_text, ready=lambda group: self._inbox.ready(group), in_order=in_order
+        )
         self._inbox = Inbox(
-            endpoint,
+            source,
             on_frame=meter.frame,
             on_group=self._scoring.start_if_wanted,
             on_removed=self._scoring.forget,
             check_engine=check_engine,
             ask_engine=ask_engine,
+            recover=recover,
             silence_s=silence_s,
+            memory_bytes=memory_bytes,
+            journal=journal,
+            begin=begin,
+            keys=keys,
         )
+        self._sharing: Sharing | None = None
         self.dropped = Dropped()
         """What `batches` has left out so far, and why."""
         self.last_reward = float("nan")
@@ -59,6 +93,49 @@ class RolloutStream:
     def num_tokens(self) -> int:
         """Tokens received so far, of finished and unfinished samples."""
         return self._inbox.num_tokens
+
+    @property
+    def state(self) -> str:
+        """What the engine is doing: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
+        "waits for weights", "restarting"; "silent" if it has said nothing for some seconds, and "closed" when nothing
+        comes any more."""
+        return self._inbox.state
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version of which a token has come."""
+        return self._inbox.newest_version
+
+    def unfinished(self) -> tuple[dict[int, tuple[int, dict[int, list[int]]] | None], int]:
+        """What an engine that has ended left unfinished: see `Inbox.unfinished`."""
+        return self._inbox.unfinished()
+
+    def unfinished_of(
+        self, engine_id: str, group_ids: Collection[int]
+    ) -> dict[int, tuple[int, dict[int, list[int]]] | None]:
+        """What one of several engines left unfinished: see `Inbox.unfinished_of`."""
+        return self._inbox.unfinished_of(engine_id, group_ids)
+
+    def held_of(self, engine_id: str, num_tokens: int, num_rollouts: int) -> Held:
+        """What one of several engines is told of what is held here of it: see `Inbox.held_of`."""
+        return self._inbox.held_of(engine_id, num_tokens, num_rollouts)
+
+    def snapshot(self) -> tuple[list[HeldGroup], int]:
+        """All groups that are outstanding, with what has come of them: see `Inbox.snapshot`."""
+        return self._inbox.snapshot()
+
+    def restore(self, groups: Sequence[HeldGroup], starts: Mapping[int, GroupStart], next_request_id: int) -> None:
+        """Go on with groups of another stream: see `Inbox.restore`."""
+        self._inbox.restore(groups, starts, next_request_id)
+
+    def fail(self, group_ids: Collection[int]) -> None:
+        """No engine goes on with these groups: they come out with finish_reason "error"."""
+        self._inbox.fail(group_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the tokens take which were received and not handed out."""
+        return self._inbox.nbytes
 
     @property
     def outstanding(self) -> list[int]:
@@ -74,7 +151,7 @@ class RolloutStream:
         self._inbox.drop(group_ids)
 
     def groups(
-        self, group_ids: Collection[int] | None = None, *, score: Score | Scorer | None = None
+        self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> Iterator[Group]:
         """Every finished group, its samples in order, until nothing that was submitted is outstanding.
 
@@ -83,8 +160,9 @@ class RolloutStream:
         score: the rewards of samples that ended by themselves are there (None for a sample that has none): the function
         is called beside this thread as soon as a group has finished, and groups come in the order in which they are
         scored. What it raises is raised here; then the group is scored again when it is asked for again.
-        Raises EngineDiedError, EngineHungError, or FrameError or StreamGapError when frames were lost. Then every group
-        that was in flight counts as lost: its samples come with finish_reason "error" when `groups` is called again.
+        Raises EngineDiedError, EngineHungError, JournalError when a journal takes no more, or FrameError or
+        StreamGapError when frames were lost. Then every group that was in flight counts as lost: its samples come with
+        finish_reason "error" when `groups` is called again.
         """
         wanted, scorer = self._claim(group_ids, score)
         while (answer := self._hand_out(wanted, scorer)) is not None:
@@ -94,7 +172,7 @@ class RolloutStream:
                 yield answer
 
     async def agroups(
-        self, group_ids: Collection[int] | None = None, *, score: Score | Scorer | None = None
+        self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> AsyncIterator[Group]:
         """The same groups as `groups` yields, for asyncio: `async for group in engine.stream.agroups(ids)`."""
         wanted, scorer = self._claim(group_ids, score)
@@ -128,24 +206,59 @@ class RolloutStream:
         """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
         return self._inbox.partial(group_id)
 
+    def news(self, group_id: int, seen: Mapping[int, int]) -> Group:
+        """What has come of a group's samples since a certain moment: see `Inbox.news`."""
+        return self._inbox.news(group_id, seen)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this whenever tokens may have come: see `Inbox.listen`."""
+        self._inbox.listen(listener)
+
+    def unlisten(self, listener: Callable[[], None]) -> None:
+        """Do not call this any more."""
+        self._inbox.unlisten(listener)
+
     def batches(
-        self, *, rollouts: int, score: Score | Scorer, staleness: Sequence[StalenessRule] = ()
+        self,
+        *,
+        rollouts: int,
+        score: Score | GroupScorer,
+        staleness: Sequence[StalenessRule] = (),
+        advantages: str | Advantages = "grpo",
     ) -> Iterator[PackedBatch]:
-        """Batches of at least `rollouts` rollouts in whole groups, scored, with group-relative advantages.
+        """Batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
         They are made of what was submitted for training, and of nothing that was submitted with `train=False`, drawn by
         `generate`, or drawn greedily (`collect` has those). score: a function of a rollout, plain or `async`, or a
-        `Scorer`, which has a time limit; it is called beside training and generation. staleness: the rules that say
-        which tokens are too old. What is left out is counted in `dropped`; a batch of which nothing is left is not
+        `Scorer`, which has a time limit, or several as `Rewards`; it is called beside training and generation.
+        staleness: the rules that say which tokens are too old. advantages: their name in `ADVANTAGES`, or a function of
+        the groups. What is left out is counted in `dropped`; a batch of which nothing is left is not
         yielded.
         Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
         measured when the next batch is asked for, that is, after the optimizer step.
         Raises what `score` and `groups` raise; no rollout is lost by that, or by Ctrl-C: those that were not in a batch
         yet come when `batches` is called again.
+        On rank 0 of a trainer of several ranks, what is yielded is this rank's share of such batches; then also
+        RankLostError is raised, naming a rank that has ended or does not take its share.
         """
+        batches = self._whole_batches(rollouts, score, staleness, advantages)
+        return batches if self._sharing is None else self._sharing.shares(batches, self)
+
+    def share_by(self, sharing: Sharing) -> None:
+        """From now on `batches` yields this rank's shares alone."""
+        self._sharing = sharing
+
+    def _whole_batches(
+        self,
+        rollouts: int,
+        score: Score | GroupScorer,
+        staleness: Sequence[StalenessRule],
+        advantages: str | Advantages,
+    ) -> Iterator[PackedBatch]:
         if rollouts < 1:
             raise ValueError(f"rollouts must be at least 1, got {rollouts}")
         check_rules(staleness)
+        resolve_advantages(advantages)
         scorer = self._scoring.score_with(score)
         more = True
         while more:
@@ -158,7 +271,9 @@ class RolloutStream:
                         continue
                     taken.append(group[0].group_id)
                     scored.add(group)
-                batch = scored.pack(trainer_version=self._meter.trainer_version, staleness=staleness)
+                batch = scored.pack(
+                    trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
+                )
             except BaseException:
                 self._inbox.put_back(taken)
                 raise
@@ -178,8 +293,8 @@ class RolloutStream:
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _claim(
-        self, group_ids: Collection[int] | None, score: Score | Scorer | None
-    ) -> tuple[set[int] | None, Scorer | None]:
+        self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
+    ) -> tuple[set[int] | None, GroupScorer | None]:
         """(the groups that are wanted by name, None for those for training; who scores them)"""
         if group_ids is None:
             return None, None if score is None else self._scoring.score_with(score)
@@ -188,7 +303,7 @@ class RolloutStream:
         self._inbox.reserve(group_ids)
         return set(group_ids), None
 
-    def _hand_out(self, wanted: set[int] | None, scorer: Scorer | None) -> "Group | Future[None] | None":
+    def _hand_out(self, wanted: set[int] | None, scorer: GroupScorer | None) -> "Group | Future[None] | None":
         """The next group, a future that says when to ask again, or None if there are no more."""
         if wanted is None:
             answer = self._borrow(scorer)
@@ -202,7 +317,7 @@ class RolloutStream:
             return self._with_text(group)
         return answer
 
-    def _borrow(self, scorer: Scorer | None) -> "Group | Future[None] | None":
+    def _borrow(self, scorer: GroupScorer | None) -> "Group | Future[None] | None":
         """The next group for training, with the rewards of this scorer if there is one. It stays outstanding until it
         is removed from the inbox, and must be put back if it is not used."""
         while isinstance(group := self._inbox.next(), list):
@@ -217,19 +332,24 @@ class RolloutStream:
             self._scoring.start(group, scorer)
         return group
 
-    def _wait_for_next(self, scorer: Scorer) -> Group | None:
+    def _wait_for_next(self, scorer: GroupScorer) -> Group | None:
         while isinstance(answer := self._borrow(scorer), Future):
+            if self._sharing is not None:
+                while not wait([answer], timeout=_CHECK_S).done:
+                    self._sharing.check()
             answer.result()  # as long as generation takes: the inbox asks whether the engine is there
         return answer
 
     def _with_text(self, group: Group) -> Group:
-        if self._tokenizer is None or group[0].prompt or group[0].text:
+        if self._tokenizer is None:
             return group
-        with self._tokenizer_lock:
+        with self._tokenizer_lock:  # several scorers may prepare one group
+            if group[0].prompt or group[0].text:
+                return group
             prompt = str(self._tokenizer.decode(group[0].prompt_token_ids.tolist(), skip_special_tokens=True))
             texts = [str(self._tokenizer.decode(r.token_ids.tolist(), skip_special_tokens=True)) for r in group]
-        for rollout, text in zip(group, texts, strict=True):
-            rollout.prompt, rollout.text = prompt, text
+            for rollout, text in zip(group, texts, strict=True):
+                rollout.prompt, rollout.text = prompt, text
         return group
 
 

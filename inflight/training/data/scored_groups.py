@@ -1,48 +1,19 @@
 """From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`. It adds, packs and, once an
 optimizer step has consumed the batch, measures how old its tokens were."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from math import isfinite, isnan, nan, sqrt
+from math import isnan, nan
 
 import numpy as np
 
 from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
+from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.staleness_filter import StalenessRule
-
-Advantages = Callable[[Sequence[Sequence[float | None]]], Sequence[float]]
-"""A function of the rewards of each group that returns an advantage for every sample, groups concatenated."""
-
-
-def group_advantages(
-    rewards: Sequence[Sequence[float | None]], *, scale: bool = True, ddof: int = 0, eps: float = 1e-4
-) -> list[float]:
-    """(r − mean of its group) / (standard deviation of its group + eps), for every sample, groups concatenated (Shao et
-    al., DeepSeekMath, arXiv 2402.03300, §4.1).
-
-    scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation divides by n − ddof.
-    0, that of the samples themselves, as the paper writes it; 1, the estimate for all samples that could be drawn, is
-    what TRL, verl, slime and SkyRL take: their advantages are √((n − 1) / n) times these, 0.71 for n = 2 and 0.94 for
-    n = 8. A group of equal rewards, or of one sample, gets 0.
-
-    Raises ValueError for a reward that is None or not finite: leave such samples out before.
-    """
-    advantages: list[float] = []
-    for index, group in enumerate(rewards):
-        bad = next((i for i, reward in enumerate(group) if reward is None or not isfinite(reward)), None)
-        if bad is not None:
-            raise ValueError(
-                f"sample {bad} of group {index} has reward {group[bad]}; a group's advantages need finite rewards: "
-                "leave out the samples that have none"
-            )
-        r = np.asarray(group, np.float64)
-        centred = r - r.mean() if len(r) else r
-        spread = sqrt((centred**2).sum() / (len(r) - ddof)) if len(r) > ddof else 0.0
-        advantages += (centred / (spread + eps) if scale else centred).tolist()
-    return advantages
+from inflight.training.objective.aggregation import StepTotals
 
 
 @dataclass(slots=True)
@@ -56,9 +27,14 @@ class Dropped:
     num_unscored_rollouts: int = 0
     """Rollouts that have no reward: it was None, not finite, or took too long. Those of unscored groups are among
     them, those of failed groups are not."""
+    num_replaced_groups: int = 0
+    """Groups of equal rewards that further ones took the place of. They count nowhere else but in mean rewards."""
     num_uniform_groups: int = 0
-    """Groups of equal rewards, which were left out of the forward pass and still count in what the loss is averaged
-    over."""
+    """Groups whose advantages are all 0, as those of equal rewards mostly are. They were left out of the forward pass
+    and still count in what the loss is averaged over."""
+    num_truncated_rollouts: int = 0
+    """Rollouts that had no part in the loss because they ended at their maximum length. They still count in what it is
+    averaged over, and in the advantages of the others."""
     num_stale_rollouts: int = 0
     """Rollouts that staleness rules rejected."""
     num_stale_tokens: int = 0
@@ -87,7 +63,7 @@ class Dropped:
     @property
     def length_bias(self) -> float:
         """Mean length of the rollout that a token belongs to, over the tokens that are not stale, as a share of that
-        over all tokens: below 1, short rollouts are favoured. NaN if all tokens are stale."""
+        over all tokens: below 1, short rollouts are favored. NaN if all tokens are stale."""
         num_kept = self.num_tokens - self.num_stale_tokens
         return (self.sum_kept_lengths / num_kept) / (self.sum_lengths / self.num_tokens) if num_kept else nan
 
@@ -97,8 +73,10 @@ class Dropped:
     def __str__(self) -> str:
         return (
             f"{self.num_failed_groups:,} groups failed, {self.num_unscored_groups:,} groups and "
-            f"{self.num_unscored_rollouts:,} rollouts had no reward, {self.num_uniform_groups:,} groups had equal "
-            f"rewards, {self.stale_share:.1%} of {self.num_tokens:,} tokens were too old "
+            f"{self.num_unscored_rollouts:,} rollouts had no reward, {self.num_replaced_groups:,} groups of equal "
+            f"rewards were replaced, {self.num_uniform_groups:,} groups had no advantage, "
+            f"{self.num_truncated_rollouts:,} rollouts were truncated, "
+            f"{self.stale_share:.1%} of {self.num_tokens:,} tokens were too old "
             f"({self.num_masked_tokens:,} masked, {self.num_stale_rollouts:,} of {self.num_rollouts:,} rollouts "
             f"rejected; length bias {self.length_bias:.3f})"
         )
@@ -115,6 +93,8 @@ class ScoredGroups:
 
     groups: list[list[Rollout]] = field(default_factory=list)
     dropped: Dropped = field(default_factory=Dropped)
+    replaced: list[list[Rollout]] = field(default_factory=list)
+    """Groups of equal rewards that others took the place of."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -122,9 +102,14 @@ class ScoredGroups:
         return [rollout for group in self.groups for rollout in group]
 
     @property
+    def drawn(self) -> list[Rollout]:
+        """The samples of all groups and of those that were replaced."""
+        return [rollout for group in (*self.groups, *self.replaced) for rollout in group]
+
+    @property
     def mean_reward(self) -> float:
-        """Mean reward of all samples. There must be one."""
-        rewards = [rollout.reward or 0.0 for rollout in self.rollouts]
+        """Mean reward of all that was drawn, replaced groups included. There must be a sample."""
+        rewards = [rollout.reward or 0.0 for rollout in self.drawn]
         return sum(rewards) / len(rewards)
 
     def add(self, group: list[Rollout]) -> bool:
@@ -141,44 +126,84 @@ class ScoredGroups:
         self.groups.append(scored)
         return True
 
+    @property
+    def last_is_uniform(self) -> bool:
+        """Whether the rewards of the last group are all equal."""
+        return len({rollout.reward for rollout in self.groups[-1]}) == 1
+
+    def replace_last(self) -> None:
+        """Take the last group out again: another one takes its place."""
+        self.replaced.append(self.groups.pop())
+        self.dropped.num_replaced_groups += 1
+
     def pack(
         self,
         *,
         trainer_version: int,
         staleness: Sequence[StalenessRule] = (),
-        advantages_of: Advantages = group_advantages,
+        advantages: str | Advantages = "grpo",
         skip_uniform: bool = False,
+        mask_truncated: bool = False,
     ) -> PackedBatch | None:
-        """Pack the groups, with advantages relative to their groups, for a trainer that has this version's weights.
+        """Pack the groups for a trainer that has this version's weights.
 
-        staleness: the rules that say which tokens are too old. skip_uniform: leave out groups of equal rewards; the
-        batch's totals count them. Returns None if nothing is left. Raises ValueError for a reward that is None or not
-        finite.
+        staleness: the rules that say which tokens are too old. advantages: a name in `ADVANTAGES` or a function of the
+        groups. skip_uniform: leave out groups whose advantages are all 0. mask_truncated: leave out rollouts that ended
+        at their maximum length. The batch's totals count both. Returns None if nothing is left. Raises ValueError for a
+        reward that is None or not finite, and for advantages that are not one for every rollout.
         """
-        groups: list[list[Rollout]] = []
-        uniform: list[list[Rollout]] = []
-        for group in self.groups:
-            is_uniform = skip_uniform and len({rollout.reward for rollout in group}) == 1
-            (uniform if is_uniform else groups).append(group)
-        self.dropped.num_uniform_groups += len(uniform)
-        advantages = advantages_of([[rollout.reward for rollout in group] for group in groups])
-        rollouts = [rollout for group in groups for rollout in group]
-        included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
+        rollouts = self.rollouts
+        values = list(resolve_advantages(advantages)(self.groups))
+        if len(values) != len(rollouts):
+            raise ValueError(
+                f"the advantages' function returned {len(values)} for {len(rollouts)} rollouts; it returns one for "
+                "every rollout, groups concatenated"
+            )
+        counted = dict.fromkeys(self._without_gradient(values, skip_uniform, mask_truncated))
+        kept = [index for index in range(len(rollouts)) if index not in counted]
+        included = take_out_stale([rollouts[i] for i in kept], staleness, trainer_version, now_ns(), self.dropped)
         if not included:
             return None
         batch = pack(
-            [rollouts[index] for index in included],
-            [advantages[index] for index in included],
+            [rollouts[kept[index]] for index in included],
+            [values[kept[index]] for index in included],
             included=list(included.values()) if staleness else None,
             trainer_version=trainer_version,
         )
-        batch.totals = replace(
-            batch.totals,
-            num_tokens=batch.totals.num_tokens + sum(len(rollout.token_ids) for group in uniform for rollout in group),
-            num_sequences=batch.totals.num_sequences + sum(map(len, uniform)),
-            num_groups=len(batch.totals.group_tokens) + len(uniform),
-        )
+        batch.totals = _totals_with(batch, [rollouts[index] for index in counted])
         return batch
+
+    def _without_gradient(
+        self, advantages: Sequence[float | np.ndarray], skip_uniform: bool, mask_truncated: bool
+    ) -> list[int]:
+        """The rollouts, by index, that are left out of the forward pass and count in the totals."""
+        indices, found = iter(range(len(advantages))), list[int]()
+        for group in self.groups:
+            members = [next(indices) for _ in group]
+            if skip_uniform and not any(np.any(advantages[index]) for index in members):
+                self.dropped.num_uniform_groups += 1
+                found += members
+            elif mask_truncated:
+                truncated = [i for i, rollout in zip(members, group, strict=True) if rollout.finish_reason == "length"]
+                self.dropped.num_truncated_rollouts += len(truncated)
+                found += truncated
+        return found
+
+
+def _totals_with(batch: PackedBatch, others: Sequence[Rollout]) -> StepTotals:
+    """The totals of a batch, those of rollouts that are not in it included."""
+    places = {group_id: place for place, group_id in enumerate(dict.fromkeys(r.group_id for r in batch.rollouts))}
+    group_tokens = batch.totals.group_tokens.clone()
+    for rollout in others:
+        if rollout.group_id in places:
+            group_tokens[places[rollout.group_id]] += len(rollout.token_ids)
+    return replace(
+        batch.totals,
+        num_tokens=batch.totals.num_tokens + sum(len(rollout.token_ids) for rollout in others),
+        num_sequences=batch.totals.num_sequences + len(others),
+        group_tokens=group_tokens,
+        num_groups=len(places | dict.fromkeys(rollout.group_id for rollout in others)),
+    )
 
 
 def take_out_stale(

@@ -1,14 +1,18 @@
 """Rewards, computed beside generation and training: an event loop in a thread of its own awaits coroutines, and has
-worker threads call other functions."""
+worker threads, or processes, call other functions."""
 
 import asyncio
 import inspect
 import logging
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
@@ -16,6 +20,9 @@ from typing import Any
 
 from inflight.core.rollout import Rollout
 from inflight.core.spans import span
+from inflight.stream.held_groups import Group
+from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
+from inflight.training.data.scored_groups import ended_by_itself
 
 logger = logging.getLogger(__name__)
 
@@ -26,38 +33,72 @@ Rewards = Sequence[Reward]
 BatchScore = Callable[[Sequence[Rollout]], Rewards] | Callable[[Sequence[Rollout]], Awaitable[Rewards]]
 """A function that returns the rewards of a group's rollouts, in their order."""
 
+_TOO_LATE = float("nan")
+"""The reward of a rollout whose score took too long."""
 _QUICK_S = 1e-3
 _REMEMBERED = 9
+_CANCEL_S = 1.0
 
 
-class Scorer:
+class GroupScorer(ABC):
+    """What scores groups: a `Scorer`, or several as `Rewards`."""
+
+    @abstractmethod
+    def start(
+        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
+    ) -> "Future[list[Reward]]":
+        """Begin to score a group; the future gives the rewards, None for a rollout that has none, or raises what the
+        function raised. prepare: called first, in the event loop's thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the threads go. Calls that are under way are not waited for."""
+
+
+class Scorer(GroupScorer):
     """A score function and how it is called.
 
         Scorer(score)                            # a function or a coroutine function of one rollout
         Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
         Scorer(score, timeout_s=30, workers=16)
+        Scorer(check, processes=4)               # of a module or file, where Python computes for long
 
     A rollout without a reward takes no part in training and is counted: where the function returns None or a number
     that is not finite, and where it takes longer than `timeout_s`. (A thread cannot be ended: a function that hangs
-    keeps its worker.) What the function raises is raised to the trainer, and its group is scored again when it is asked
-    for again.
+    keeps its worker. A process is ended and replaced.) What the function raises is raised to the trainer, and its
+    group is scored again when it is asked for again.
     """
 
     def __init__(
-        self, score: Score | BatchScore, *, batched: bool = False, workers: int = 64, timeout_s: float = 600.0
+        self,
+        score: Score | BatchScore,
+        *,
+        batched: bool = False,
+        workers: int = 64,
+        timeout_s: float = 600.0,
+        processes: int = 0,
     ):
-        """workers: calls at the same time, of coroutines too. timeout_s: for one call."""
+        """workers: calls at the same time, of coroutines too. timeout_s: for one call. processes: so many processes
+        call the function, one call each at a time, instead of threads, which share one interpreter; they import it by
+        its name, so that it has to be a plain function of a module or of the program's file. 0: none do. Raises
+        ValueError for what is out of range and for a function that no other process can import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        if processes < 0:
+            raise ValueError(f"processes must be at least 0, got {processes}")
         self.score: Callable[..., Any] = score
-        self._batched, self._limit, self._timeout_s = batched, workers, timeout_s
+        self._batched, self._limit, self._timeout_s = batched, processes or workers, timeout_s
         self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
             getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
         )
+        if processes and self._is_async:
+            raise ValueError("an async score function waits rather than computes: leave processes out")
+        self._processes = ScoreProcesses(score, batched=batched, timeout_s=timeout_s) if processes else None
+        self._function: Callable[..., Any] = self._processes or score
         self._workers = _Workers()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,16 +111,25 @@ class Scorer:
     def start(
         self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
     ) -> "Future[list[Reward]]":
-        """Begin to score a group; the future gives the rewards, None for a rollout that has none, or raises what the
-        function raised. prepare: called first, in the event loop's thread."""
+        async def rewards() -> list[Reward]:
+            return [None if r is None or math.isnan(r) else r for r in await self._score_group(group, prepare)]
+
+        return asyncio.run_coroutine_threadsafe(rewards(), self._running_loop())
+
+    def start_part(
+        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
+    ) -> "Future[list[Reward]]":
+        """The same, of one of several score functions: None stands for a rollout that does not concern it, NaN for one
+        to which it gave a number that is not finite, or took too long."""
         return asyncio.run_coroutine_threadsafe(self._score_group(group, prepare), self._running_loop())
 
     def close(self) -> None:
-        """Let the threads go. Calls that are under way are not waited for."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
+        if self._processes is not None:
+            self._processes.close()
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -92,9 +142,9 @@ class Scorer:
     async def _score_group(self, group: list[Rollout], prepare: Callable[[list[Rollout]], object]) -> list[Reward]:
         prepare(group)
         if self._batched:
-            rewards = await self._call(self.score, group)
-            if rewards is None:
-                return [None] * len(group)
+            rewards = await self._call(self._function, group)
+            if rewards is None or rewards is _TOO_LATE:
+                return [rewards] * len(group)
             if len(rewards) != len(group):
                 raise ValueError(
                     f"the score function returned {len(rewards)} rewards for the {len(group)} rollouts of a group"
@@ -110,32 +160,33 @@ class Scorer:
 
     async def _score_in_turn(self, group: list[Rollout]) -> list[Any]:
         """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or up to
-        the call that took too long, whose reward is None."""
+        the call that took too long."""
         rewards: list[Any] = []
         await self._call(lambda rollouts: rewards.extend(map(self._timed, rollouts)), group)
-        return [*rewards, None][: len(group)]
+        return [*rewards, _TOO_LATE][: len(group)]
 
     def _timed(self, rollout: Rollout) -> Any:
         began = perf_counter()
-        reward = self.score(rollout)
+        reward = self._function(rollout)
         self._seconds.append(perf_counter() - began)
         return reward
 
     async def _call(self, function: Callable[..., Any], argument: Rollout | list[Rollout]) -> Any:
-        """Call the function, in a worker thread unless it is async. Returns None if that takes too long."""
+        """Call the function, in a worker thread unless it is async. Returns `_TOO_LATE` if that takes too long."""
         assert self._places is not None
         async with self._places:
             if self._is_async:
                 call = asyncio.ensure_future(self.score(argument))
             else:
                 call = asyncio.wrap_future(self._workers.start(function, argument))
-            done, _ = await asyncio.wait([call], timeout=self._timeout_s)
-            if done:
-                return call.result()
+            done, _ = await asyncio.wait([call], timeout=None if self._processes else self._timeout_s)
+            with suppress(ProcessTimeout):  # processes keep the time themselves
+                if done:
+                    return call.result()
             call.cancel()
             self.num_timeouts += 1
             logger.warning("a score took longer than %g s: its rollouts have no reward", self._timeout_s)
-            return None
+            return _TOO_LATE
 
 
 class _Workers:
@@ -175,17 +226,151 @@ class _Workers:
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
     loop.close()
 
 
 def _reward(value: Any) -> Reward:
+    """None, a finite number, or NaN for one that is not."""
     if value is None:
         return None
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"the score function returned {value!r}, expected a number or None") from error
-    return reward if math.isfinite(reward) else None
+    return reward if math.isfinite(reward) else math.nan
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """One group that is being scored, or has been."""
+
+    group: Group
+    scorer: GroupScorer
+    done: bool = False
+    error: BaseException | None = None
+    """What the score function raised."""
+
+
+class GroupScoring:
+    """Has groups scored as they finish, by the scorer that was asked for last. Safe to use from several threads.
+
+    prepare: called with a group before it is scored, by the scorer's thread. ready: called with a group whose scoring
+    has ended; returns False if nobody wants the group any more. in_order: `ready` is called in the order in which the
+    scorings began, however long each takes.
+    """
+
+    def __init__(self, *, prepare: Callable[[Group], object], ready: Callable[[Group], bool], in_order: bool = False):
+        self._prepare, self._ready, self._in_order = prepare, ready, in_order
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        """Held while groups that are in order become ready."""
+        self._queue: deque[_Scoring] = deque()
+        """Scorings in the order in which they began, if that is the order of groups."""
+        self._scorer: GroupScorer | None = None
+        """The one that was asked for last."""
+        self._own_scorer: Scorer | None = None
+        """The scorer that was made here, of a plain function."""
+        self._scorings: dict[int, _Scoring] = {}
+        """Maps group ids to the last scoring of each group."""
+
+    def score_with(self, score: Score | GroupScorer) -> GroupScorer:
+        """From now on score groups with this as they finish, also those that another scorer is busy with. Returns the
+        scorer."""
+        with self._lock:
+            if isinstance(score, GroupScorer):
+                scorer = score
+            elif self._own_scorer is not None and self._own_scorer.score is score:
+                scorer = self._own_scorer
+            else:
+                if self._own_scorer is not None:
+                    self._own_scorer.close()
+                scorer = self._own_scorer = Scorer(score)
+            self._scorer = scorer
+            overtaken = [s.group for s in self._scorings.values() if not s.done and s.scorer is not scorer]
+        for group in overtaken:
+            self.start(group, scorer)
+        return scorer
+
+    def start_if_wanted(self, group: Group) -> bool:
+        """Begin to score a group that has just finished. Returns True if there is nothing to wait for: nobody has asked
+        for scores, or the group gets none."""
+        scorer = self._scorer
+        if scorer is None or not (self._in_order or _gets_rewards(group)):
+            return True
+        self.start(group, scorer)
+        return False
+
+    def start(self, group: Group, scorer: GroupScorer) -> None:
+        """Begin to score a group; `ready` is called at the end."""
+        scoring = _Scoring(group, scorer)
+        with self._lock:
+            self._scorings[group[0].group_id] = scoring
+            if self._in_order:
+                self._queue.append(scoring)
+        if _gets_rewards(group):
+            scorer.start(group, prepare=self._prepare).add_done_callback(partial(self._end, scoring))
+        else:  # it waits for its turn alone
+            self._make_ready(scoring)
+
+    def has_rewards(self, group: Group, scorer: GroupScorer) -> bool:
+        """Whether the group has the rewards that this scorer gave it, or gets none from anybody. Raises what the score
+        function raised, once; after that the group counts as not scored."""
+        with self._lock:
+            scoring = self._scorings.get(group[0].group_id)
+            if scoring is not None and scoring.error is not None:
+                del self._scorings[group[0].group_id]
+        if scoring is not None and scoring.scorer is scorer:
+            if scoring.error is not None:
+                raise scoring.error
+            return scoring.done
+        return not _gets_rewards(group)
+
+    def forget(self, group_ids: Collection[int]) -> None:
+        """These groups are in somebody's hands; nobody asks about them again."""
+        with self._lock:
+            for group_id in group_ids:
+                self._scorings.pop(group_id, None)
+
+    def close(self) -> None:
+        """Let the threads of the own scorer go."""
+        with self._lock:
+            scorer, self._own_scorer = self._own_scorer, None
+        if scorer is not None:
+            scorer.close()
+
+    def _end(self, scoring: _Scoring, rewards: "Future[list[Reward]]") -> None:
+        with self._lock:
+            scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
+            if self._is_last(scoring) and scoring.error is None:
+                for rollout, reward in zip(scoring.group, rewards.result(), strict=True):
+                    rollout.reward = reward
+        self._make_ready(scoring)
+
+    def _make_ready(self, scoring: _Scoring) -> None:
+        """This scoring has ended: its group is ready, and those whose turn it is then."""
+        scoring.done = True
+        if not self._in_order:
+            self._tell(scoring)
+            return
+        with self._turn:
+            while self._queue and self._queue[0].done:
+                self._tell(self._queue.popleft())
+
+    def _tell(self, scoring: _Scoring) -> None:
+        with self._lock:
+            wanted = self._is_last(scoring)
+        if wanted and not self._ready(scoring.group):
+            self.forget([scoring.group[0].group_id])
+
+    def _is_last(self, scoring: _Scoring) -> bool:
+        """False if another scorer has taken over, or nobody wants the group."""
+        return self._scorings.get(scoring.group[0].group_id) is scoring
+
+
+def _gets_rewards(group: Group) -> bool:
+    """Whether a group takes part in training at all: it did not fail, and was not drawn greedily."""
+    return ended_by_itself(group) and not group[0].params.greedy

@@ -1,6 +1,6 @@
 """Which tokens are too old to train on.
 
-Rules that drop rollouts favour short ones, as long ones take longer to draw: `Dropped.length_bias` shows it. A bound on
+Rules that drop rollouts favor short ones, as long ones take longer to draw: `Dropped.length_bias` shows it. A bound on
 what is in flight (`GRPOConfig.groups_in_flight`) keeps tokens young without that bias, and idles generators.
 """
 

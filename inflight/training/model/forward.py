@@ -119,23 +119,18 @@ def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
     temperatures = batch.temperatures[batch.drawn]
-    logits_nV = _apply_sampling_mask(logits_nV, batch)
+    if batch.sampling_mask is not None:
+        offsets, ids = batch.sampling_mask.expand()
+        counts = offsets.diff()
+        rows = torch.repeat_interleave(torch.arange(len(counts)), counts).to(ids.device)
+        cut_nV = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
+        cut_nV[rows, ids] = False
+        logits_nV = logits_nV.masked_fill(cut_nV, -torch.inf)
     logprobs = selective_logprobs(logits_nV, batch.input_ids[batch.drawn], temperatures)
     if not entropy:
         return TokenScores(logprobs, None)
     log_nV = torch.log_softmax(logits_nV.float() / temperatures[:, None], -1)
     return TokenScores(logprobs, -(log_nV.exp() * log_nV.masked_fill(log_nV == -torch.inf, 0.0)).sum(-1))
-
-
-def _apply_sampling_mask(logits_nV: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    if batch.sampling_mask is None:
-        return logits_nV
-    offsets, ids = batch.sampling_mask.expand()
-    counts = offsets.diff()
-    rows = torch.repeat_interleave(torch.arange(len(counts)), counts).to(ids.device)
-    cut = (counts > 0).to(ids.device)[:, None].repeat(1, logits_nV.shape[1])
-    cut[rows, ids] = False
-    return logits_nV.masked_fill(cut, -torch.inf)
 
 
 _left_open: WeakKeyDictionary[nn.Module, ExitStack] = WeakKeyDictionary()

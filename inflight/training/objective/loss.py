@@ -147,13 +147,15 @@ def _statistics(
         classes = torch.zeros_like(rows)
     else:  # 1: this version drew the token, 2: an older one
         classes = torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
+    of_sequences = tokens.sequence_sums(tokens.log_behavior_ratios)
     sums = ratio_sums(tokens.log_behavior_ratios, classes)
+    sums = torch.cat([sums, ratio_sums(of_sequences, torch.where(tokens.lengths > 0, 0, 1))[:1]])
     numbers = [loss, *(value for value in optional if value is not None)]
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
     if not math.isfinite(total):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
     clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
-    unknown, mismatch, stale = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(3))
+    unknown, mismatch, stale, sequences = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(4))
     return LossStats(
         loss=total,
         ratios=unknown + mismatch + stale,
@@ -162,6 +164,7 @@ def _statistics(
         num_clipped=None if clipped is None else int(clipped),
         sum_entropy=entropy,
         sum_reference_kl=kl,
+        sequences=sequences,
     )
 
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+LOG_BOUND = 300.0
+
 
 @dataclass(frozen=True, slots=True)
 class RatioStats:
-    """The ratios ρ of some tokens. Logarithms are natural. Means are NaN if there are no tokens."""
+    """The ratios ρ of some tokens, or of sequences, which are counted as tokens are. Logarithms are natural. Means are
+    NaN if there are none."""
 
     num_tokens: int = 0
     sum: float = 0.0
@@ -89,6 +92,8 @@ class LossStats:
     without it."""
     sum_reference_kl: float | None = None
     """None without a KL penalty."""
+    sequences: RatioStats = RatioStats()
+    """Ratios of the sequences that have a token in the loss: the product over these tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,13 +129,14 @@ class LossStats:
 
     def as_dict(self) -> dict[str, float]:
         """Returns all of it as numbers under flat names, for any logger: "loss", "num_tokens", "clipped", "entropy",
-        "reference_kl", and for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean", "/ess",
-        "/min", "/max", "/kl" and "/logprob_diff". What is None or NaN is left out, as it is not known."""
+        "reference_kl", for each of "ratio" (all tokens), "mismatch" and "stale" "…/num_tokens", "/mean", "/ess",
+        "/min", "/max", "/kl" and "/logprob_diff", and "sequence/ess". What is None or NaN is left out, as it is not
+        known."""
         names = ("loss", "num_tokens", "clipped", "entropy", "reference_kl")
         numbers: dict[str, float | None] = {name: getattr(self, name) for name in names}
         for name, of_tokens in (("ratio", self.ratios), ("mismatch", self.mismatch), ("stale", self.stale)):
             numbers |= of_tokens.as_dict(name)
-        return known(numbers)
+        return known(numbers | {"sequence/ess": self.sequences.ess})
 
 
 def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
@@ -143,9 +149,9 @@ def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 
     The columns are the number of tokens, Σρ, Σρ², min ρ, max ρ, Σ(ρ − 1 − log ρ) and Σ|log ρ|. A class without tokens
     has min inf and max −inf. They are in float64, as in float32 ρ² overflows from log ρ = 44 on, and ρ − 1 − log ρ
-    cancels for ratios next to 1.
+    cancels for ratios next to 1. Log-ratios of sequences reach far: beyond ±300 they are cut, so that ρ² is finite.
     """
-    logs = log_ratios.double()
+    logs = log_ratios.double().clamp(-LOG_BOUND, LOG_BOUND)
     ratios = logs.exp()
     columns = [torch.ones_like(logs), ratios, ratios.square(), ratios - 1 - logs, logs.abs()]
     sums = logs.new_zeros(3, len(columns)).index_add(0, classes, torch.stack(columns, 1))

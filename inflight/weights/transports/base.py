@@ -17,7 +17,7 @@ import torch
 from inflight.core.connection import Answer
 from inflight.core.errors import EngineDiedError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import Fill, Prepare
+from inflight.core.messages import Fill, Prepare, to_raw
 from inflight.weights import delta
 from inflight.weights.link import EngineLink, Published
 
@@ -117,7 +117,7 @@ class Sender(ABC):
             slot=self._slots[engine],
             version=staged.version,
             fingerprint=engine.layout.fingerprint,
-            origin=_raw(origin),
+            origin=to_raw(origin, "the origin of a version"),
             base=base.version if base else None,
             checksum=staged.checksum,
         )
@@ -126,7 +126,7 @@ class Sender(ABC):
     def prepare(self, setups: Mapping[EngineLink, msgspec.Struct], meanwhile: Callable[[], None]) -> bool:
         """Hand each engine's receiver its setup and call `meanwhile`. Returns whether all of that worked; if not, the
         attempt is over for engines whose slots are not being filled."""
-        answers = {e: e.send(Prepare(ticket=e.ticket(), setup=_raw(setup))) for e, setup in setups.items()}
+        answers = {e: e.send(Prepare(ticket=e.ticket(), setup=to_raw(setup, "a setup"))) for e, setup in setups.items()}
         worked = True
         try:
             meanwhile()
@@ -158,8 +158,7 @@ class Sender(ABC):
         self.engines.append(engine)
 
     def send(self, staged: StagedVersion, base: StagedVersion | None) -> None:
-        """Bring the version to every engine that lacks it. What became of it is in `lost`, `refused` and
-        `sent_bytes`."""
+        """Bring the version to every engine that lacks it; `lost`, `refused` and `sent_bytes` say what became of it."""
         self.lost, self.refused, self.sent_bytes = {}, {}, 0
         for _ in range(_ATTEMPTS):
             self._slots, self._fills = {}, {}
@@ -242,6 +241,8 @@ class Target(ABC):
     """The tensors of each slot."""
     sent_bytes: int
     """Bytes that engines were sent of the last version that all of them got."""
+    sent_version: int = 0
+    """The version that was announced or sent last."""
     lost: Mapping[str, Exception] = {}
     """Maps endpoints of engines that ended, or did not answer, to what happened."""
 
@@ -276,7 +277,3 @@ class Target(ABC):
     @abstractmethod
     def close(self) -> None:
         """Send what was announced, and let the engines go."""
-
-
-def _raw(struct: msgspec.Struct) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.msgpack.encode(struct))

@@ -1,6 +1,7 @@
 """The transport of process groups, which are made without the default group of torch.distributed (the trainer may have
 that for itself), and anew whenever an engine comes or goes. The name of a group is never used twice."""
 
+import ipaddress
 import socket
 import uuid
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ class Broadcast(Transport):
     host: str = "127.0.0.1"
     """Address of the trainer, as engines see it. The trainer listens on it alone, and gloo's ranks on the addresses by
     which they reach it; NCCL's on the interfaces that NCCL_SOCKET_IFNAME names."""
+    allow_unencrypted: bool = False
+    """Send weights over a network all the same, where who can listen reads them and who can write changes them; without
+    it, a host that is not this machine's loopback raises ValueError."""
     bucket_bytes: int = 64 << 20
     delta: bool = False
     """Send what changed since the last version to those that have it."""
@@ -36,6 +40,12 @@ class Broadcast(Transport):
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        if not (self.allow_unencrypted or _is_loopback(self.host)):
+            raise ValueError(
+                f"host {self.host!r} is not this machine's loopback, and a broadcast is neither encrypted nor "
+                "authenticated: pass allow_unencrypted=True within a network that you trust, or a tunnel; or take "
+                "inflight.Files(directory=…), which opens no port"
+            )
 
     def sender(self) -> "BroadcastSender":
         return BroadcastSender(self)
@@ -43,6 +53,14 @@ class Broadcast(Transport):
     @classmethod
     def receiver(cls, layout: WeightLayout, device: torch.device) -> "BroadcastReceiver":
         return BroadcastReceiver(layout, device)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether an address, or the name of one, is of the loopback. Another name may come to mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -161,9 +179,7 @@ def make_store(host: str, timeout_s: float) -> dist.TCPStore:
     BroadcastError if the address is not one of this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind(address)
-            listener.listen(128)
+        with socket.create_server(address, family=family, backlog=128) as listener:
             port = listener.getsockname()[1]
             file = listener.detach()  # the store closes it
     except OSError as error:

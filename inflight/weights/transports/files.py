@@ -10,7 +10,7 @@ import torch
 from inflight.core.layout import WeightLayout
 from inflight.weights.link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
-from inflight.weights.version_file import read_changes, read_version, write_version
+from inflight.weights.version_file import read_changes, read_version, remove_partial, write_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class FileSender(Sender):
     def __init__(self, settings: Files):
         super().__init__(timeout_s=settings.timeout_s, delta=settings.delta)
         self._directory, self._keep = Path(settings.directory), settings.keep
+        remove_partial(self._directory)
         self._written: dict[tuple[int, int | None], Path] = {}
         """Maps a version, and the base of its delta, to the file."""
 

@@ -78,6 +78,7 @@ class DirectTarget(Target):
             self._refuse(error)
 
     def announce(self, slot: int, record: Published) -> None:
+        self.sent_version = record.version
         self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._settings.checksum else None)
 
     def release(self, slot: int) -> None:

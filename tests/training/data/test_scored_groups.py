@@ -11,7 +11,9 @@ from tiny_models import make_model
 
 from inflight.core.rollout import Rollout
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.training.data.scored_groups import Dropped, ScoredGroups, group_advantages, measure_consumed
+from inflight.training.data.advantages import group_advantages
+from inflight.training.data.batch import pack
+from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.loss import policy_loss
 from inflight.training.objective.objective import Objective
@@ -99,7 +101,63 @@ def test_the_standard_deviation_is_that_of_the_samples_or_its_estimate():
     assert group_advantages(rewards, scale=False) == pytest.approx([-0.25, -1.25, -1.25, 2.75, -1.5, 1.5, 0.0])
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
-def test_advantages_name_a_reward_that_is_none_or_not_finite(bad):
-    with pytest.raises(ValueError, match=f"sample 1 of group 2 has reward {bad}"):
-        group_advantages([[1.0], [0.0, 1.0], [1.0, bad]])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "group", "constant"])
+def test_truncated_rollouts_have_no_part_in_the_loss_and_still_count(aggregation):
+    """In averages, and in the advantages of the others: the gradient is that of a batch in which they are masked."""
+    groups = groups_with([[1.0, 0.0, 3.0], [1.0, 1.0], [0.0, 2.0, 2.0, 5.0], [1.0, 0.0]])
+    for rollout in (groups[0][0], groups[2][1], groups[2][2]):
+        rollout.finish_reason = "stop"
+    objective = Objective(aggregation=aggregation, max_tokens=16)
+    scored = ScoredGroups(groups)
+    batch = scored.pack(trainer_version=3, skip_uniform=True, mask_truncated=True)
+    assert [rollout.request_id for rollout in batch.rollouts] == [0, 6, 7]
+    assert (scored.dropped.num_truncated_rollouts, scored.dropped.num_uniform_groups) == (6, 1)
+    masked = pack(
+        [rollout for group in groups for rollout in group],
+        group_advantages([[rollout.reward for rollout in group] for group in groups]),
+        included=[np.full(len(r.token_ids), r.finish_reason == "stop") for group in groups for r in group],
+        trainer_version=3,
+    )
+    gradients = []
+    for whole in (batch, masked):
+        trained = make_model("qwen3")
+        for part in whole.micro_batches(60):
+            policy_loss(trained, part, objective=objective)[0].backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trained.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+    assert gradients[0].norm() > 0
+
+
+def test_advantages_are_a_choice_or_a_function_that_returns_one_for_every_rollout():
+    groups = groups_with([[1.0, 0.0], [1.0, 1.0]])
+    rloo = ScoredGroups(groups).pack(trainer_version=3, advantages="rloo")
+    assert rloo.advantages[rloo.drawn].unique().tolist() == [-1, 0, 1]
+
+    def by_token(of_groups):
+        assert of_groups == groups
+        return [np.arange(len(rollout.token_ids), dtype=np.float32) for group in of_groups for rollout in group]
+
+    own = ScoredGroups(groups).pack(trainer_version=3, advantages=by_token)
+    assert own.advantages[own.drawn].tolist() == [i for g in groups for r in g for i in range(len(r.token_ids))]
+    with pytest.raises(ValueError, match="the advantages' function returned 1 for 4 rollouts"):
+        ScoredGroups(groups).pack(trainer_version=3, advantages=lambda of_groups: [1.0])
+
+
+def test_groups_of_equal_rewards_that_have_an_advantage_are_trained_on():
+    scored = ScoredGroups(groups_with([[1.0, 1.0], [0.0, 0.0]]))
+    assert scored.pack(trainer_version=3, skip_uniform=True, advantages="reinforce++").num_sequences == 4
+    assert scored.dropped.num_uniform_groups == 0
+    assert scored.pack(trainer_version=3, skip_uniform=True, advantages="reinforce++_baseline") is None
+    assert scored.dropped.num_uniform_groups == 2
+
+
+def test_a_group_that_is_replaced_counts_in_the_mean_reward_alone():
+    scored = ScoredGroups()
+    for group in groups_with([[1.0, 0.0], [1.0, 1.0]]):
+        scored.add(group)
+        if scored.last_is_uniform:
+            scored.replace_last()
+    assert [len(groups) for groups in (scored.groups, scored.replaced)] == [1, 1]
+    assert scored.mean_reward == 0.75
+    assert scored.dropped == Dropped(num_replaced_groups=1)
+    assert scored.pack(trainer_version=3).totals.num_sequences == 2

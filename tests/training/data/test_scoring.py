@@ -1,14 +1,17 @@
-"""Rewards beside training: who calls the score function, when, and what becomes of those that fail."""
+"""Rewards beside training: who calls the score function, when, and what becomes of those that fail; which scorer scores
+which group, and that nothing is remembered of groups that have left the stream."""
 
 import asyncio
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from made_frames import ends, make_frame, starts
+from made_frames import Wire, ends, make_frame, starts
 
+from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.scored_groups import Dropped
@@ -113,6 +116,14 @@ def test_a_score_that_takes_too_long_costs_its_rollout_alone(wire, caplog, is_as
     never.set()
 
 
+def test_advantages_of_batches_are_a_choice(wire):
+    send_groups(wire, 4)
+    [batch] = wire.stream.batches(rollouts=4, score=by_group, advantages="reinforce++")
+    assert sorted(batch.advantages[batch.drawn].tolist()) == pytest.approx([-1.3415, -0.4472, 0.4472, 1.3415], abs=1e-3)
+    with pytest.raises(ValueError, match="unknown advantages 'best'"):
+        next(wire.stream.batches(rollouts=4, score=by_group, advantages="best"))
+
+
 def test_a_score_function_that_raises_loses_nothing(wire):
     broken = {1, 3}
 
@@ -192,6 +203,10 @@ def test_settings_that_cannot_be(arguments, message):
         Scorer(by_group, **arguments)
     with pytest.raises(TypeError, match="score must be a function of a rollout, got 3"):
         Scorer(3)
+    with pytest.raises(ValueError, match="processes must be at least 0, got -1"):
+        Scorer(by_group, processes=-1)
+    with pytest.raises(ValueError, match="an async score function waits rather than computes"):
+        Scorer(awaited, processes=1)
 
 
 def test_quick_functions_score_a_group_in_one_thread_and_a_slow_call_among_them_costs_one_rollout(wire):
@@ -223,3 +238,97 @@ def group_of(group_id, count):
         )
         for index in range(count)
     ]
+
+
+def arrive(wire, group_ids, sequence=0):
+    """These groups of one sample start and end with one frame."""
+    frame = make_frame(max(group_ids) + 1, sequence, groups=starts(*group_ids), finishes=ends(*group_ids))
+    wire.send(frame)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_remembered_of_groups_that_were_dropped_or_taken_by_name(wire, when):
+    """Before and after they have been scored."""
+    begun, may_end, calls = threading.Event(), threading.Event(), []
+
+    def score(rollout):
+        calls.append(rollout.group_id)
+        begun.set()
+        may_end.wait(20)
+        return by_group(rollout)
+
+    wire.stream.expect([0, 1, 2, 3])
+    batches = wire.stream.batches(rollouts=1, score=Scorer(score, workers=4))
+    if when == "after":
+        may_end.set()
+    arrive(wire, [3], 0)
+    if when == "after":
+        assert next(batches).rollouts[0].reward == 3
+    else:
+        wire.stream._scoring.score_with(score)
+    arrive(wire, [0, 1, 2], 1)
+    begun.wait(20)
+    wire.stream.drop([0])
+    assert wire.stream.collect([1])[0][0].group_id == 1
+    may_end.set()
+    assert {rollout.group_id for batch in batches for rollout in batch.rollouts} <= {2, 3}
+    assert wire.stream.outstanding == []
+    assert wire.stream._scoring._scorings == {}
+
+
+def test_a_group_that_another_scorer_is_busy_with_is_scored_by_the_one_that_was_asked_for_last(wire):
+    may_end = threading.Event()
+    wire.stream.expect([0])
+    slow, quick = Scorer(lambda rollout: may_end.wait(20) and -1.0), Scorer(by_group)
+    wire.stream._scoring.score_with(slow)
+    arrive(wire, [0])
+    [group] = wire.stream.groups(score=quick)
+    may_end.set()
+    assert group[0].reward == 0
+
+
+def test_a_score_function_that_raised_is_called_again_and_what_it_raised_is_raised_once(wire):
+    errors = [ConnectionError("the judge is away")]
+
+    def score(rollout):
+        if errors:
+            raise errors.pop()
+        return 1.0
+
+    wire.stream.expect([0])
+    arrive(wire, [0])
+    scorer = Scorer(score)
+    with pytest.raises(ConnectionError):
+        next(wire.stream.groups(score=scorer))
+    assert wire.stream.outstanding == [0]
+    assert [group[0].reward for group in wire.stream.groups(score=scorer)] == [1.0]
+
+
+def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_wants(tmp_path):
+    """Group 0 is dropped while it is scored; group 2 has failed and gets no rewards, and comes in its turn."""
+    wire, may_end = Wire(tmp_path, in_order=True), [threading.Event() for _ in range(5)]
+
+    def score(rollout):
+        may_end[rollout.group_id].wait(20)
+        return by_group(rollout)
+
+    try:
+        wire.stream.expect(range(5))
+        groups = wire.stream.groups(score=score)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(next, groups)
+            arrive(wire, [0, 1])
+            wire.send(make_frame(3, 1, groups=starts(2), finishes=[Finish(2, "error", 1)]))
+            arrive(wire, [3, 4], 2)
+            for number in (4, 3, 0):
+                wire.stream.drop([0] if number == 0 else [])
+                may_end[number].set()
+            time.sleep(0.1)
+            assert not first.done()
+            may_end[1].set()
+            assert first.result(20)[0].group_id == 1
+        assert [(group[0].group_id, group[0].reward) for group in groups] == [(2, None), (3, 3.0), (4, 4.0)]
+        assert not wire.stream._scoring._queue
+        assert wire.stream._scoring._scorings == {}
+    finally:
+        wire.close()

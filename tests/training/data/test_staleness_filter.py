@@ -78,7 +78,7 @@ def test_what_rules_take_out_is_what_they_say_and_is_counted(rules, seed):
 
 
 @pytest.mark.parametrize(("unit", "action"), [("rollout", "reject"), ("token", "mask")])
-def test_leaving_out_what_is_old_favours_short_rollouts_and_says_so(unit, action):
+def test_leaving_out_what_is_old_favors_short_rollouts_and_says_so(unit, action):
     rules, counts = [StalenessRule(max_version_lag=2, unit=unit, action=action)], Dropped()
     for seed in range(10):
         take_out_stale(make_rollouts(seed), rules, TRAINER_VERSION, NOW_NS, counts)

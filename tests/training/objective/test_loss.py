@@ -9,8 +9,8 @@ from made_batches import make_rollouts
 from tiny_models import make_model
 
 from inflight.core.sampling import SamplingParams
+from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
-from inflight.training.data.scored_groups import group_advantages
 from inflight.training.model.forward import TokenScores, token_logprobs
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import Objective

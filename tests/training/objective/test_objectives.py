@@ -185,6 +185,26 @@ def test_statistics_are_numbers_under_flat_names():
     assert nothing.as_dict() == {"loss": 0.0, "num_tokens": 0, "clipped": 0.0}
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_effective_sample_size_of_sequences_is_that_of_products_of_their_tokens_ratios(seed):
+    """Also of parts that are added up, and whatever the correction bounds."""
+    case = make_case(seed)
+    _, stats = loss_of_scores(PRESETS["tis"], case.batch, case.scores())
+    products: dict[int, float] = {}
+    drawn = case.batch.loss_mask
+    columns = (case.batch.sequence_ids[drawn], case.logprobs, case.batch.behavior_logprobs[drawn])
+    for sequence, ours, behavior in zip(*(column.tolist() for column in columns), strict=True):
+        products[sequence] = products.get(sequence, 1.0) * math.exp(ours - behavior)
+    weights = list(products.values())
+    ess = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
+    assert stats.sequences.num_tokens == len(weights) < case.batch.num_sequences
+    assert stats.sequences.ess == pytest.approx(ess, rel=1e-9)
+    assert stats.as_dict()["sequence/ess"] == stats.sequences.ess < 0.9
+    parts = [case.batch.select(list(range(i, case.batch.num_sequences, 2))) for i in (0, 1)]
+    of_parts = [loss_of_scores(PRESETS["tis"], part, case.scores(part))[1] for part in parts]
+    assert (of_parts[0] + of_parts[1]).sequences.ess == pytest.approx(ess, rel=1e-9)
+
+
 def test_masks_and_presets_that_are_sound_still_are():
     for objective in PRESETS.values():
         replace(objective)

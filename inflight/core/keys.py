@@ -1,0 +1,110 @@
+"""Keys with which engines and their clients know each other over TCP: CURVE key pairs, as files of one directory.
+
+`engine.key_secret` belongs to the machine of the engine alone and `client.key_secret` to that of the client. The others
+are public: an engine lets in the holder of every `*.key` in its directory, and a client talks to nobody but the engine
+of its `engine.key`.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
+from inflight.core.errors import KeysError
+
+_HEARTBEAT_MS = 5_000
+_GONE_MS = 30_000
+"""A connection over TCP on which nothing comes for so long, not even a heartbeat, is let go."""
+_RECONNECT_MS = 2_000
+"""A client that is refused tries again after longer and longer, up to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKeys:
+    secret: bytes = field(repr=False)
+    clients: frozenset[bytes]
+    """Public keys of those who may connect."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    public: bytes
+    secret: bytes = field(repr=False)
+    engine: bytes
+    """The engine's public key."""
+
+
+def make_keys(directory: Path) -> None:
+    """Make a key pair for an engine and one for its clients in a new directory, readable by this user alone. Raises
+    KeysError if there is something of that name: keys are never overwritten."""
+    try:
+        directory.mkdir(mode=0o700)
+        for name in ("engine", "client"):
+            for path in zmq.auth.create_certificates(directory, name):
+                os.chmod(path, 0o600)
+    except FileExistsError as error:
+        raise KeysError(f"{directory} exists, and keys are never overwritten; name a new directory") from error
+    except OSError as error:
+        raise KeysError(f"keys cannot be written to {directory}: {error}") from error
+
+
+def engine_keys(directory: str) -> EngineKeys:
+    """Read what an engine needs. Raises KeysError, also where others could read its secret or let themselves in."""
+    _, secret = _read(Path(directory) / "engine.key_secret")
+    clients = {_read(path)[0] for path in Path(directory).glob("*.key") if path.name != "engine.key"}
+    if not clients:
+        raise KeysError(f"{directory} holds the key of no client (*.key), so that nobody could connect; copy one there")
+    return EngineKeys(secret, frozenset(clients))
+
+
+def client_keys(directory: str) -> ClientKeys:
+    """Read what a client needs. Raises KeysError, also where others could read its secret or name another engine."""
+    public, secret = _read(Path(directory) / "client.key_secret")
+    return ClientKeys(public, secret, _read(Path(directory) / "engine.key")[0])
+
+
+def is_tcp(endpoint: str) -> bool:
+    """Return whether an endpoint is reached over a network, where nobody may be trusted without keys."""
+    return not endpoint.startswith(("ipc://", "inproc://"))
+
+
+def prepare_client(socket: zmq.Socket, endpoint: str, keys: ClientKeys | None) -> None:
+    """Have a socket that is about to connect prove who it is, and talk to nobody but its engine. Raises KeysError for
+    an endpoint that needs keys if there are none."""
+    if not is_tcp(endpoint):
+        return
+    if keys is None:
+        raise KeysError(f"{endpoint} is reached with keys alone; give their directory (`inflight keys` makes some)")
+    prepare_tcp(socket, endpoint)
+    socket.reconnect_ivl_max = _RECONNECT_MS
+    socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys.engine, keys.public, keys.secret
+
+
+def prepare_tcp(socket: zmq.Socket, endpoint: str) -> None:
+    """Have either end of a connection notice that the other one is gone."""
+    socket.ipv6 = "[" in endpoint
+    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _GONE_MS
+
+
+def _read(path: Path) -> tuple[bytes, bytes]:
+    """The public and the secret key of a file; "" for a secret that is in no public file."""
+    is_secret = path.suffix == ".key_secret"
+    try:
+        for place, forbidden in ((path.parent, 0o022), (path, 0o077 if is_secret else 0o022)):
+            info = place.stat()
+            if info.st_uid not in (0, os.geteuid()) or info.st_mode & forbidden:
+                what = "read or change" if forbidden == 0o077 else "change"
+                raise KeysError(
+                    f"others than this user can {what} {place} (owner {info.st_uid}, mode {info.st_mode & 0o777:o}); "
+                    f"keys are for their owner alone: chmod {'700' if place.is_dir() else '600'} {place}, and chown it"
+                )
+        public, secret = zmq.auth.load_certificate(path)
+    except KeysError:
+        raise
+    except (OSError, ValueError) as error:
+        raise KeysError(f"there is no key in {path} ({error}); `inflight keys DIRECTORY` makes keys") from error
+    if len(public) != 40 or (is_secret and len(secret or b"") != 40):
+        raise KeysError(f"{path} holds no whole key; `inflight keys DIRECTORY` makes keys")
+    return public, secret or b""

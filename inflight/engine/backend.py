@@ -1,0 +1,206 @@
+"""The seam below the engine process: what it needs of whatever generates tokens in it.
+
+`Engine` is ours; `VllmEngine` steps vLLM. Both take requests as `Requests` knows them, swap weights between two steps
+as their `SlotTable` says, and tell of each step in one `TokenFrame`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from inflight.core.frames import TokenFrame
+from inflight.core.layout import Alias
+from inflight.core.messages import Ids, Prompt, Unfinished
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.requests import Requests
+from inflight.engine.stall import StallClock
+from inflight.engine.verbs import verb
+from inflight.weights.slot_table import SlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a backend computes, which stays as it is."""
+
+    attention: str
+    """Name of what computes attention."""
+    fused: bool
+    """The decoder runs with fused kernels, and not as Transformers runs it."""
+    num_graphs: int
+    """CUDA graphs that were recorded."""
+    kv_cache_bytes: int
+    kv_cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much a backend has to do at the moment, and what it had to do again."""
+
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    kv_blocks: int
+    kv_blocks_used: int
+    num_reused_tokens: int
+    """Prompt tokens that the prefix cache spared."""
+
+
+class Backend(ABC):
+    """Generates tokens; `step()` returns the frame of one forward pass, between which new weights go live.
+
+    The verbs are what clients may call. What a backend cannot do it refuses with BackendError, by name.
+    """
+
+    engine_id: str
+    options: EngineOptions
+    device: torch.device
+    max_sequences: int
+    max_context: int
+    vocab_size: int
+    execution: Execution
+    aliases: list[Alias]
+    """Other names under which trainers and checkpoints hold the weights."""
+    requests: Requests
+    slot_table: SlotTable
+    """Where weights arrive."""
+    stall_clock: StallClock
+    """Measures what swaps cost; whoever handles messages about slots tells it."""
+    paused = False
+    asleep = False
+    step_count = 0
+    num_tokens = 0
+    num_swaps = 0
+    num_swaps_in_flight = 0
+
+    # ---- verbs --------------------------------------------------------------------------------------------------
+
+    @verb(brings_work=True)
+    def submit(self, prompts: Seq[Prompt], ids: Seq[Ids] | None = None) -> list[int]:
+        """Queue prompts and return a group id for each; all are accepted or none. Raises InvalidRequestError.
+
+        ids: one for each prompt, which nobody else has; None: the engine counts them."""
+        return self.requests.submit(prompts, ids)
+
+    @verb(brings_work=True)
+    def fork(
+        self,
+        request_id: int,
+        at: int | None = None,
+        params: SamplingParams | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        ids: Ids | None = None,
+    ) -> int:
+        """Start a group whose prompt is that of an unfinished request and the first `at` tokens that it drew (None:
+        all so far); it shares their keys and values. Returns its group id. Raises InvalidRequestError.
+
+        params: None takes those of the request, with another seed. ids: as for `submit`.
+        """
+        return self.requests.fork(request_id, at, params, metadata, ids)
+
+    @verb(brings_work=True)
+    def adopt(self, groups: Seq[Unfinished], next_group_id: int, next_request_id: int) -> dict[int, str]:
+        """Go on with groups of another engine, under their ids; their tokens so far stay. The next ones are those that
+        it would have drawn, where draws depend on (seed, position) alone. Groups and requests that are accepted later
+        get ids from these two on. Returns why groups are refused, by their ids. Raises InvalidRequestError for ids that
+        are taken."""
+        return self.requests.adopt(groups, next_group_id, next_request_id)
+
+    @verb()
+    def cancel(self, group_ids: Seq[int], request_ids: Seq[int] = ()) -> None:
+        """End every unfinished request of these groups, and these requests; what ended already is left alone."""
+        self.requests.cancel(group_ids, request_ids)
+
+    @verb()
+    def pause(self) -> None:
+        """Run no forward pass from the next boundary on, until `resume()`. Weights still arrive."""
+        self.paused = True
+
+    @verb()
+    def resume(self) -> None:
+        """Run forward passes again."""
+        self.paused = False
+
+    @verb()
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the memory of the KV cache back, until `wake()`."""
+
+    @verb()
+    @abstractmethod
+    def wake(self) -> None:
+        """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
+
+    # ---- what the process asks ----------------------------------------------------------------------------------
+
+    @property
+    def adapter_slots(self) -> SlotTable | None:
+        """Where adapters arrive; None: nowhere."""
+        return None
+
+    @property
+    def slot_tables(self) -> list[SlotTable]:
+        """The slots where weights arrive, and those where adapters do."""
+        return [self.slot_table] if self.adapter_slots is None else [self.slot_table, self.adapter_slots]
+
+    @property
+    def version(self) -> int:
+        """The newest live version; versions count publishes of weights and of adapters."""
+        return max(slot_table.version for slot_table in self.slot_tables)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that the engine holds whole, live or not."""
+        return max(slot_table.newest_version for slot_table in self.slot_tables)
+
+    @abstractmethod
+    def admit(self, *, may_begin: bool) -> None:
+        """Whether sequences that have not begun may begin, from the next step on."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """There are sequences to advance, or news to send."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """`step()` would do nothing until a message comes."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """What it is doing, in a word or two."""
+
+    @abstractmethod
+    def load(self) -> Load:
+        """How much it has to do."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line that says where it runs, how, and how much fits."""
+
+    @abstractmethod
+    def step(self) -> TokenFrame | None:
+        """One forward pass over running sequences and the prompts that join them. Returns a frame, or None if there is
+        nothing to tell. No frame may be dropped: their sequence numbers have no gaps."""
+
+    def slot_in_use(self, slot_table: SlotTable) -> int | None:
+        """The slot that a pass under way may still read, though its version is not live any more."""
+        return None
+
+    def close(self) -> None:
+        """Give the slots' names back; their memory goes with the last process that maps it. Safe to call twice."""
+        for slot_table in self.slot_tables:
+            for slot in slot_table.slots:
+                slot.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,439 @@
+"""From our options to a vLLM engine that is stepped from this process."""
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from inflight.core.errors import BackendError, DeviceMemoryError, InflightError, ModelLoadError, UnsupportedModelError
+from inflight.core.layout import Alias, WeightLayout
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import MAX_TOP_LOGPROBS
+from inflight.engine.adapters import PROJECTIONS, SLOTS, adapter_layout
+from inflight.engine.aliases import aliases_of
+from inflight.engine.device import memory_left, resolve_device
+from inflight.engine.loading import context_limit, load_config, resolve_dtype
+from inflight.engine.on_vllm import worker
+from inflight.engine.on_vllm.columns import UNRECORDED
+from inflight.engine.on_vllm.staged_slots import StagedSlots
+from inflight.engine.on_vllm.worker import Attached, Attachment, Way
+from inflight.engine.own_columns import load_columns
+from inflight.engine.sequence import Sequence
+from inflight.engine.shapes import SHAPES
+from inflight.models.twin import first_line
+from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.slot_table import make_slot
+from inflight.weights.tensors import layout_of, slot_views
+
+logger = logging.getLogger("inflight.engine")
+
+EXTENSION = "inflight.engine.on_vllm.worker.StagedWeights"
+_BLOCK_TOKENS = 128
+"""No block of vLLM's holds more tokens than this by default."""
+_OURS = {
+    "model": "model",
+    "dtype": "dtype",
+    "seed": "seed",
+    "max_num_seqs": "max_sequences",
+    "max_model_len": "max_context",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "enable_prefix_caching": "prefix_caching",
+    "kv_cache_memory_bytes": "kv_cache_tokens",
+    "enforce_eager": "cuda_graphs",
+    "trust_remote_code": "trust_remote_code",
+    "enable_lora": "lora_rank",
+    "max_lora_rank": "lora_rank",
+    "max_loras": "adapters",
+    "max_cpu_loras": "adapters",
+}
+"""Maps vLLM's options that we set to those of ours that say so."""
+_FIXED = {
+    "logprobs_mode": "the recorded log-probability is that of the distribution that was sampled from",
+    "async_scheduling": "a token would be told of one step after the weights that drew it",
+    "pipeline_parallel_size": "several steps would be under way when weights change",
+    "data_parallel_size": "launch_pool() makes several engines",
+    "speculative_config": "it is not tried with weights that change",
+    "worker_extension_cls": "inflight has one of its own",
+    "lora_modules": "adapters are those of the options lora_rank and adapters, and are published",
+    "enable_sleep_mode": "sleep() frees the KV cache without it",
+    "load_format": "weights are loaded as vLLM does by default, and published from then on",
+    "skip_tokenizer_init": "text is read outside of vLLM",
+    "tokenizer": "text is read outside of vLLM",
+    "generation_config": "sampling is as SamplingParams say",
+    "max_logprobs": "SamplingParams.top_logprobs has its own bound",
+}
+"""Maps vLLM's options that are not free to why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A vLLM engine, and what is known of its model."""
+
+    core: Any
+    """vLLM's client of an engine core that runs in this process."""
+    config: Any
+    """vLLM's configuration."""
+    name: str
+    """vLLM's distribution and version."""
+    options: EngineOptions
+    """Ours, with numbers in place of the zeros that stand for a default."""
+    device: torch.device
+    slot_table: StagedSlots
+    adapter_slots: StagedSlots | None
+    aliases: list[Alias]
+    records_columns: bool
+    """What requests ask for beside tokens and log-probabilities can be recorded."""
+    reload_reason: str
+    """"": versions are prepared beside what vLLM computes with. Else why vLLM loads them by itself."""
+    vocab_size: int
+    eos_ids: frozenset[int]
+    kv_cache_bytes: int
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.engine_core.scheduler
+
+    @property
+    def kv_pool(self) -> Any:
+        """vLLM's pool of blocks."""
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def kv_blocks(self) -> int:
+        return int(self.config.cache_config.num_gpu_blocks)
+
+    @property
+    def block_tokens(self) -> int:
+        return int(self.config.cache_config.block_size)
+
+    def num_preemptions(self) -> int:
+        """How often those requests that are unfinished were preempted."""
+        return sum(request.num_preemptions for request in self.scheduler.requests.values())
+
+    def unbegun(self) -> list[str]:
+        """vLLM's names of the requests of which it has computed nothing."""
+        return [r.request_id for r in self.scheduler.waiting if not r.num_computed_tokens and not r.num_output_tokens]
+
+    def request(self, name: str, sequence: Sequence, salt: int, sampling: dict[str, Any]) -> Any:
+        """A request for vLLM: the rest of a sequence, whose blocks are shared under a version's name."""
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        adapter = None
+        if sequence.adapter is not None:
+            number = self.options.adapters.index(sequence.adapter) + 1
+            adapter = LoRARequest(sequence.adapter, number, "published")  # its worker has it, and reads no such path
+        return _request(name, sequence.token_ids(), SamplingParams(**sampling), str(salt), adapter)
+
+
+def check_options(options: EngineOptions) -> None:
+    """Raise BackendError for what was asked for and vLLM, or the way that we use it, does not have."""
+    default = EngineOptions(options.model)
+    refused = {
+        "slots": options.slots < 2 and "vLLM holds one copy of the weights, versions arrive in others: slots=2 or more",
+        "schedule_order": options.schedule_order != default.schedule_order and "vLLM has its own order",
+        "kv_on_swap": options.kv_on_swap != "keep" and "running sequences keep their keys and values",
+        "prefix_across_versions": options.prefix_across_versions and "each version has a prefix cache of its own",
+        "record_routed_experts": options.record_routed_experts and "experts are recorded by the inflight backend alone",
+        "attention": options.attention != "auto" and 'vLLM chooses by itself, or by vllm={"attention_backend": …}',
+        "fused": not options.fused and "vLLM runs models as it does",
+    }
+    for name, why in refused.items():
+        if why:
+            raise BackendError(f'{name}={getattr(options, name)!r} cannot be had with backend="vllm": {why}')
+    for name in options.vllm:
+        if name in _OURS:
+            raise BackendError(f'vllm={{"{name}": …}} is said by the option {_OURS[name]!r}')
+        if name in _FIXED:
+            raise BackendError(f'vllm={{"{name}": …}} cannot be chosen: {_FIXED[name]}')
+
+
+def start(options: EngineOptions) -> Started:
+    """Load the model into vLLM. Raises BackendError if vLLM is not installed here or does not take an option, and
+    ModelLoadError or UnsupportedModelError."""
+    check_options(options)
+    _set_environment(options)
+    try:
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise BackendError(
+            f"vLLM cannot be imported by {sys.executable} ({error}); install it there, or in an environment of its own "
+            "(`pip install vllm`; without a GPU `make peers`), and name that Python in backend_python"
+        ) from error
+    unknown = [name for name in options.vllm if name not in EngineArgs.__dataclass_fields__]
+    if unknown:
+        raise BackendError(f"vLLM {vllm.__version__} has no option {', '.join(unknown)}")
+    device = resolve_device(options.device)
+    if current_platform.device_type != device.type:
+        raise BackendError(f"this vLLM runs on {current_platform.device_type}, and {device.type} was asked for")
+    if device.type == "cuda" and options.vllm.get("tensor_parallel_size", 1) > 1:
+        raise BackendError("tensor_parallel_size > 1 on GPUs: staged weights reach one GPU; take one, or a CPU")
+    if options.threads and device.type == "cpu":
+        torch.set_num_threads(options.threads)
+
+    config = load_config(options.model, trust=options.trust_remote_code)
+    text = config.get_text_config()
+    load_columns(options.columns, vocab_size=int(text.vocab_size), device=torch.device("cpu"))  # fails at once, or not
+    context = context_limit(text, options.max_context)
+    dtype = resolve_dtype(options.dtype, model=options.model, device=device)
+    dtype = dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
+    options = msgspec.structs.replace(options, max_context=context, dtype=str(dtype).removeprefix("torch."))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    aliases = aliases_of(model)
+    weights = _make_slots(layout_of(model), options.slots - 1, device)
+    adapters = _make_slots(adapter_layout(model, options), SLOTS, device) if options.lora_rank else None
+    with tempfile.TemporaryDirectory(prefix="inflight-vllm-") as directory:
+        path = _checkpoint(options, config, dtype, Path(directory))
+        try:
+            engine = LLMEngine.from_engine_args(
+                EngineArgs(**_arguments(options, path, text, dtype, device)), enable_multiprocessing=False
+            )
+            vocab_size = int(text.vocab_size)
+            ways = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
+            reason = _reload_reason(ways, weights.layout)
+            if adapters is not None and (lost := _lost_adapter(ways, adapters.layout)):
+                raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
+            records = all(way.records for way in ways)
+            if options.columns and not records:
+                raise BackendError(f"columns={options.columns!r} cannot be had here: {UNRECORDED}")
+            if reason and device.type == "cpu":  # where vLLM's reloading leaves packed experts and tied weights behind
+                raise UnsupportedModelError(f"vLLM on a CPU takes no new weights of {options.model!r}: {reason}")
+            if reason:
+                logger.warning("vLLM loads new weights by itself, which stalls it longer: %s", reason)
+            _warm_up(engine.engine_core)
+        except InflightError:
+            raise
+        except Exception as error:  # whatever vLLM and what lies below it raise, the caller's news is the same
+            logger.exception("vLLM does not start")
+            raise ModelLoadError(
+                f"vLLM {vllm.__version__} does not run {options.model!r}: {first_line(error)}"
+            ) from error
+        eos_ids = _eos_ids(path, config)
+    return Started(
+        core=engine.engine_core,
+        config=engine.vllm_config,
+        name=f"{packages_distributions().get('vllm', ['vllm'])[0]} {vllm.__version__}",
+        options=options,
+        device=device,
+        slot_table=weights,
+        adapter_slots=adapters,
+        aliases=aliases,
+        records_columns=records,
+        reload_reason=reason,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        kv_cache_bytes=int(engine.vllm_config.cache_config.kv_cache_memory_bytes or 0),
+    )
+
+
+def _make_slots(layout: WeightLayout, count: int, device: torch.device) -> StagedSlots:
+    return StagedSlots(layout, [make_slot(layout.total_bytes, device) for _ in range(count)])
+
+
+def _attach(
+    core: Any,
+    options: EngineOptions,
+    aliases: list[Alias],
+    vocab_size: int,
+    weights: StagedSlots,
+    adapters: StagedSlots | None,
+) -> list[Way]:
+    """Have the workers map the slots, and find out how versions get from there into the model."""
+
+    def described(table: StagedSlots) -> Attached:
+        worker.own_slots[table.layout.fingerprint] = [slot.buffer for slot in table.slots]
+        return Attached(
+            table.layout, [slot.descriptor() if isinstance(slot, SharedMemorySlot) else None for slot in table.slots]
+        )
+
+    attachment = msgspec.msgpack.encode(
+        Attachment(
+            weights=described(weights),
+            aliases=aliases,
+            cores=sorted(os.sched_getaffinity(0)),
+            columns=options.columns,
+            vocab_size=vocab_size,
+            adapters=None if adapters is None else described(adapters),
+            adapter_names=options.adapters,
+        )
+    )
+    core.collective_rpc("inflight_fill", args=(attachment,))  # by the first worker, before all of them read
+    if adapters is not None:
+        _tell_apart(slot_views(adapters.slots[0].buffer, adapters.layout))
+    ways = [msgspec.msgpack.decode(way, type=Way) for way in core.collective_rpc("inflight_attach", args=(attachment,))]
+    if adapters is not None:
+        adapters.slots[0].buffer.zero_()
+    return ways
+
+
+def _tell_apart(views: Mapping[str, torch.Tensor]) -> None:
+    """Write random numbers, by which it shows where each of them goes."""
+    generator = torch.Generator(next(iter(views.values())).device).manual_seed(0)
+    for view in views.values():
+        view.normal_(generator=generator)
+
+
+def _warm_up(core: Any) -> None:
+    """Draw a few tokens, so that no client waits for what is compiled when it first runs."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=0, seed=0, detokenize=False)
+    for count in (1, 2):
+        for index in range(count):
+            core.add_request(_request(f"warm-up-{count}-{index}", [0, 1, 2], sampling, "warm-up"))
+        for _ in range(3):
+            core.get_output()
+
+
+def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter: Any = None) -> Any:
+    """A request in the form in which vLLM's engine core takes it."""
+    from vllm.v1.engine import EngineCoreRequest  # pyright: ignore[reportMissingImports]
+
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=adapter,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+
+
+def _reload_reason(ways: list[Way], layout: WeightLayout) -> str:
+    """Why vLLM has to load versions by itself; "" if it need not. What no worker reads would never change."""
+    reason = next((way.reload_reason for way in ways if way.reload_reason), "")
+    return reason or _unread([part for way in ways for part in way.reads], layout)
+
+
+def _lost_adapter(ways: list[Way], layout: WeightLayout) -> str:
+    """Why adapters that are published would not be drawn with; "" if they are."""
+    reason = next((way.adapter_reason for way in ways if way.adapter_reason), "")
+    return reason or _unread([part for way in ways for part in way.adapter_reads], layout)
+
+
+def _unread(parts: list[tuple[int, int]], layout: WeightLayout) -> str:
+    """The first tensor that begins in none of these parts of a slot, as a reason; "" if there is none."""
+    read = sorted(parts)
+    begins = [begin for begin, _ in read]
+    for spec in layout.tensors:
+        at = bisect_right(begins, spec.offset)
+        if spec.nbytes and not (at and read[at - 1][1] > spec.offset):
+            return f"{spec.name} goes nowhere that is known"
+    return ""
+
+
+def _arguments(
+    options: EngineOptions, path: str, text: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """What vLLM is started with."""
+    arguments: dict[str, Any] = {
+        "model": path,
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "max_num_seqs": options.max_sequences,
+        "max_model_len": options.max_context,
+        "enable_prefix_caching": options.prefix_caching,
+        "trust_remote_code": options.trust_remote_code,
+        "enforce_eager": not options.cuda_graphs,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+    }
+    if options.max_prefill_tokens:
+        arguments["max_num_batched_tokens"] = options.max_prefill_tokens + options.max_sequences
+    if options.kv_cache_tokens or device.type == "cpu":
+        arguments["kv_cache_memory_bytes"] = _kv_cache_bytes(options, text, dtype, device)
+    if options.lora_rank:
+        places = len(options.adapters) + (
+            device.type == "cpu"
+        )  # there rows without an adapter read the last one: zeros
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": places,
+            "max_cpu_loras": places,
+            "max_lora_rank": _rank_of_vllm(options.lora_rank),
+            "lora_target_modules": PROJECTIONS,
+        }
+    return arguments | options.vllm
+
+
+def _rank_of_vllm(rank: int) -> int:
+    """The least rank that vLLM has places for and that holds this one."""
+    from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
+
+    return min(its for its in get_args(MaxLoRARanks) if its >= rank)
+
+
+def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes for the keys and values of as many tokens as was asked for, or of all sequences at their longest, as far as
+    the memory goes; in each worker. Raises DeviceMemoryError."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    workers = options.vllm.get("tensor_parallel_size", 1)
+    per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
+    context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    least = (context + _BLOCK_TOKENS) * per_token
+    wanted = (options.kv_cache_tokens or options.max_sequences * context) * per_token + _BLOCK_TOKENS * per_token
+    room = int(memory_left(device) * options.kv_cache_fraction) // workers
+    if room < least:
+        raise DeviceMemoryError(
+            f"the KV cache of one sequence takes {least / 2**20:,.0f} MiB and {room / 2**20:,.0f} MiB are left for it; "
+            "lower max_context or raise kv_cache_fraction"
+        )
+    return max(least, min(wanted, room))
+
+
+def _set_environment(options: EngineOptions) -> None:
+    """What vLLM reads from the environment, and what processes that it starts need to find inflight."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine core runs here, and takes steps when we say so
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if options.vllm.get("tensor_parallel_size", 1) > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it asks for a NUMA node for each worker
+    if not options.cuda_graphs:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # parts of its sampler are compiled even so
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if os.path.isdir(options.model) or options.model in SHAPES:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to look up
+
+
+def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
+    """What vLLM loads: the model as it was named, or a built-in shape as a directory."""
+    if options.model not in SHAPES:
+        return options.model
+    torch.manual_seed(options.seed)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+    return str(directory)
+
+
+def _eos_ids(path: str, config: PretrainedConfig) -> frozenset[int]:
+    """End-of-sequence ids from the generation config, else from the model's config."""
+    try:
+        ids = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # there is none
+        ids = None
+    ids = getattr(config, "eos_token_id", None) if ids is None else ids
+    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,117 @@
+"""The sequences of a vLLM engine: who waits, whom vLLM has, and whom it has to give up."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from inflight.core.errors import InvalidRequestError
+from inflight.engine.on_vllm.columns import UNRECORDED, asked
+from inflight.engine.on_vllm.sampling import refuse
+from inflight.engine.sequence import Sequence
+
+
+class Line:
+    """First come, first served. vLLM gets no more sequences than it can run together, so that those that wait are still
+    ours when new weights go live."""
+
+    def __init__(self, max_sequences: int, *, records_columns: bool):
+        self._max_sequences, self._records_columns = max_sequences, records_columns
+        self._waiting: deque[Sequence] = deque()
+        self._num_waiting = 0
+        self.running: dict[str, Sequence] = {}
+        """Maps vLLM's names of requests to the sequences that it has."""
+        self._names: dict[int, str] = {}
+        """Maps request ids to those names."""
+        self._salts: dict[int, int] = {}
+        """Maps ids of unfinished requests to the version under whose name the prefix cache holds their blocks."""
+        self._given_up: list[str] = []
+        self.admits = True
+        """Sequences that have not begun may begin."""
+
+    def check(self, name: str, sequence: Sequence) -> None:
+        refuse(name, sequence)
+        if not self._records_columns and (columns := asked(sequence.params)):
+            raise InvalidRequestError(f"{name} asks for {', '.join(columns)}: {UNRECORDED}")
+
+    def add(self, leader: Sequence) -> None:
+        for sequence in (leader, *leader.followers):
+            self._waiting.append(sequence)
+            self._num_waiting += 1
+        leader.followers = []
+
+    def fork(self, parent: Sequence, leader: Sequence) -> None:
+        """The fork finds its parent's blocks in the prefix cache, under the version that the parent began with."""
+        salt = self._salts.get(parent.request_id)
+        if salt is not None:
+            self._salts |= {s.request_id: salt for s in (leader, *leader.followers)}
+        self.add(leader)
+
+    def remove(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        self._salts.pop(sequence.request_id, None)
+        name = self._names.pop(sequence.request_id, None)
+        if name is None:
+            self._num_waiting -= 1  # the line is shortened as it advances
+        elif self.running.pop(name, None) is not None:
+            self._given_up.append(name)
+
+    @property
+    def asks_for_columns(self) -> bool:
+        """A request that vLLM has asks for what vLLM does not give by itself."""
+        return any(asked(sequence.params) for sequence in self.running.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or self._num_waiting > 0
+
+    @property
+    def held_back(self) -> bool:
+        """All that there is to do is to begin with prompts, which bounds on what the trainer has not taken forbid."""
+        return not self.running and self._first() is not None and not self._may_begin()
+
+    def advance(self, weights: int, adapters: int) -> Iterator[tuple[str, Sequence, int]]:
+        """The sequences that vLLM takes now: its name of each, and the version whose blocks it may take over. The
+        weights are live since version `weights`, and with the adapters since version `adapters`."""
+        while len(self.running) < self._max_sequences and self._first() is not None and self._may_begin():
+            sequence = self._waiting.popleft()
+            self._num_waiting -= 1
+            live = weights if sequence.adapter is None else adapters
+            salt = self._salts.setdefault(sequence.request_id, live)
+            name = f"{sequence.request_id}-{salt}-{len(sequence.tokens)}"
+            self._names[sequence.request_id] = name
+            self.running[name] = sequence
+            yield name, sequence, salt
+
+    def send_back(self, names: list[str]) -> None:
+        """vLLM has not begun with these, or forgets what it has computed: they wait before all others, and begin under
+        weights that are live then."""
+        for name in reversed(names):
+            sequence = self.running.pop(name)
+            del self._names[sequence.request_id], self._salts[sequence.request_id]
+            self._waiting.appendleft(sequence)
+            self._num_waiting += 1
+            self._given_up.append(name)
+
+    def salt(self, sequence: Sequence) -> int:
+        return self._salts[sequence.request_id]
+
+    def forget(self, name: str) -> None:
+        """vLLM has ended a request by itself, and need not be told to."""
+        if name in self._given_up:
+            self._given_up.remove(name)
+
+    def take_given_up(self) -> list[str]:
+        """vLLM's names of the requests that it shall forget."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def _first(self) -> Sequence | None:
+        while self._waiting and self._waiting[0].finished:
+            self._waiting.popleft()
+        return self._waiting[0] if self._waiting else None
+
+    def _may_begin(self) -> bool:
+        return self.admits or self._waiting[0].started

@@ -1,0 +1,58 @@
+"""Our sampling parameters as vLLM's, where both mean the same distribution."""
+
+from typing import Any
+
+from inflight.core.errors import InvalidRequestError
+from inflight.engine.on_vllm.columns import as_extra_arguments
+from inflight.engine.sequence import Sequence
+
+_MIX = 0x9E3779B97F4A7C15
+_MAX_SEED = 2**63
+
+
+def refuse(name: str, sequence: Sequence) -> None:
+    """Raise InvalidRequestError, which calls the prompt `name`, for what vLLM cannot do or does otherwise."""
+    params = sequence.params
+    reasons = {
+        "prompt_logprobs: they are not recorded with vLLM": params.prompt_logprobs is not None,
+        "top_p together with min_p: vLLM cuts in another order": params.top_p < 1 and params.min_p > 0,
+        "repetition_penalty together with logit_bias: vLLM applies them in another order": (
+            params.repetition_penalty != 1 and bool(params.logit_bias)
+        ),
+        "a version: vLLM holds the live weights alone": sequence.pin is not None,
+    }
+    for reason, asked in reasons.items():
+        if asked:
+            raise InvalidRequestError(f'{name} asks for {reason}; launch with backend="inflight" for it')
+
+
+def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, Any]:
+    """Keyword arguments of vLLM's SamplingParams for the rest of a sequence, whose prompt for vLLM is all its tokens.
+
+    vLLM applies logit bias, min_tokens, repetition penalty, temperature, min-p, top-k and top-p in this order.
+    End-of-sequence ids are stop ids like others, so that vLLM needs no tokenizer; stop strings are looked for by us.
+    """
+    params, drawn = sequence.params, len(sequence.tokens)
+    filters = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p} if not params.greedy else {}
+    stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
+    return {
+        **filters,
+        "n": 1,
+        "temperature": params.temperature,
+        "repetition_penalty": params.repetition_penalty,
+        "logit_bias": dict(params.logit_bias) or None,
+        "seed": _seed(sequence.seed, drawn),
+        "max_tokens": sequence.max_tokens - drawn,
+        "min_tokens": min(max(0, params.min_tokens - drawn), sequence.max_tokens - drawn),
+        "stop_token_ids": sorted(stop_ids),
+        "ignore_eos": True,
+        "logprobs": params.top_logprobs,
+        "detokenize": False,
+        "extra_args": as_extra_arguments(params),
+    }
+
+
+def _seed(seed: int, drawn: int) -> int:
+    """vLLM seeds a generator for each request, of which every token takes numbers; a request that goes on elsewhere
+    gets another one, so that it does not draw the same numbers again."""
+    return (seed ^ (drawn * _MIX)) % _MAX_SEED

@@ -1,0 +1,293 @@
+"""The next version of the weights in the form in which one of vLLM's workers computes with them.
+
+vLLM fuses projections, keeps the part of them that belongs to its rank, and on a CPU packs the weights of its products.
+Its own loaders say once what of which tensor goes where: the copies that they make out of a slot are noted, and made
+again for every version. They go to a shadow beside what vLLM computes with, which takes its place between two steps.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from inflight_kernels import copy_all
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PROBE_ROWS = 4
+
+
+class Unmappable(Exception):
+    """vLLM does more to these weights than to copy parts of them, so that it has to load them itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A part of a slot, by bytes, that goes to a part of a parameter."""
+
+    begin: int
+    nbytes: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    target_size: tuple[int, ...]
+    target_stride: tuple[int, ...]
+    target_begin: int
+
+    def source(self, slot: torch.Tensor) -> torch.Tensor:
+        part = slot[self.begin : self.begin + self.nbytes].view(self.dtype)
+        return part.as_strided(self.size, self.stride, part.storage_offset())
+
+    def target(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.as_strided(self.target_size, self.target_stride, self.target_begin)
+
+
+@dataclass(slots=True, eq=False)
+class _Product:
+    """A layer's weight as oneDNN has packed it (vLLM on a CPU). The layer reads where it lies from a tensor whenever it
+    runs, compiled or not; vLLM's handler gives the memory back when nobody holds the handler."""
+
+    live: Any
+    next: Any = None
+    """The handler of what is packed next to it, then of what was live before."""
+
+    def commit(self) -> None:
+        live, after = self.live.handler_tensor, self.next.handler_tensor
+        before = int(live)
+        live.copy_(after)
+        after.fill_(before)
+
+
+@dataclass(slots=True, eq=False)
+class Parameter:
+    """One parameter of vLLM's: what it is now, and what it will be."""
+
+    name: str
+    live: torch.Tensor | None
+    """What vLLM computes with; None if it computes with packed products of it alone."""
+    next: torch.Tensor
+    copies: list[Copy]
+    products: list[_Product] = field(default_factory=list)
+
+
+class Shadow:
+    """Parameters of one worker beside those that it computes with. `prepare` may run in any thread."""
+
+    def __init__(self, slots: Sequence[torch.Tensor], parameters: list[Parameter]):
+        """slots: u8[n] each."""
+        self._slots, self._parameters = slots, parameters
+
+    def reads(self) -> list[tuple[int, int]]:
+        """The parts of a slot, from byte to byte, of which something is read."""
+        return [(copy.begin, copy.begin + copy.nbytes) for p in self._parameters for copy in p.copies]
+
+    def prepare(self, slot: int) -> None:
+        """Bring the version of a slot into the form in which it is computed with."""
+        for product in (product for parameter in self._parameters for product in parameter.products):
+            product.next = None  # two packed forms of all are enough
+        for parameter in self._parameters:
+            targets = [copy.target(parameter.next) for copy in parameter.copies]
+            copy_all(targets, [copy.source(self._slots[slot]) for copy in parameter.copies])
+            for product in parameter.products:
+                product.next = _pack(parameter.next)
+
+    def commit(self) -> None:
+        """What was prepared takes the place of what vLLM computes with."""
+        for parameter in self._parameters:
+            live = parameter.live
+            if live is not None and live.is_cuda:  # CUDA graphs know its address
+                live.copy_(parameter.next)
+            elif live is not None:
+                live.data, parameter.next = parameter.next, live.data
+            for product in parameter.products:
+                product.commit()
+
+
+class WeightShadow(Shadow):
+    """The next weights."""
+
+    def __init__(self, model: nn.Module, slots: Sequence[torch.Tensor], tensors: Mapping[str, torch.Tensor]):
+        """slots: u8[n] each, of which the first holds the weights that the model has now. tensors: views of it by the
+        names that checkpoints give them. Raises Unmappable."""
+        super().__init__(slots, _map(model, slots[0], tensors))
+        self._check()
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Hold what becomes of the first slot against what the model has, which came the same way."""
+        from vllm import _custom_ops as ops  # pyright: ignore[reportMissingImports]
+
+        self.prepare(0)
+        for parameter in self._parameters:
+            if parameter.live is not None and not torch.equal(parameter.live, parameter.next):
+                raise Unmappable(f"{parameter.name} is not what was loaded")
+            for product in parameter.products:
+                probe = torch.randn(_PROBE_ROWS, product.live.k).to(parameter.next.dtype)
+                if not torch.equal(ops.onednn_mm(product.live, probe, None), ops.onednn_mm(product.next, probe, None)):
+                    raise Unmappable(f"the packed form of {parameter.name} is not what was loaded")
+
+
+def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[Parameter]:
+    """What vLLM's loaders copy out of a slot, by parameter."""
+    from vllm.model_executor.model_loader.reload.meta import (  # pyright: ignore[reportMissingImports]
+        materialize_meta_tensor,
+    )
+
+    calls, metas, lives = _trace(model, tensors)
+    scratch: dict[torch.dtype, torch.Tensor] = {}
+    parameters: list[Parameter] = []
+    by_live: dict[int, Parameter] = {}
+    for (layer, name), made in calls.items():
+        meta, live = metas[layer, name], lives[layer, name]
+        label = f"{type(layer).__name__}.{name}"
+        with torch.device(slot.device):
+            made_for = materialize_meta_tensor(meta)
+        copies = [copy for load in made for copy in _noted(load, made_for, slot)]
+        copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
+        if live.shape == meta.shape and live.dtype == meta.dtype:
+            made_for.data.copy_(live)  # and what is padded stays
+            parameter = Parameter(label, live, made_for.data, copies)
+            by_live[id(live)] = parameter
+        elif _packed_product(layer) is not None and live.numel() == 0 and copied == meta.numel():
+            held = scratch.get(meta.dtype)
+            if held is None or held.numel() < meta.numel():
+                held = scratch[meta.dtype] = made_for.data.new_empty(meta.numel())
+            parameter = Parameter(label, None, made_for.data, copies, [_Product(_packed_product(layer))])
+        else:
+            raise Unmappable(f"{label} is kept in another form than it is loaded in")
+        parameters.append(parameter)
+    for parameter in parameters:
+        if parameter.live is None:  # all that are packed take turns in one piece of memory
+            shape = parameter.next.shape
+            parameter.next = scratch[parameter.next.dtype][: shape.numel()].view(shape)
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and id(weight) in by_live and _packed_product(layer) is not None:
+            by_live[id(weight)].products.append(_Product(_packed_product(layer)))
+    return parameters
+
+
+Key = tuple[nn.Module, str]
+Load = Callable[[torch.Tensor], Any]
+"""One call of a loader, to which its target is left."""
+
+
+def _trace(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[Key, list[Load]], dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
+    """Have vLLM load these tensors without loading anything: which loader it calls for which parameter with what. Also
+    each parameter as it is before vLLM processes it, without values, and as it is now."""
+    from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+        initialize_layerwise_reload,
+    )
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.model_loader.reload.utils import get_layer_tensors  # pyright: ignore[reportMissingImports]
+
+    calls: dict[Key, list[Load]] = {}
+    metas: dict[Key, torch.Tensor] = {}
+    lives: dict[Key, torch.Tensor] = {}
+    original: list[tuple[Any, Any]] = []
+
+    def noting(key: Key, loader: Callable[..., Any]) -> Callable[..., bool]:
+        signature = inspect.signature(loader)
+        parameter = next(iter(signature.parameters))
+
+        def note(*args: Any, **kwargs: Any) -> bool:
+            bound = signature.bind(*args, **kwargs).arguments
+            del bound[parameter]
+            calls.setdefault(key, []).append(lambda target: loader(**{parameter: target}, **bound))
+            return True  # those of experts say whether it was one of this rank's
+
+        return note
+
+    initialize_layerwise_reload(model)
+    try:
+        for layer in model.modules():
+            kernel = get_layerwise_info(layer).kernel_tensors
+            parameters: dict[str, Any] = get_layer_tensors(layer)
+            for name, tensor in parameters.items():
+                if name in SKIP_LOAD_TENSORS:
+                    continue
+                loader = _get_original_loader(tensor)
+                original.append((tensor, loader))
+                metas[layer, name] = tensor
+                if kernel is not None and (live := kernel[0].get(name, kernel[1].get(name))) is not None:
+                    lives[layer, name] = live
+                tensor.weight_loader = noting((layer, name), loader)
+        load: Any = model.load_weights
+        load(iter(tensors.items()))
+    finally:
+        for tensor, loader in original:
+            tensor.weight_loader = loader
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+            info.reset()
+    return calls, metas, lives
+
+
+class NoteCopies(TorchDispatchMode):
+    """Notes copies, and makes them only where it is told to."""
+
+    def __init__(self, *, make: bool = False) -> None:
+        super().__init__()
+        self._make = make
+        self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.made.append((args[0], args[1]))
+            if not self._make:
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def copy_of(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> Copy:
+    """A copy that was noted. Raises Unmappable if its source is no part of the slot."""
+    begin = int(source.storage_offset()) * source.itemsize - int(slot.storage_offset())
+    elements = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True)) + 1
+    nbytes = elements * source.itemsize
+    home = slot.untyped_storage().data_ptr()
+    if source.untyped_storage().data_ptr() != home or begin < 0 or begin + nbytes > slot.numel():
+        raise Unmappable("something is computed from what is published")
+    if source.shape != target.shape:
+        source = source.expand(target.shape)
+    return Copy(
+        begin,
+        nbytes,
+        source.dtype,
+        tuple(source.shape),
+        source.stride(),
+        tuple(target.shape),
+        target.stride(),
+        int(target.storage_offset()),
+    )
+
+
+def _noted(load: Load, parameter: torch.Tensor, slot: torch.Tensor) -> list[Copy]:
+    """The copies that a loader makes to a parameter. Raises Unmappable if something does not come out of the slot."""
+    with NoteCopies() as noted, torch.no_grad():
+        load(parameter)
+    if any(t.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr() for t, _ in noted.made):
+        raise Unmappable(f"{type(parameter).__name__} is filled by way of something else")
+    return [copy_of(target, source, slot) for target, source in noted.made]
+
+
+def _packed_product(layer: nn.Module) -> Any:
+    """What vLLM holds of a weight that oneDNN has packed, or None."""
+    linear = getattr(layer, "cpu_linear", None)
+    closure = getattr(linear, "__closure__", None) or ()
+    held = [cell.cell_contents for cell in closure]
+    return next((part for part in held if hasattr(part, "handler_tensor")), None)
+
+
+def _pack(weight: torch.Tensor) -> Any:
+    """Pack [N, K] for products with it. Returns vLLM's handler."""
+    from vllm import _custom_ops as ops  # pyright: ignore[reportMissingImports]
+
+    return ops.create_onednn_mm(weight.t(), 32)

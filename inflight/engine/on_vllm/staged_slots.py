@@ -1,0 +1,58 @@
+"""Slots from which versions are copied into weights that something else holds."""
+
+from collections.abc import Sequence
+
+from inflight.core.layout import WeightLayout
+from inflight.core.messages import SlotReady
+from inflight.weights.slot_table import Slot, SlotState, SlotTable
+
+
+class StagedSlots(SlotTable):
+    """Slots of a backend that computes with weights of its own. None is ever read by a forward pass, so that all start
+    IDLE, and a slot is IDLE again as soon as its version is live:
+
+        IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE: being prepared ──commit()──► IDLE
+    """
+
+    def __init__(self, layout: WeightLayout, slots: Sequence[Slot]):
+        super().__init__(layout, slots)
+        self.states = [SlotState.IDLE] * len(slots)
+        self.live = None
+        self._taken: SlotReady | None = None
+        """The version that is being prepared."""
+
+    @property
+    def versions(self) -> list[int]:
+        return [self.version]
+
+    @property
+    def newest_version(self) -> int:
+        newest = self._ready or self._taken
+        return newest.version if newest else self.version
+
+    @property
+    def is_waiting(self) -> bool:
+        """A whole version waits to be prepared."""
+        return self._ready is not None
+
+    def request(self) -> None:
+        """The publisher gets a slot as soon as there is one; none is in use."""
+
+    def withdraw(self, untouched: Sequence[int] = ()) -> None:
+        """The publisher is gone; the next one gets its slots."""
+
+    def take(self) -> SlotReady | None:
+        """The newest whole version, which is to be prepared now; None if there is none or another is being prepared."""
+        if self._taken is None and self._ready is not None:
+            self._taken, self._ready = self._ready, None
+            self.states[self._taken.slot] = SlotState.LIVE
+            return self._taken
+        return None
+
+    def commit(self) -> SlotReady:
+        """The version that was prepared is live."""
+        assert self._taken is not None
+        taken, self._taken = self._taken, None
+        self.states[taken.slot] = SlotState.IDLE
+        self.version = taken.version
+        return taken

@@ -1,0 +1,344 @@
+"""inflight as the generator of TRL's AsyncGRPOTrainer, in one process with it, through that trainer's two protocols
+(written against trl 1.16, where both are experimental).
+
+    config = AsyncGRPOConfig(…, token_budget=4096)
+    with inflight.launch(path) as engine:
+        trainer = AsyncGRPOTrainer(
+            path, args=config, train_dataset=rows,
+            rollout_worker=EngineWorker(engine, rows, reward, config), weight_transfer=EngineTransfer(engine),
+        )
+        trainer.train()
+
+There is no server, no vLLM and no collective, and nothing pauses while weights change.
+"""
+
+import asyncio
+import copy
+import inspect
+import logging
+import math
+import multiprocessing.queues
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from inflight.core.errors import InflightError
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.integrations.trl import encode, warn_of_bias
+from inflight.running_engine import RunningEngine
+from inflight.training.data.advantages import group_advantages
+from inflight.training.data.scoring import Scorer
+from inflight.weights.publisher import Publisher
+from inflight.weights.transports.base import Transport
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Any]
+_Queue = queue.Queue[Any] | multiprocessing.queues.Queue
+"""What TRL's protocol says; here both are of the first kind."""
+
+_STOP_S = 10.0
+_LOOK_EVERY_S = 0.01
+_NOT_TOLD = ("prompt", "completion", "completion_ids")
+_EPS = 1e-8
+"""What AsyncGRPOTrainer's own worker adds to the standard deviation of a group's rewards."""
+
+
+class EngineWorker:
+    """A `rollout_worker` for AsyncGRPOTrainer: draws the prompts of a dataset again and again, has them scored, and
+    gives the trainer samples.
+
+    Generation and rewards run beside training, in threads. A sample's `model_version` is that of its *oldest* token, so
+    that `max_staleness` holds for every token that is trained on; TRL's own worker gives the version at which the group
+    began. No more than `args.max_inflight_tasks` samples are drawn, scored or waiting for the trainer at a time, so
+    that few become too old. Prompts are taken in the dataset's order.
+    """
+
+    def __init__(
+        self,
+        engine: RunningEngine,
+        dataset: Iterable[Any],
+        reward_funcs: RewardFunction | list[RewardFunction],
+        args: Any,
+        *,
+        adapter: str | None = None,
+        timeout_s: float = 600.0,
+    ):
+        """dataset: rows with a "prompt", text or messages; an iterable that can be read again. reward_funcs: plain or
+        async functions as TRL calls them, `reward(prompts, completions, completion_ids, **columns)`, where None stands
+        for no reward; their rewards are added up. args: the AsyncGRPOConfig that the trainer gets. adapter: the LoRA
+        adapter of the engine that draws. timeout_s: for one call of a reward function; a group that takes longer has no
+        reward, and advantages of 0."""
+        functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        if not functions:
+            raise ValueError("reward_funcs is empty: the samples would have no reward")
+        self._engine, self._dataset, self._args, self._adapter = engine, dataset, args, adapter
+        self._scorers = {_name(function): _scorer(function, timeout_s) for function in functions}
+        if len(self._scorers) < len(functions):
+            raise ValueError("two reward functions have the same name; their rewards could not be told apart")
+        if engine.tokenizer is None:
+            raise ValueError("the engine's model has no tokenizer, which the prompts of a dataset need")
+        self._tokenizer: Any = copy.deepcopy(engine.tokenizer)  # which is not safe to use from several threads
+        self.rollout_buffer: _Queue = queue.Queue()
+        """What the trainer takes samples from."""
+        self.metrics_queue: _Queue = queue.Queue()
+        """What the trainer takes metrics from when it logs."""
+        self._num_pending = 0
+        """Samples that are being drawn or scored."""
+        self._version_offset = 0
+        """The trainer's number of the newest version, less the engine's."""
+        self._error: BaseException | None = None
+        self._beat_s = time.monotonic()
+        self._end: Callable[[], object] = lambda: None
+        """Cancels what is being drawn."""
+        self._begun = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Draw from now on. Raises ValueError if the trainer was given other arguments than the worker."""
+        if self._args.max_inflight_tasks < 1:
+            raise ValueError("the worker needs the AsyncGRPOConfig that the trainer has: EngineWorker(…, args=config)")
+        if self._thread is None:
+            self._beat_s, self._error = time.monotonic(), None
+            self._begun.clear()
+            self._thread = threading.Thread(target=self._run, name="inflight-trl-rollouts", daemon=True)
+            self._thread.start()
+            self._begun.wait()
+
+    def stop(self) -> None:
+        """Cancel what is being drawn. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with suppress(RuntimeError):  # it has ended by itself
+                self._end()
+            thread.join(_STOP_S)
+            if thread.is_alive():
+                logger.warning("the thread that draws has not ended after %g s; it ends with this process", _STOP_S)
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def update_model_version(self, model_version: int) -> None:
+        """This is the trainer's number of the version that was published last."""
+        self._version_offset = model_version - self._engine.staleness.published_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if the engine has ended, if drawing or scoring has failed, or if the worker's event loop has not run
+        for so long."""
+        self._engine.check()
+        if self._error is not None:
+            raise InflightError(f"no more samples come: {self._error!r}") from self._error
+        silent_s = time.monotonic() - self._beat_s
+        if silent_s > stale_after_s:
+            raise InflightError(
+                f"the worker's event loop has not run for {silent_s:.0f} s: a call in the dataset's iterator blocks it"
+            )
+
+    # ---- in the worker's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._draw_all())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # which the trainer is told when it asks
+            self._error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+            logger.exception("no more samples are drawn")
+        finally:
+            self._begun.set()
+
+    async def _draw_all(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self._end = lambda: loop.call_soon_threadsafe(task.cancel)
+        self._begun.set()
+        params, n = self._params(), self._args.num_generations
+        warn_of_bias(params)
+        self._num_pending = 0
+        async with asyncio.TaskGroup() as groups:
+            for group_id, row in enumerate(self._rows()):
+                while 0 < self._num_held > self._args.max_inflight_tasks - n:
+                    self._beat_s = time.monotonic()
+                    await asyncio.sleep(_LOOK_EVERY_S)
+                self._num_pending += n
+                groups.create_task(self._draw(group_id, row, params))
+
+    @property
+    def _num_held(self) -> int:
+        """Samples that are drawn, scored, or waiting for the trainer."""
+        return self._num_pending + self.rollout_buffer.qsize()
+
+    def _rows(self) -> Iterator[Any]:
+        while True:
+            row = None
+            for row in self._dataset:
+                yield row
+            if row is None:
+                raise ValueError("the dataset has no rows, or cannot be read a second time")
+
+    def _params(self) -> SamplingParams:
+        args, eos = self._args, self._tokenizer.eos_token_id
+        return SamplingParams(
+            n=args.num_generations,
+            max_tokens=args.max_completion_length,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+            stop_token_ids=() if eos is None else (eos,),
+        )
+
+    async def _draw(self, group_id: int, row: Mapping[str, Any], params: SamplingParams) -> None:
+        prompt = row["prompt"]
+        [token_ids] = encode([prompt], self._tokenizer, **(self._args.chat_template_kwargs or {}))
+        [group] = await self._engine.agenerate([token_ids], params, adapter=self._adapter)
+        for rollout in group:
+            if rollout.finish_reason not in ("stop", "length"):
+                raise InflightError(f"a sample ended with {rollout.finish_reason!r}; it cannot be trained on")
+            rollout.metadata = dict(row)
+        scores = {
+            name: await asyncio.wrap_future(future)
+            for name, future in [(name, scorer.start_part(group)) for name, scorer in self._scorers.items()]
+        }
+        for sample in self._samples(group_id, group, scores):
+            self.rollout_buffer.put(sample)
+            self._num_pending -= 1
+        self._tell(group)
+
+    def _samples(
+        self, group_id: int, group: list[Rollout], scores: dict[str, list[float | None]]
+    ) -> list[RolloutSample]:
+        """scores: None where a function leaves a sample to the others, NaN where it gave no number in time."""
+        asked = np.array([[part is not None for part in parts] for parts in scores.values()])
+        table = np.array([[math.nan if part is None else part for part in parts] for parts in scores.values()])
+        without = (asked & np.isnan(table)).any(axis=0) | ~asked.any(axis=0)
+        rewards = np.where(without, np.nan, np.nansum(table, axis=0))
+        scored = rewards[~without]
+        advantages = np.zeros(len(group))
+        if len(scored):
+            advantages[~without] = group_advantages([scored.tolist()], eps=_EPS)
+        spread, named = float(scored.std()) if len(scored) else math.nan, dict(zip(scores, table, strict=True))
+        return [
+            RolloutSample(
+                prompt=rollout.metadata["prompt"],
+                completion=_completion(rollout),
+                input_ids=np.concatenate([rollout.prompt_token_ids, rollout.token_ids]).astype(np.int64),
+                completion_mask=_after_prompt(rollout, np.ones(len(rollout.token_ids), np.int64)),
+                old_log_probs=_after_prompt(rollout, rollout.logprobs),
+                advantage=float(advantage),
+                model_version=int(rollout.weight_versions.min()) + self._version_offset,
+                group_id=group_id,
+                metrics={"reward": float(reward), "reward_std": spread}
+                | {f"rewards/{name}": float(of_group[rollout.sample]) for name, of_group in named.items()},
+                enqueued_at=time.time(),
+            )
+            for rollout, reward, advantage in zip(group, rewards, advantages, strict=True)
+        ]
+
+    def _tell(self, group: list[Rollout]) -> None:
+        lengths = [len(rollout.token_ids) for rollout in group]
+        clipped = sum(rollout.finish_reason == "length" for rollout in group)
+        mixed = sum(len(set(rollout.weight_versions.tolist())) > 1 for rollout in group)
+        self.metrics_queue.put(
+            {
+                "completions/mean_length": (float(sum(lengths)), float(len(group))),
+                "completions/max_length": float(max(lengths)),
+                "completions/clipped_ratio": (float(clipped), float(len(group))),
+                "rollout/mixed_versions_frac": (float(mixed), float(len(group))),
+                "rollout/inflight": float(self._num_pending),
+            }
+        )
+
+
+class EngineTransfer:
+    """A `weight_transfer` for AsyncGRPOTrainer: publishes the weights that TRL hands over; nothing stops meanwhile.
+
+    TRL merges PEFT's adapters into what it hands over. To have only the adapters travel, launch the engine with
+    `lora_rank`, call `adapters_of(trainer.model)` once the trainer is there, and name the adapter to the EngineWorker.
+    """
+
+    def __init__(self, engine: RunningEngine, *, transport: Transport | None = None, check_finite: bool = False):
+        """transport: needed for an engine that another process launched. check_finite: refuse NaN and infinite
+        weights."""
+        self._engine, self._transport, self._check_finite = engine, transport, check_finite
+        self._model: torch.nn.Module | None = None
+        self._publisher: Publisher | None = None
+
+    def adapters_of(self, model: torch.nn.Module) -> None:
+        """Publish this PEFT model's adapters, in place of weights into which they are merged. Raises ValueError if the
+        engine holds no adapters."""
+        if self._engine.info.adapter_layout is None:
+            raise ValueError("the engine holds no adapters; launch it with lora_rank, or let TRL merge them")
+        self._model = model
+
+    def init_weight_transfer(self) -> None:
+        """Attach to the engine. Raises what `engine.publisher` raises."""
+        self._publisher = self._engine.publisher(
+            self._model, transport=self._transport, check_finite=self._check_finite
+        )
+
+    def pause(self) -> None:
+        """Do nothing: the engine goes on drawing."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish them. They go live between two forward passes, soon after this returns."""
+        assert self._publisher is not None, "init_weight_transfer comes first"
+        if self._model is None:
+            self._publisher.publish(iterator)
+            return
+        for _ in iterator:  # under FSDP2 its steps are collectives, in which other ranks take part
+            pass
+        self._publisher.publish()
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def destroy(self) -> None:
+        """Let the engine go. Safe to call twice."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def _scorer(function: RewardFunction, timeout_s: float) -> Scorer:
+    async def score_async(group: Any) -> Any:
+        return await function(**_arguments(group))
+
+    def score(group: Any) -> Any:
+        return function(**_arguments(group))
+
+    called: Any = getattr(function, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    return Scorer(score_async if is_async else score, batched=True, timeout_s=timeout_s)
+
+
+def _arguments(group: list[Rollout]) -> dict[str, list[Any]]:
+    """What TRL calls reward functions with."""
+    row = group[0].metadata
+    columns = {name: [value] * len(group) for name, value in row.items() if name not in _NOT_TOLD}
+    return columns | {
+        "prompts": [row["prompt"]] * len(group),
+        "completions": [_completion(rollout) for rollout in group],
+        "completion_ids": [rollout.token_ids.tolist() for rollout in group],
+    }
+
+
+def _completion(rollout: Rollout) -> Any:
+    if isinstance(rollout.metadata["prompt"], str):
+        return rollout.text
+    return [{"role": "assistant", "content": rollout.text}]
+
+
+def _after_prompt(rollout: Rollout, values: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(len(rollout.prompt_token_ids), values.dtype), values])
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)

@@ -1,0 +1,55 @@
+"""What TRL's AsyncGRPOTrainer takes from CUDA, for a CPU: to try a run, or an adapter, before there is a GPU.
+
+    from inflight.integrations.trl_cpu import run_on_cpu
+
+    run_on_cpu()              # once, before the trainer is made
+    AsyncGRPOTrainer(…, args=AsyncGRPOConfig(use_cpu=True, bf16=False, …))
+
+Two things stand in, and all else is TRL's own: attention in a packed tree, for which TRL downloads FlashAttention 3,
+and the peak of the device, which TRL asks CUDA for and divides its speed by.
+"""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from trl.experimental.async_grpo import async_grpo_trainer, packing
+
+
+def run_on_cpu() -> None:
+    """Put the two in their places, in this process, for good."""
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """FlashAttention's function of that name, one sequence at a time: q [Tq, H, D] with k and v [Tk, Hkv, D] → [Tq, H,
+    D]. The last query of a sequence stands beside its last key. Raises NotImplementedError for a softcap."""
+    if softcap:
+        raise NotImplementedError("attention with a softcap is not there on a CPU")
+    parts = []
+    bounds = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
+    for (q_begin, q_end), (k_begin, k_end) in bounds:
+        num_keys, num_queries = k_end - k_begin, q_end - q_begin
+        distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+        mask = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+        if window_size[0] >= 0:
+            mask &= distance <= window_size[0]
+        heads = (x.transpose(0, 1)[None] for x in (q[q_begin:q_end], k[k_begin:k_end], v[k_begin:k_end]))
+        out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=softmax_scale, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)

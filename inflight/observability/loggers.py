@@ -1,0 +1,126 @@
+"""Where the numbers of a run go: a logger is anything with `log(step, values)`.
+
+Those of libraries import them when they are made, and say what to install if they are not there.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from math import isfinite
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, Protocol, Self
+
+from inflight.core.errors import LoggerError
+
+
+class Logger(Protocol):
+    """What is told the numbers of a run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+
+class _Closed(ABC):
+    """A logger that is closed at the end of a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonLines(_Closed):
+    """Appends an object to a file for each call: {"step": …, "reward": …, …}. Lines are there at once, so that a run
+    that is killed keeps what it had; one that goes on from a checkpoint repeats the steps after it, of which the last
+    line counts. Raises LoggerError if the file cannot be written."""
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  it is closed by `close`
+        except OSError as error:
+            raise LoggerError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value for name, value in values.items() if isfinite(value)}  # JSON has no others
+        try:
+            self._file.write(json.dumps({"step": step} | finite) + "\n")
+        except OSError as error:
+            raise LoggerError(f"cannot write {self._path}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(_Closed):
+    """Writes scalars for TensorBoard (`pip install tensorboard`) into a directory."""
+
+    def __init__(self, directory: str | Path):
+        _require("tensorboard", "TensorBoard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB(_Closed):
+    """Logs to a new run of Weights & Biases (`pip install wandb`).
+
+    mode: "offline" keeps it in `directory`, for `wandb sync` later; "online" sends it, which needs a login.
+    config: what the run was made of, such as `dataclasses.asdict` of options.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        name: str | None = None,
+        mode: Literal["offline", "online"] = "offline",
+        directory: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
+        wandb: Any = _require("wandb", "WandB")
+        where = None if directory is None else str(directory)
+        self._run = wandb.init(project=project, name=name, mode=mode, dir=where, config=dict(config or {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio(_Closed):
+    """Logs to a new run of trackio (`pip install trackio`), which keeps it on this machine; `trackio show` shows it.
+
+    config: what the run was made of."""
+
+    def __init__(self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None):
+        trackio: Any = _require("trackio", "Trackio")
+        self._run = trackio.init(project=project, name=name, config=dict(config or {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _require(package: str, logger: str) -> ModuleType:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise LoggerError(f"{logger} needs the package {package}; install it with `pip install {package}`") from error

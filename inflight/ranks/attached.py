@@ -1,0 +1,258 @@
+"""What a process holds of an engine that another one launched: a rank of a trainer, or who looks on."""
+
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from math import nan
+from pathlib import Path
+from time import sleep
+from typing import Any, NoReturn
+
+import msgspec
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from inflight.core.errors import EngineHungError, InflightError, ProtocolError, RankLostError, from_wire
+from inflight.core.messages import Status
+from inflight.core.sampling import SamplingParams
+from inflight.core.waiting import Wait
+from inflight.engine.client import EngineClient
+from inflight.engine.loading import load_tokenizer
+from inflight.engine.prompts import PromptLike, make_prompts
+from inflight.ranks.meeting import CARD, SOCKET, WAITS_FOR_ROLLOUTS, Card, Joined, Offer, Process, Take, this_host
+from inflight.training.data.batch import PackedBatch
+from inflight.training.data.scored_groups import Dropped
+from inflight.training.data.shares import decode_share
+from inflight.weights.named import Weights
+from inflight.weights.sharded import ShardSender, is_sharded
+
+_CHECK_S = 0.1
+_LEAVE_S = 5.0
+_NOTHING: type[Any] = type(None)
+
+
+class AttachedEngine:
+    """An engine that another process launched: rank 0 of the trainer. Calls go there. Safe to use from several threads.
+
+    Every call raises RankLostError if rank 0 has ended, has closed the engine or does not answer.
+    """
+
+    def __init__(self, card: Card, rank: int | None = None):
+        """rank: None for a process that is no rank of the trainer and looks on."""
+        if card.host != this_host():
+            raise RankLostError(
+                "this process is on another machine than rank 0, which holds the engine; the ranks that share a stream "
+                "are on one machine"
+            )
+        self.options, self.rank = card.options, rank
+        self._socket = Path(card.directory) / SOCKET
+        self._name = secrets.token_hex(8)
+        self._rank_0 = Process(card.pid)
+        self._num_publishers = 0
+        self._publishers: list[ShardSender] = []
+        self._tokenizer_lock = threading.Lock()
+        self._client = EngineClient(
+            f"ipc://{self._socket}", check_engine=self._check, answer_timeout_s=card.options.answer_timeout_s
+        )
+        self._closed = False
+        try:
+            joined = self._call("join", {"client": self._name, "rank": rank, "pid": os.getpid()}, Joined)
+        except BaseException:
+            self._client.close()
+            raise
+        self.stream = SharedStream(self._call, self._name, joined.next, card.options.rank_timeout_s)
+        """This rank's shares, by its `batches`."""
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The model's tokenizer, or None if it has none; prompts are token ids then."""
+        return load_tokenizer(self.options.model)
+
+    def submit(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        adapter: str | None = None,
+    ) -> list[int]:
+        """Queue prompts beside those that other ranks submit, as `LaunchedEngine.submit` does. Their groups go into the
+        batches of all ranks."""
+        with self._tokenizer_lock:
+            messages = make_prompts(
+                prompts, self.tokenizer, self.options.model, params, metadata, version=version, adapter=adapter
+            )
+        return self._call("submit", {"prompts": messages}, list[int], timeout_s=self.options.rank_timeout_s)
+
+    def status(self) -> Status:
+        """Counters of the engine: version, steps, tokens, swaps, requests waiting and running."""
+        return self._call("status", {}, Status)
+
+    def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
+        """Return when the engine draws with this version or a newer one."""
+        wait = Wait()
+        while self.status().version < version:
+            sleep(_CHECK_S / 10)
+            wait.tick()
+            if wait.waited_s > timeout_s:
+                raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
+
+    def publisher(self, model: Any = None, **options: Any) -> "ShardSender | FollowingPublisher":
+        """What this rank publishes with while rank 0 holds the Publisher, made at the same time on all ranks: a
+        `ShardSender` of a model that FSDP2 or ZeRO-3 spreads over ranks; otherwise what sends nothing, since rank 0 has
+        the whole model. options: those of `LaunchedEngine.publisher`, which rank 0 heeds."""
+        if self.rank is None:
+            raise InflightError("a process that is no rank of the trainer does not publish")
+        index, self._num_publishers = self._num_publishers, self._num_publishers + 1
+        if isinstance(model, nn.Module) and is_sharded(model):
+            self._publishers.append(ShardSender(model))
+            return self._publishers[-1]
+        wait = Wait()
+        while (version := self._call("first_version", {"index": index}, int | None)) is None:
+            sleep(_CHECK_S)
+            wait.tick()
+            wait.tell("rank 0 makes its publisher")
+            if wait.waited_s > self.options.rank_timeout_s:
+                raise RankLostError(f"rank 0 has made no publisher within {self.options.rank_timeout_s:g} s")
+        return FollowingPublisher(version, None if isinstance(model, nn.Module) else model)
+
+    def close(self) -> None:
+        """Let go of the engine, which goes on. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for publisher in self._publishers:
+            publisher.close()
+        with suppress(InflightError):  # rank 0 is gone
+            self._call("leave", {"client": self._name}, timeout_s=_LEAVE_S)
+        self._client.close()
+        self._rank_0.close()
+
+    def __enter__(self) -> "AttachedEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name} is not there on an engine that rank 0 launched; call it on rank 0")
+
+    def _call(
+        self, verb: str, arguments: Mapping[str, Any], returns: Any = _NOTHING, *, timeout_s: float | None = None
+    ) -> Any:
+        try:
+            return self._client.call(verb, arguments, returns, timeout_s=timeout_s)
+        except EngineHungError as error:
+            bound_s = self._client.answer_timeout_s if timeout_s is None else timeout_s
+            raise RankLostError(f"rank 0 lives and did not answer {verb} within {bound_s:g} s") from error
+
+    def _check(self) -> None:
+        if self._rank_0.ended:
+            raise RankLostError(f"rank 0 (process {self._rank_0.pid}), which holds the engine, has ended")
+        if not self._socket.exists():
+            raise RankLostError("rank 0 has closed its engine")
+
+
+class SharedStream:
+    """The shares of one rank, or for who looks on whole batches."""
+
+    def __init__(self, call: Callable[..., Any], client: str, number: int, timeout_s: float):
+        self._call, self._client, self._number, self._timeout_s = call, client, number, timeout_s
+        self.last_reward = nan
+        """Mean reward of the whole batch whose share `batches` yielded last."""
+        self._dropped: dict[str, int] = {}
+
+    @property
+    def dropped(self) -> Dropped:
+        """What rank 0 has left out so far, and why."""
+        return Dropped(**self._dropped)
+
+    def batches(self, **options: Any) -> Iterator[PackedBatch]:
+        """This rank's share of each batch that rank 0 makes by its own `batches`. options: those of
+        `RolloutStream.batches`, which rank 0 heeds: it alone calls `score`.
+
+        Every rank gets as many batches, and all end together. Raises RankLostError if a rank has ended, or rank 0 does
+        not ask for a batch for `rank_timeout_s` seconds; and what kept rank 0 from making a batch, by name."""
+        while (data := self._next()) is not None:
+            share = decode_share(data)
+            self.last_reward, self._dropped = share.info.last_reward, share.info.dropped
+            yield share.batch()
+
+    def _next(self) -> bytes | None:
+        """The next share, or None at the end."""
+        wait, idle_s = Wait(), 0.0
+        while (offer := self._ask()).kind == "nothing yet":
+            idle_s += wait.tick()
+            wait.tell(f"rank 0 {offer.state}")
+            if offer.state == WAITS_FOR_ROLLOUTS:  # as long as generation takes; it asks whether the engine is there
+                idle_s = 0.0
+            if idle_s > self._timeout_s:
+                raise RankLostError(
+                    f"rank 0 lives and {offer.state} within {self._timeout_s:g} s (launch with rank_timeout_s for "
+                    "another bound)"
+                )
+        parts: list[bytes] = []
+        while (at := sum(map(len, parts))) < offer.nbytes:
+            parts.append(self._call("read", {"client": self._client, "at": at}, bytes))
+            if not parts[-1]:
+                raise ProtocolError(f"rank 0 has {at} bytes of a share of {offer.nbytes}")
+        self._call("taken", {"client": self._client, "number": offer.number})
+        self._number = offer.number + 1
+        if offer.kind == "error":
+            raise from_wire(*offer.error)
+        return b"".join(parts) if offer.kind == "share" else None
+
+    def _ask(self) -> Offer:
+        return self._call("take", msgspec.structs.asdict(Take(self._client, self._number)), Offer)
+
+
+class FollowingPublisher:
+    """What a rank other than 0 holds where rank 0 publishes alone: it counts versions, and sends nothing."""
+
+    def __init__(self, version: int, weights: Callable[[], Weights] | None):
+        self.version = version
+        """The version that the last `publish()` returned."""
+        self._weights = weights if callable(weights) else None
+
+    def publish(self, weights: Weights | None = None) -> int:
+        """Count a version. An iterator over weights is run to its end, since it may gather them from all ranks."""
+        given = self._weights() if weights is None and self._weights is not None else weights
+        if isinstance(given, Iterator):
+            deque(given, maxlen=0)
+        self.version += 1
+        return self.version
+
+    def continue_from(self, version: int) -> None:
+        """Give the next publish this number, as rank 0 does at the same time."""
+        self.version = version - 1
+
+    def wait_copied(self) -> None:
+        """Return at once: nothing is read here."""
+
+    def check(self) -> None:
+        """Return: nothing can go wrong here."""
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Return."""
+
+    def __enter__(self) -> "FollowingPublisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+def attach_local(directory: str) -> AttachedEngine:
+    """Attach to an engine of another process of this machine, by what its `share()` returned, for an evaluator that
+    looks on: `stream.batches()` yields whole batches, the first being the next that is made after it is asked for; it
+    misses those that are made while it is busy. Raises RankLostError if the engine is not there."""
+    try:
+        card = msgspec.json.decode((Path(directory) / CARD).read_bytes(), type=Card)
+    except (OSError, msgspec.DecodeError) as error:
+        raise RankLostError(f"no engine is shared in {directory}: {error}") from error
+    return AttachedEngine(card)

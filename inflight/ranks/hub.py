@@ -1,0 +1,369 @@
+"""Rank 0's end: the batches of its stream, split over the ranks of a data-parallel trainer.
+
+The hub listens on a socket in a directory that only this user may enter. Shares are pulled: a rank asks for its share
+of a batch, reads it in parts, and says that it has it.
+"""
+
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal
+
+import msgspec
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, ProtocolError, RankLostError
+from inflight.core.messages import Call, FromEngine, Prompt, Result, Status, decode_to_engine, read, to_raw
+from inflight.core.options import EngineOptions
+from inflight.core.waiting import Wait
+from inflight.engine.control_socket import ControlSocket
+from inflight.engine.directory import make_directory
+from inflight.engine.verbs import Verbs, verb
+from inflight.ranks.meeting import (
+    CARD,
+    NOTHING_ASKED,
+    SOCKET,
+    WAITS_FOR_ROLLOUTS,
+    Card,
+    Joined,
+    Offer,
+    Process,
+    Take,
+    this_host,
+)
+from inflight.training.data.batch import PackedBatch
+from inflight.training.data.rollout_stream import RolloutStream
+from inflight.training.data.shares import encode_share, split
+
+_CHECK_S = 0.1
+_ASK_AGAIN_S = 1.0
+"""How long the hub waits at most with the answer to a rank that asks for a batch which is not there."""
+_PART_BYTES = 16 << 20
+_TAKE = msgspec.msgpack.Decoder(Take)
+
+
+class _Client:
+    """A process that has joined: a rank, or, where `rank` is None, somebody who looks on."""
+
+    def __init__(self, rank: int | None, pid: int):
+        self.rank, self.process = rank, Process(pid)
+        self.left = False
+        self.asked_ns = 0
+        """When it asked for a batch last."""
+        self.data = b""
+        """The share that it is reading."""
+
+
+class Hub:
+    """Rank 0's end: it makes a share of every batch for each rank, and does for the ranks what they ask of the engine.
+
+    A batch is made once every rank has taken its share of the one before. A thread answers the ranks. A rank that ends,
+    leaves, or takes nothing for `timeout_s` seconds is lost: then whoever waits gets a RankLostError that names it.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        num_ranks: int,
+        *,
+        submit: Callable[[list[Prompt]], list[int]],
+        status: Callable[[], Status],
+        first_version: Callable[[int], int | None],
+    ):
+        """first_version: returns the version that the publisher with this index began with, None if there is no such
+        publisher yet."""
+        self._num_ranks, self._timeout_s = num_ranks, options.rank_timeout_s
+        self._ask_again_ns = int(min(_ASK_AGAIN_S, options.answer_timeout_s / 4) * 1e9)
+        self._submit, self._status, self._first_version = submit, status, first_version
+        self._directory, self._lock_file = make_directory()
+        self.card = Card(options, str(self._directory), os.getpid(), this_host())
+        """What others need to know to attach."""
+        self._socket = ControlSocket(f"ipc://{self._directory / SOCKET}")
+        (self._directory / CARD).write_bytes(msgspec.json.encode(self.card))
+        self._verbs = Verbs(self)
+        self._condition = threading.Condition(threading.RLock())
+        self._clients: dict[str, _Client] = {}
+        self._number = 0
+        """The newest batch; batches count from 1."""
+        self._kind: Literal["share", "end", "error"] = "share"
+        self._error = ("", "")
+        self._shares: dict[int | None, bytes] = {}
+        """Encoded shares of the newest batch by rank; under None the whole of it, for those who look on."""
+        self._taken: set[int] = set(range(1, num_ranks))
+        """Ranks that have taken their share of the newest batch."""
+        self._state = NOTHING_ASKED
+        self._lost: RankLostError | None = None
+        self._asking: list[tuple[bytes, int, str, int, int]] = []
+        """(address, ticket, client, number, deadline in ns) of those who wait for a batch."""
+        self._answers: deque[tuple[bytes, FromEngine]] = deque()
+        self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="inflight-hub", daemon=True)
+        self._thread.start()
+
+    # ---- what rank 0 calls ----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise RankLostError if a rank is known to be lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    def shares(self, batches: Iterator[PackedBatch], stream: RolloutStream) -> Iterator[PackedBatch]:
+        """Yield rank 0's share of each batch, and keep those of the others for them. Ends on all ranks at once. Raises
+        RankLostError, and what `batches` raises, which the other ranks get too."""
+        while True:
+            self._wait_until_taken()
+            try:
+                with self._condition:
+                    self._state = WAITS_FOR_ROLLOUTS
+                batch = next(batches, None)
+                if batch is None:
+                    self._offer("end")
+                    self._wait_until_taken()
+                    return
+                news = {"last_reward": stream.last_reward, "dropped": stream.dropped}
+                encoded: dict[int | None, bytes] = {}
+                if self._looked_on:
+                    encoded[None] = encode_share(split(batch, 1, **news)[0])
+                if self._num_ranks > 1:
+                    own, *others = split(batch, self._num_ranks, **news)
+                    encoded |= {rank: encode_share(share) for rank, share in enumerate(others, start=1)}
+                    batch = own.batch()
+            except BaseException as error:
+                kind = type(error).__name__
+                self._offer("error", error=(kind, f"rank 0 could not make the batch: {kind}: {error}"))
+                raise
+            self._offer("share", encoded)
+            yield batch
+
+    def close(self) -> None:
+        """Answer nobody any more. Those who wait get a RankLostError. Safe to call twice."""
+        with self._condition:
+            if self._closing:
+                return
+            self._lose(RankLostError("rank 0 has closed its engine"))
+            self._closing = True  # from here on nobody wakes the thread
+        self._thread.join()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._socket.close()
+        for client in self._clients.values():
+            client.process.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._lock_file)
+
+    @property
+    def _looked_on(self) -> bool:
+        """Somebody who is no rank asks for batches, or has asked just now and will again."""
+        since_ns = now_ns() - 2 * self._ask_again_ns
+        with self._condition:
+            return any(client.rank is None and client.asked_ns > since_ns for client in self._clients.values())
+
+    def _offer(
+        self,
+        kind: Literal["share", "end", "error"],
+        shares: dict[int | None, bytes] | None = None,
+        error: tuple[str, str] = ("", ""),
+    ) -> None:
+        with self._condition:
+            self._number += 1
+            self._kind, self._shares, self._error = kind, shares or {}, error
+            self._taken = set()
+            self._state = NOTHING_ASKED
+            self._wake()
+
+    def _wait_until_taken(self) -> None:
+        """Return when every rank has taken the newest batch. Raises RankLostError."""
+        wait = Wait()
+        with self._condition:
+            while missing := set(range(1, self._num_ranks)) - self._taken:
+                here = {client.rank for client in self._clients.values() if not client.left}
+                gone = {client.rank for client in self._clients.values() if client.left} - here
+                named = f"rank {', '.join(map(str, sorted(missing)))}"
+                if self._kind == "end" and missing <= gone:  # who has gone needs no end
+                    break
+                if missing & gone:
+                    self._lose(RankLostError(f"{named} has closed its engine, and rank 0 goes on with batches"))
+                elif wait.waited_s > self._timeout_s:
+                    self._lose(
+                        RankLostError(
+                            f"{named} has not taken its share of batch {self._number} within {self._timeout_s:g} s "
+                            f"(launch with rank_timeout_s for another bound){_why_absent(missing - here)}"
+                        )
+                    )
+                self.check()
+                wait.tick()
+                wait.tell(f"{named} has not taken its share of batch {self._number}{_why_absent(missing - here)}")
+                self._condition.wait(_CHECK_S)
+        self.check()
+
+    def _lose(self, error: RankLostError) -> None:
+        with self._condition:
+            self._lost = self._lost or error
+            self._condition.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._condition:
+            if not self._closing:
+                self._socket.wake()
+
+    # ---- what the others call -------------------------------------------------------------------------------------
+
+    @verb()
+    def join(self, client: str, rank: int | None, pid: int) -> Joined:
+        """A process attaches. It begins with the newest batch if nobody has taken its rank's share of that, else with
+        the next one."""
+        with self._condition:
+            if rank is not None and not 0 < rank < self._num_ranks:
+                raise ProtocolError(f"rank {rank} cannot attach: the trainer has ranks 0 to {self._num_ranks - 1}")
+            others = [other for other in self._clients.values() if other.rank == rank and not other.left]
+            if rank is not None and others:
+                raise ProtocolError(f"rank {rank} is attached already, as process {others[0].process.pid}")
+            self._clients[client] = _Client(rank, pid)
+            return Joined(self._number if rank is not None and rank not in self._taken else self._number + 1)
+
+    @verb()
+    def leave(self, client: str) -> None:
+        """A process takes no more batches."""
+        with self._condition:
+            self._client(client).left = True
+            self._condition.notify_all()
+
+    @verb()
+    def read(self, client: str, at: int) -> bytes:
+        """A part of the share that the client is reading."""
+        with self._condition:
+            return self._client(client).data[at : at + _PART_BYTES]
+
+    @verb()
+    def taken(self, client: str, number: int) -> None:
+        """The client has what it was offered."""
+        with self._condition:
+            known = self._client(client)
+            known.data = b""
+            if known.rank is not None and number == self._number:
+                self._taken.add(known.rank)
+                self._shares.pop(known.rank, None)
+            self._condition.notify_all()
+
+    @verb()
+    def submit(self, prompts: list[Prompt]) -> list[int]:
+        return self._submit(prompts)
+
+    @verb()
+    def status(self) -> Status:
+        return self._status()
+
+    @verb()
+    def first_version(self, index: int) -> int | None:
+        return self._first_version(index)
+
+    def _client(self, name: str) -> _Client:
+        if name not in self._clients:
+            raise ProtocolError("this process has not joined")
+        return self._clients[name]
+
+    # ---- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            closing = self._closing
+            self._socket.wait(0 if closing else int(_CHECK_S * 1000))
+            while (received := self._socket.receive()) is not None:
+                self._take_call(*received)
+            self._look_for_the_dead()
+            self._answer_those_who_ask()
+            while self._answers:
+                self._socket.send(*self._answers.popleft())
+            if closing:  # and those who were asking know
+                return
+
+    def _take_call(self, sender: bytes, parts: list[bytes]) -> None:
+        call = None
+        try:
+            [data] = parts
+            call = decode_to_engine(data)
+            if not isinstance(call, Call):
+                raise ProtocolError(f"rank 0 takes calls, got {type(call).__name__}")
+            if call.verb == "take":
+                asked = read(_TAKE, call.arguments)
+                client, now = self._client(asked.client), now_ns()
+                deadline_ns = now + self._ask_again_ns
+                with self._condition:
+                    client.asked_ns = now
+                    self._asking.append((sender, call.ticket, asked.client, asked.number, deadline_ns))
+            elif call.verb in ("submit", "status"):  # which wait for the engine
+                self._workers.submit(self._verbs.answer, call).add_done_callback(
+                    lambda done: self._send_later(sender, call.ticket, done)
+                )
+            else:
+                self._answers.append((sender, self._verbs.answer(call)))
+        except (InflightError, ValueError) as error:  # a message of one part is expected
+            self._refuse(sender, 0 if call is None else call.ticket, error)
+
+    def _send_later(self, sender: bytes, ticket: int, done: Future[Result]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self._answers.append((sender, done.result()))
+        else:
+            self._refuse(sender, ticket, error)
+        self._wake()
+
+    def _refuse(self, sender: bytes, ticket: int, error: BaseException) -> None:
+        told = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
+        self._answers.append((sender, self._socket.refusal(ticket, told)))
+
+    def _look_for_the_dead(self) -> None:
+        with self._condition:
+            for name, client in list(self._clients.items()):
+                if not client.process.ended:
+                    continue
+                if client.rank is not None and not client.left:
+                    self._lose(RankLostError(f"rank {client.rank} (process {client.process.pid}) has ended"))
+                client.left = True
+                if client.rank is None:
+                    client.process.close()
+                    del self._clients[name]
+
+    def _answer_those_who_ask(self) -> None:
+        now = now_ns()
+        with self._condition:
+            still: list[tuple[bytes, int, str, int, int]] = []
+            for asking in self._asking:
+                sender, ticket, name, number, deadline_ns = asking
+                client = self._clients.get(name)
+                if client is None:
+                    continue
+                offer = self._offer_to(client, number)
+                if offer.kind == "nothing yet" and self._lost is not None:
+                    self._refuse(sender, ticket, self._lost)
+                elif offer.kind == "nothing yet" and now < deadline_ns:
+                    still.append(asking)
+                else:
+                    self._answers.append((sender, Result(ticket=ticket, value=to_raw(offer, "an offer"))))
+            self._asking = still
+
+    def _offer_to(self, client: _Client, number: int) -> Offer:
+        there = self._number >= number if client.rank is None else self._number == number
+        if there and self._kind == "share":
+            if client.rank not in self._shares:  # it asks for what it has taken, or came too late to look on
+                return Offer(self._number, "nothing yet", state=self._state)
+            client.data = self._shares[client.rank]
+            return Offer(self._number, "share", nbytes=len(client.data))
+        if there:
+            return Offer(self._number, self._kind, error=self._error)
+        return Offer(self._number, "nothing yet", state=self._state)
+
+
+def _why_absent(ranks: set[int]) -> str:
+    if not ranks:
+        return ""
+    return (
+        f"; rank {', '.join(map(str, sorted(ranks)))} has not attached: every rank calls inflight.launch(), unless "
+        "rank 0 keeps its batches to itself with inflight.LaunchedEngine(inflight.EngineOptions(…))"
+    )

@@ -1,0 +1,105 @@
+"""How the ranks of a trainer find the engine that rank 0 launches: by the store of their process group."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from time import sleep
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from inflight.core.errors import InvalidRequestError, RankLostError, from_wire
+from inflight.core.options import EngineOptions
+from inflight.core.waiting import Wait
+from inflight.ranks.meeting import Card
+
+if TYPE_CHECKING:
+    from inflight.ranks.attached import AttachedEngine
+
+logger = logging.getLogger("inflight.ranks")
+
+_CHECK_S = 0.1
+Launched = TypeVar("Launched")
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    """Rank 0 could not launch the engine."""
+
+    kind: str
+    message: str
+
+
+class TrainerRanks:
+    """The default process group of torch.distributed, over whose store ranks tell each other of engines."""
+
+    _num_launches = 0
+
+    def __init__(self, rank: int, size: int, store: Any):
+        self.rank, self.size, self._store = rank, size, store
+
+    @classmethod
+    def of_this_process(cls) -> "TrainerRanks | None":
+        """None if this process trains alone, or has not made a process group."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_available() and dist.is_initialized():
+            if dist.get_world_size() == 1:
+                return None
+            store = dist.distributed_c10d._get_default_store()  # pyright: ignore
+            return cls(dist.get_rank(), dist.get_world_size(), store)
+        if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            logger.warning(
+                "launch() was called under torchrun before torch.distributed.init_process_group(): each rank starts an "
+                "engine of its own"
+            )
+        return None
+
+    def announce(self, start: Callable[[], Launched], card_of: Callable[[Launched], Card]) -> Launched:
+        """Called on rank 0: start an engine, and tell the others of it, or what it failed with. They need not be there
+        yet."""
+        key = self._next_key()
+        try:
+            started = start()
+            card = card_of(started)
+        except BaseException as error:
+            kind = type(error).__name__
+            self._store.set(key, msgspec.json.encode(_Refusal(kind, str(error) or f"rank 0 was ended by {kind}")))
+            raise
+        self._store.set(key, msgspec.json.encode(card))
+        return started
+
+    def attach(self, options: EngineOptions) -> "AttachedEngine":
+        """Called on the other ranks: wait for rank 0's launch, and attach to its engine. Raises what that raised."""
+        from inflight.ranks.attached import AttachedEngine
+
+        key, wait = self._next_key(), Wait()
+        bound_s = options.timeout_s + options.rank_timeout_s
+        try:
+            while not self._store.check([key]):
+                sleep(_CHECK_S)
+                wait.tick()
+                wait.tell("rank 0 launches the engine")
+                if wait.waited_s > bound_s:
+                    raise RankLostError(
+                        f"rank 0 has launched no engine within {bound_s:g} s; every rank calls launch() as often, in "
+                        "the same order"
+                    )
+            data = self._store.get(key)
+        except RuntimeError as error:  # the store is rank 0's
+            raise RankLostError(f"rank 0 cannot be reached: {error}") from error
+        with suppress(msgspec.ValidationError):
+            refusal = msgspec.json.decode(data, type=_Refusal)
+            raise from_wire(refusal.kind, refusal.message)
+        card = msgspec.json.decode(data, type=Card)
+        if card.options.model != options.model:
+            raise InvalidRequestError(
+                f"rank {self.rank} launches {options.model!r} where rank 0 launched {card.options.model!r}; every rank "
+                "calls launch() in the same order"
+            )
+        return AttachedEngine(card, self.rank)
+
+    @classmethod
+    def _next_key(cls) -> str:
+        cls._num_launches += 1
+        return f"inflight/engine/{cls._num_launches}"

@@ -1,0 +1,232 @@
+"""What a training run is besides its model and optimizer, in a file: a trainer that was killed goes on from there."""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch.distributed as dist
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import LayoutMismatchError, ProtocolError, RunFileError
+from inflight.core.messages import Prompt
+from inflight.core.rollout import Rollout
+from inflight.ranks.attached import AttachedEngine, FollowingPublisher
+from inflight.running_engine import RunningEngine
+from inflight.stream.held_groups import HeldGroup
+from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
+from inflight.supervisor import Snapshot
+from inflight.training.random_state import random_state, restore_random_state
+
+if TYPE_CHECKING:
+    from inflight.weights.named import Weights
+    from inflight.weights.publisher import Publisher
+    from inflight.weights.sharded import ShardSender
+
+logger = logging.getLogger("inflight")
+
+_MAGIC = b"inflight run 1\n"
+_DIGEST_BYTES = 16
+
+
+class _Group(msgspec.Struct, frozen=True):
+    group_id: int
+    reserved: bool
+    prompt: Prompt
+    forked_from: tuple[int, int] | None
+    rollouts: list[RolloutHeader]
+
+
+class _Clock(msgspec.Struct, frozen=True):
+    """The clocks at the time of saving. CLOCK_MONOTONIC begins anew when a machine starts."""
+
+    boot_id: str
+    monotonic_ns: int
+    since_epoch_ns: int
+
+    @classmethod
+    def read(cls) -> "_Clock":
+        return cls(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), now_ns(), time.time_ns())
+
+    def shift_to(self, now: "_Clock") -> int:
+        """What is added to times of then to have them on the monotonic clock of now, in ns."""
+        if self.boot_id == now.boot_id:
+            return 0
+        return (now.monotonic_ns - now.since_epoch_ns) - (self.monotonic_ns - self.since_epoch_ns)
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    """What rank 0 holds of the engine."""
+
+    fingerprint: str
+    published: list[tuple[int, int]]
+    """Versions, and when each was published."""
+    groups: list[_Group]
+    next_group_id: int
+    next_request_id: int
+
+
+class _File(msgspec.Struct, frozen=True):
+    version: int
+    clock: _Clock
+    progress: dict[str, Any]
+    engine: _Engine | None
+    """None: another rank than 0 wrote it."""
+
+    @property
+    def rollouts(self) -> list[RolloutHeader]:
+        return [header for group in (self.engine.groups if self.engine else ()) for header in group.rollouts]
+
+
+class Run:
+    """Saves and loads what a training run is besides model, optimizer and the like, which its trainer saves itself.
+
+    That is: what was submitted and not handed out, with every token that has come of it; the number of the weights'
+    version; the state of the random number generators; and `progress`. Under torchrun every rank has its Run.
+    """
+
+    def __init__(
+        self, engine: "RunningEngine | AttachedEngine", publisher: "Publisher | ShardSender | FollowingPublisher"
+    ):
+        self._engine, self._publisher = engine, publisher
+        self.progress: dict[str, Any] = {}
+        """What the trainer notes beside it; JSON-like. `grpo` notes under "grpo" how far it has come."""
+
+    def save(self, directory: str | Path) -> None:
+        """Write a file into the directory, which appears whole or not at all. Generation goes on.
+
+        Call it between two steps: what was handed out counts as trained on, and the weights as published. Save model
+        and optimizer into the directory first: then all of it is there if this file is. All ranks call it, and wait for
+        each other. Raises RunFileError if it cannot be written, or InvalidRequestError for metadata or progress that is
+        not JSON-like.
+        """
+        self._meet()
+        path, engine = self._path(directory), self._engine
+        header = _File(self._publisher.version, _Clock.read(), self.progress, None)
+        arrays: list[Arrays] = []
+        if isinstance(engine, RunningEngine):
+            snapshot = engine.snapshot()
+            described, arrays = _describe(engine, snapshot)
+            header = msgspec.structs.replace(header, engine=described)
+        _write(path, header, [*arrays, random_state()])
+        self._meet()
+
+    def load(self, directory: str | Path, weights: "Weights | None" = None) -> None:
+        """Go on where `save` was called, with another engine of the same model to which nothing was submitted.
+
+        Load the model first: its weights are published under the number that they had, and then the engine goes on
+        with what was unfinished. weights: those of a publisher without a model. Groups that were pinned to older
+        weights, which are gone, end with finish_reason "error". Where the machine has been started again in between,
+        times are moved to its new clock by the time of day. Raises RunFileError, naming what is wrong with the file,
+        LayoutMismatchError if it is of another model, and what `publish` raises.
+        """
+        header, arrays, random_arrays = _read(self._path(directory))
+        engine = self._engine
+        if isinstance(engine, RunningEngine) and header.engine is not None:
+            if header.engine.fingerprint != engine.info.layout.fingerprint:
+                raise LayoutMismatchError(
+                    f"the run in {directory} was saved with other tensors, shapes or dtypes than this engine's"
+                )
+            if engine.stream.outstanding:
+                raise RunFileError("prompts were submitted already; load a run before that")
+        elif isinstance(engine, RunningEngine) or header.engine is not None:
+            raise RunFileError(f"{self._path(directory)} was written by another rank than the one that reads it")
+        if 0 < self._publisher.version >= header.version:
+            raise RunFileError(
+                f"version {self._publisher.version} was published already, and the run goes on from {header.version}; "
+                "load a run before anything is published"
+            )
+        if header.version:
+            self._publisher.continue_from(header.version)
+            self._publisher.publish(*(() if weights is None else (weights,)))
+        if isinstance(engine, RunningEngine) and header.engine is not None:
+            engine.wait_for_version(header.version)
+            shift_ns = header.clock.shift_to(_Clock.read())
+            engine.staleness.restore([(version, ns + shift_ns) for version, ns in header.engine.published])
+            engine.restore(_snapshot(header.engine, arrays, shift_ns))
+        self.progress = header.progress
+        restore_random_state(random_arrays)
+        self._meet()
+
+    def _path(self, directory: str | Path) -> Path:
+        rank = self._engine.rank if isinstance(self._engine, AttachedEngine) else 0
+        return Path(directory) / (f"run-rank{rank}.inflight" if rank else "run.inflight")
+
+    def _meet(self) -> None:
+        """Wait for the other ranks, if there are any."""
+        is_shared = isinstance(self._engine, AttachedEngine) or self._engine.is_shared
+        if is_shared and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.barrier()
+
+
+def _describe(engine: RunningEngine, snapshot: Snapshot) -> tuple[_Engine, list[Arrays]]:
+    groups = [
+        _Group(group.group_id, group.reserved, prompt, origin, [header_of(rollout) for rollout in group.rollouts])
+        for group, (prompt, origin) in zip(snapshot.groups, snapshot.submitted, strict=True)
+    ]
+    described = _Engine(
+        fingerprint=engine.info.layout.fingerprint,
+        published=engine.staleness.published_times,
+        groups=groups,
+        next_group_id=snapshot.next_group_id,
+        next_request_id=snapshot.next_request_id,
+    )
+    return described, [arrays_of(rollout) for group in snapshot.groups for rollout in group.rollouts]
+
+
+def _snapshot(engine: _Engine, arrays: Sequence[Arrays], shift_ns: int) -> Snapshot:
+    of_rollouts = iter(arrays)
+
+    def rollout_of(header: RolloutHeader) -> Rollout:
+        rollout = make_rollout(header, next(of_rollouts))
+        return replace(rollout, sampled_at_ns=rollout.sampled_at_ns + shift_ns)
+
+    groups = [
+        HeldGroup(group.group_id, group.reserved, [rollout_of(header) for header in group.rollouts])
+        for group in engine.groups
+    ]
+    submitted = [(group.prompt, group.forked_from) for group in engine.groups]
+    return Snapshot(groups, submitted, engine.next_group_id, engine.next_request_id)
+
+
+def _write(path: Path, header: _File, arrays: Sequence[Arrays]) -> None:
+    """Write a file that only its owner can read, and that appears whole or not at all."""
+    payload = encode(header, arrays)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.writelines([_MAGIC, blake2b(payload, digest_size=_DIGEST_BYTES).digest(), payload])
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise RunFileError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _read(path: Path) -> tuple[_File, list[Arrays], Arrays]:
+    """The header, the arrays of its rollouts, and those of the random state."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise RunFileError(f"no run was saved in {path.parent}: {path.name} is not there") from None
+    except OSError as error:
+        raise RunFileError(f"cannot read {path}: {error.strerror or error}") from error
+    begin = len(_MAGIC) + _DIGEST_BYTES
+    if not data.startswith(_MAGIC):
+        raise RunFileError(f"{path} is no run that this version of inflight has saved")
+    if blake2b(data[begin:], digest_size=_DIGEST_BYTES).digest() != data[len(_MAGIC) : begin]:
+        raise RunFileError(f"{path} is damaged: its checksum does not fit; take an older checkpoint")
+    try:
+        header, arrays = decode(data[begin:], _File, lambda header: len(header.rollouts) + 1)
+    except ProtocolError as error:
+        raise RunFileError(f"{path} cannot be read: {error}") from error
+    return header, arrays[:-1], arrays[-1]

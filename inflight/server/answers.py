@@ -1,0 +1,172 @@
+"""The parts of an answer, in the shapes that clients of OpenAI and of vLLM read."""
+
+import base64
+import io
+import math
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from inflight.core.rollout import Rollout, SamplingMask
+from inflight.server.errors import ApiError
+from inflight.server.text import TextDecoder
+
+_LEAST_LOGPROB = -9999.0
+"""What vLLM writes for −inf, which JSON has no word for."""
+_FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "": None}
+
+
+def new_id(kind: str, given: str | None) -> str:
+    """The id of an answer; `given` is the client's, from its body or its X-Request-Id."""
+    return f"{kind}-{(given or uuid.uuid4().hex)[:128]}"
+
+
+def finish_reason(reason: str) -> str | None:
+    """Raises ApiError for a sample that the engine could not go on with."""
+    if reason == "error":
+        raise ApiError(500, "the engine could not finish a sample: its logits were not finite, or its tokens were lost")
+    return _FINISH_REASONS[reason]
+
+
+def usage(rollouts: Iterable[Rollout]) -> dict[str, Any]:
+    """Tokens of whole samples; a prompt counts once, however many samples it has."""
+    drawn, prompts, cached = 0, {}, 0
+    for rollout in rollouts:
+        drawn += len(rollout.token_ids)
+        prompts[rollout.group_id] = len(rollout.prompt_token_ids)
+        cached += rollout.prefix_tokens if rollout.sample == 0 else 0
+    return usage_of(sum(prompts.values()), drawn, cached)
+
+
+def usage_of(prompt_tokens: int, drawn: int, cached: int = 0) -> dict[str, Any]:
+    """The object of that name."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": drawn,
+        "total_tokens": prompt_tokens + drawn,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def version_spans(versions: Sequence[int], labels: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Half-open spans of tokens that one version drew. labels: names that versions were given."""
+    spans, begin = [], 0
+    for version, run in groupby(versions):
+        end = begin + len(list(run))
+        spans.append({"version": labels.get(version, str(version)), "start": begin, "end": end})
+        begin = end
+    return spans
+
+
+def completion_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool, offset: int) -> dict[str, Any]:
+    """The object of /v1/completions: the most likely tokens, if they were asked for, and always the drawn one. offset:
+    characters of the tokens before these."""
+    name = token_id_name if as_ids else decoder.token
+    ids, logprobs = rollout.token_ids.tolist(), _finite(rollout.logprobs.tolist())
+    tokens, offsets = [name(i) for i in ids], []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    tops = [
+        {token: logprob} | {name(i): p for i, p in top}
+        for token, logprob, top in zip(tokens, logprobs, _tops(rollout), strict=True)
+    ]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def prompt_logprobs(rollout: Rollout, decoder: TextDecoder, top: int) -> list[dict[str, Any] | None] | None:
+    """For each token of the prompt but the first its log-probability and rank, and those of the `top` likeliest ones,
+    by id. None if the prompt was not computed before the sample was cancelled."""
+    if (scores := rollout.prompt_scores) is None:
+        return None
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, dict[str, Any]]:
+        return {str(token_id): {"logprob": logprob, "rank": rank, "decoded_token": decoder.token(token_id)}}
+
+    told: list[dict[str, Any] | None] = [None]
+    own = zip(
+        rollout.prompt_token_ids[1:].tolist(), _finite(scores.logprobs.tolist()), scores.ranks.tolist(), strict=True
+    )
+    for (token_id, logprob, rank), tops in zip(own, _rows(scores.top_token_ids, scores.top_logprobs), strict=True):
+        of_one = entry(token_id, logprob, rank)
+        for place, (each, likelihood) in enumerate(tops[:top], 1):
+            of_one |= entry(each, likelihood, place) if each != token_id else {}
+        told.append(of_one)
+    return told
+
+
+def echoed_logprobs(rollout: Rollout, decoder: TextDecoder, top: int, *, as_ids: bool) -> dict[str, list[Any]]:
+    """What `completion_logprobs` says of drawn tokens, of those of the prompt: None where the sample was cancelled
+    before its prompt was computed, and of the first token."""
+    name = token_id_name if as_ids else decoder.token
+    tokens = [name(i) for i in rollout.prompt_token_ids.tolist()]
+    logprobs: list[float | None] = [None] * len(tokens)
+    tops: list[dict[str, float] | None] = [None] * len(tokens)
+    if (scores := rollout.prompt_scores) is not None:
+        told = _finite(scores.logprobs.tolist())
+        logprobs[1:] = told
+        tops[1:] = [
+            {token: logprob} | {name(i): p for i, p in likeliest[:top]}
+            for token, logprob, likeliest in zip(
+                tokens[1:], told, _rows(scores.top_token_ids, scores.top_logprobs), strict=True
+            )
+        ]
+    offsets = np.cumsum([0, *map(len, tokens)]).tolist()[:-1]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool) -> dict[str, Any]:
+    """The object of /v1/chat/completions. Each entry has the token's text or its name, and its id."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        token = token_id_name(token_id) if as_ids else decoder.token(token_id)
+        return {"token": token, "token_id": token_id, "logprob": logprob, "bytes": list(token.encode())}
+
+    drawn = zip(rollout.token_ids.tolist(), _finite(rollout.logprobs.tolist()), _tops(rollout), strict=True)
+    return {"content": [entry(i, p) | {"top_logprobs": [entry(*each) for each in top]} for i, p, top in drawn]}
+
+
+def token_id_name(token_id: int) -> str:
+    """How a token is named that is not written as text."""
+    return f"token_id:{token_id}"
+
+
+def npy(array: np.ndarray | None) -> str | None:
+    """An array as base64 of NumPy's file format."""
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def kept_tokens(mask: SamplingMask | None) -> list[list[int] | None] | None:
+    """The ids that the filters left at each position, None for the whole vocabulary."""
+    if mask is None:
+        return None
+    parts = mask.split()
+    sizes = np.zeros(len(parts), np.int64) if mask.cut_from is None else mask.cut_from
+    kept: list[list[int] | None] = []
+    for part, size in zip(parts, sizes.tolist(), strict=True):
+        ids: Sequence[int] = np.setdiff1d(np.arange(size), part).tolist() if size else part.tolist()
+        kept.append(list(ids) or None)
+    return kept
+
+
+def _tops(rollout: Rollout) -> Iterable[list[tuple[int, float]]]:
+    if rollout.top_token_ids is None or rollout.top_logprobs is None:
+        return ([] for _ in range(len(rollout.token_ids)))
+    return _rows(rollout.top_token_ids, rollout.top_logprobs)
+
+
+def _rows(top_token_ids: np.ndarray, top_logprobs: np.ndarray) -> Iterable[list[tuple[int, float]]]:
+    """The likeliest tokens at each position, with their log-probabilities."""
+    rows = zip(top_token_ids.tolist(), top_logprobs.tolist(), strict=True)
+    return ([(i, p) for i, p in zip(ids, _finite(ps), strict=True) if i >= 0] for ids, ps in rows)
+
+
+def _finite(logprobs: list[float]) -> list[float]:
+    return [p if math.isfinite(p) else _LEAST_LOGPROB for p in logprobs]

@@ -1,0 +1,126 @@
+"""The application: which path is answered by what, and who may ask."""
+
+import ipaddress
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from enum import Enum
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from inflight.core.errors import InflightError
+from inflight.server import control, models, serving
+from inflight.server.errors import ApiError, as_api_error
+from inflight.server.served import Served
+
+logger = logging.getLogger("inflight.server")
+
+Endpoint = Callable[[Served, Request], Awaitable[Response]]
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
+"""Headers with which a peer on the loopback speaks for somebody else: a proxy, or a web page."""
+
+
+class Access(Enum):
+    """Who may ask for something."""
+
+    EVERYBODY = "everybody"
+    CLIENTS = "clients"
+    """Who has the token, if there is one."""
+    CONTROL = "control"
+    """Who has the token; if there is none, peers on the loopback."""
+
+
+def make_app(served: Served) -> Starlette:
+    """The application over one engine."""
+    endpoints: Mapping[Access, Mapping[str, Endpoint]] = {
+        Access.EVERYBODY: {"GET /health": models.health, "GET /ping": models.health, "GET /liveness": models.liveness},
+        Access.CLIENTS: {
+            "GET /v1/models": models.list_models,
+            "GET /v1/models/{name:path}": models.one_model,
+            "GET /version": models.version,
+            "GET /metrics": models.metrics,
+            "GET /server_info": models.server_info,
+            "GET /get_world_size": models.world_size,
+            "POST /tokenize": models.tokenize,
+            "POST /detokenize": models.detokenize,
+            "POST /v1/completions": serving.completions,
+            "POST /v1/chat/completions": serving.chat,
+            "POST /inference/v1/generate": serving.generate,
+            "GET /weight_info": control.weight_info,
+            "GET /is_paused": control.is_paused,
+            "GET /is_sleeping": control.is_sleeping,
+        },
+        Access.CONTROL: control.ENDPOINTS,
+    }
+    routes = [
+        Route(path, _guarded(served, path, endpoint, access), methods=[method])
+        for access, all_ in endpoints.items()
+        for (method, _, path), endpoint in ((name.partition(" "), endpoint) for name, endpoint in all_.items())
+    ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with served.open():
+            yield
+
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_http_error})
+
+
+def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Response]]:
+    async def guarded(request: Request) -> Response:
+        try:
+            _check_access(served, request, access)
+            response = await endpoint(served, request)
+        except ClientDisconnect:
+            served.metrics.cancelled.inc()
+            response = Response(status_code=499)  # which nobody reads
+        except Exception as error:
+            if not isinstance(error, (ApiError, InflightError, TimeoutError)):
+                logger.exception("a request for %s failed", path)
+            response = as_api_error(error).response()
+        served.metrics.requests.labels(path, response.status_code).inc()
+        return response
+
+    return guarded
+
+
+def _check_access(served: Served, request: Request, access: Access) -> None:
+    """Raises ApiError."""
+    if access is Access.EVERYBODY:
+        return
+    token = served.options.token
+    if token:
+        given = request.headers.get("authorization", "")
+        if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise ApiError(401, "this server has a token: send it as `Authorization: Bearer TOKEN`")
+    elif access is Access.CONTROL and served.options.control != "anyone" and not _is_local(request):
+        raise ApiError(
+            403,
+            "control requests are obeyed from this machine alone; start the server with --token, or with --control "
+            "anyone where everybody who reaches its port may change its weights",
+        )
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a program on this machine asks for itself."""
+    if request.client is None or any(name in request.headers for name in _FORWARDED):
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A path that does not exist, or a method that it does not take."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return ApiError(
+        status, f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}"
+    ).response()

@@ -1,0 +1,75 @@
+"""What `inflight serve MODEL` launches: the options of an engine that a command line needs."""
+
+import json
+import resource
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import msgspec
+
+from inflight.command_line import DEVICE_HELP, argument, option
+from inflight.core.options import EngineOptions
+from inflight.server.options import PLACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Serve a model over HTTP, as OpenAI's API and vLLM's have it, with weights and adapters that clients may change.
+
+    docs/server.md has the endpoints. It ends with Ctrl-C.
+    """
+
+    model: str = argument("A built-in shape, a directory or a Hugging Face hub id.", metavar="MODEL")
+    device: str = option("auto", DEVICE_HELP, panel="Engine")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "The dtype of the weights.", panel="Engine"
+    )
+    max_sequences: int = option(64, "Sequences that decode together.", min=1, panel="Engine")
+    max_context: int = option(
+        0, "Tokens of prompt and answer together; 0 is the model's own limit, at most 4096.", min=0, panel="Engine"
+    )
+    slots: int = option(2, "Whole copies of the weights.", min=1, panel="Engine")
+    kv_cache_tokens: int = option(0, "Tokens that the KV cache holds; 0: as many as it may.", min=0, panel="Engine")
+    lora_rank: int = option(0, "The largest rank of an adapter; 0: the engine holds none.", min=0, panel="Engine")
+    max_loras: int = option(4, "Adapters at a time, where there is a rank.", min=1, panel="Engine")
+    record_routed_experts: bool = option(False, "Record the experts that each token took.", panel="Engine")
+    trust_remote_code: bool = option(False, "Run the code that a model's repository brings along.", panel="Engine")
+    threads: int = option(0, "CPU threads of the forward pass; 0 leaves torch's own choice.", min=0, panel="Engine")
+    restarts: int = option(0, "How often an engine that ends is started again.", min=0, panel="Engine")
+    set: tuple[str, ...] = option(
+        (),
+        "Other fields of EngineOptions (docs/options.md), as name=value, separated by commas; values are JSON or text.",
+        panel="Engine",
+    )
+
+    def engine_options(self) -> EngineOptions:
+        """Raises ValueError for an option that does not exist or is out of range."""
+        given: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("set", "max_loras")
+        }
+        if self.lora_rank:
+            given["adapters"] = tuple(f"{PLACE}{index}" for index in range(self.max_loras))
+        for pair in self.set:
+            name, equals, text = pair.partition("=")
+            if not equals or name not in EngineOptions.__struct_fields__:
+                raise ValueError(f"--set takes name=value with a name of EngineOptions, got {pair!r}")
+            given[name] = _value(text)
+        try:
+            return msgspec.convert(given, EngineOptions)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+
+
+def allow_files(count: int) -> None:
+    """Let this process have so many files and connections open, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,267 @@
+"""The endpoints that steer an engine: weights, adapters, pauses, sleep. Their names and bodies are those of vLLM, and
+of what prime-rl and AReaL put beside it.
+
+An update is staged while decoding goes on and goes live between two forward passes; the answer comes when it is live.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight.server.adapters import Adapter
+from inflight.server.bodies import answer
+from inflight.server.errors import ApiError
+from inflight.server.requests import parse, read_bytes, read_fields
+from inflight.server.served import Served
+
+logger = logging.getLogger("inflight.server")
+
+_MOST_BYTES = 1 << 20
+_NO_NCCL = (
+    "this server receives no tensors over NCCL; send a checkpoint directory that it can read (POST /update_weights "
+    '{"weight_dir": "/path"}), an adapter directory (POST /v1/load_lora_adapter), or publish from the process of the '
+    "trainer (engine.publisher(model) beside engine.serve())"
+)
+
+
+class _Pause(msgspec.Struct):
+    mode: str | None = None
+
+
+class _InitInfo(msgspec.Struct):
+    init_info: dict[str, Any] = {}
+
+
+class _Update(msgspec.Struct):
+    """`weight_dir` is prime-rl's, `model_path` AReaL's, `update_info` vLLM's."""
+
+    weight_dir: str | None = None
+    model_path: str | None = None
+    update_info: dict[str, Any] | None = None
+    weight_version: str | None = None
+
+
+class _Finish(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _NewVersion(msgspec.Struct):
+    new_version: str
+
+
+class _Checker(msgspec.Struct):
+    action: str = "checksum"
+
+
+class _Abort(msgspec.Struct):
+    request_ids: list[str] | None = None
+    abort_all: bool | None = None
+
+
+class _LoadAdapter(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class _UnloadAdapter(msgspec.Struct):
+    lora_name: str
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+async def init_weight_transfer(served: Served, request: Request) -> Response:
+    """Refused, unless it asks for directories: there is nothing to meet for."""
+    fields = await _fields(request, _InitInfo)
+    if fields.init_info and fields.init_info.get("backend") != "directory":
+        raise ApiError(501, _NO_NCCL, param="init_info")
+    return _done("weights come from directories")
+
+
+async def start_update(served: Served, request: Request) -> Response:
+    """Directories that /update_weights names are taken by /finish_weight_update from now on."""
+    served.updates.staged = []
+    return _done("an update has begun")
+
+
+async def update_weights(served: Served, request: Request) -> Response:
+    """Publish a checkpoint directory; between start and finish, note it for finish."""
+    fields = await _fields(request, _Update)
+    info = fields.update_info or {}
+    directory = fields.weight_dir or fields.model_path or info.get("weight_dir") or info.get("path")
+    if not isinstance(directory, str):
+        raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
+    if served.updates.staged is not None:
+        served.updates.staged.append(directory)
+        return _done("noted; /finish_weight_update publishes it")
+    version = await served.updates.publish_directory(directory)
+    if fields.weight_version is not None:
+        served.updates.label(version, fields.weight_version)
+    return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
+
+
+async def finish_update(served: Served, request: Request) -> Response:
+    """Publish what was noted, and answer when it is live."""
+    fields = await _fields(request, _Finish)
+    staged, served.updates.staged = served.updates.staged, None
+    if staged is None:
+        raise ApiError(400, "no update has begun; call /start_weight_update first")
+    version = await served.call(lambda: served.engine.status().version)
+    for directory in staged:
+        version = await served.updates.publish_directory(directory)
+    if fields.weight_version is not None:
+        served.updates.label(version, fields.weight_version)
+    return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
+
+
+async def update_version(served: Served, request: Request) -> Response:
+    """Give the live version a name, which spans of weight versions have from now on."""
+    fields = await _fields(request, _NewVersion)
+    version = await served.call(lambda: served.engine.status().version)
+    served.updates.label(version, fields.new_version)
+    return _done(
+        f"version {version} is called {fields.new_version}", weight_version=fields.new_version, version=version
+    )
+
+
+async def weight_info(served: Served, request: Request) -> Response:
+    """The live version, and the name that it was given."""
+    version = await served.call(lambda: served.engine.status().version)
+    return answer({"weight_version": served.updates.name_of(version), "version": version})
+
+
+async def weight_checker(served: Served, request: Request) -> Response:
+    """Refused: reading all weights would keep the generator waiting, and a version is compared before it goes live."""
+    fields = await _fields(request, _Checker)
+    raise ApiError(
+        501, f"{fields.action} is not supported: tensors are checked when they are published, by name, shape and file",
+        param="action",
+    )  # fmt: skip
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+async def load_adapter(served: Served, request: Request) -> Response:
+    """vLLM's: one of this name must not be there, unless `load_inplace`."""
+    fields = await _fields(request, _LoadAdapter)
+    return _loaded(await served.adapters.load(fields.lora_name, fields.lora_path, in_place=bool(fields.load_inplace)))
+
+
+async def reload_adapter(served: Served, request: Request) -> Response:
+    """prime-rl's and SkyRL's: one of this name is replaced."""
+    fields = await _fields(request, _LoadAdapter)
+    return _loaded(await served.adapters.load(fields.lora_name, fields.lora_path, in_place=True))
+
+
+async def unload_adapter(served: Served, request: Request) -> Response:
+    """What is being drawn with it goes on."""
+    fields = await _fields(request, _UnloadAdapter)
+    served.adapters.unload(fields.lora_name)
+    return _done(f"the adapter {fields.lora_name} is not loaded any more")
+
+
+def _loaded(adapter: Adapter) -> Response:
+    return _done(f"the adapter {adapter.name} is live", version=adapter.version)
+
+
+# ---- pauses and sleep -----------------------------------------------------------------------------------------------
+
+
+async def pause(served: Served, request: Request) -> Response:
+    """mode=keep: nothing needs to stop, and nothing does, unless the server honours pauses. wait: what is being drawn
+    ends first. abort: it is cancelled."""
+    value = parse(await read_bytes(request, _MOST_BYTES)) | dict(request.query_params)
+    mode = read_fields(value, _Pause).mode or "abort"
+    if mode not in ("keep", "wait", "abort"):
+        raise ApiError(400, f"mode must be keep, wait or abort, got {mode!r}", param="mode")
+    if mode == "wait":
+        await served.drain()
+    elif mode == "abort":
+        await served.call(served.engine.pause)
+        await served.abort(None)
+    elif served.options.honor_pause:
+        await served.call(served.engine.pause)
+    served.paused = True
+    return answer({"status": "paused", "generating": mode == "keep" and not served.options.honor_pause})
+
+
+async def resume(served: Served, request: Request) -> Response:
+    """Go on."""
+    await served.call(served.engine.resume)
+    served.paused = False
+    return answer({"status": "resumed"})
+
+
+async def is_paused(served: Served, request: Request) -> Response:
+    """Whether a client has paused and not resumed, or the engine is paused."""
+    status = await served.call(served.engine.status)
+    return answer({"is_paused": served.paused or status.paused})
+
+
+async def sleep(served: Served, request: Request) -> Response:
+    """Give the memory of the KV cache back; the weights stay, whatever the level."""
+    await served.call(served.engine.sleep)
+    return answer({"status": "asleep"})
+
+
+async def wake_up(served: Served, request: Request) -> Response:
+    """Take it again."""
+    await served.call(served.engine.wake)
+    return answer({"status": "awake"})
+
+
+async def is_sleeping(served: Served, request: Request) -> Response:
+    """Whether the engine sleeps."""
+    return answer({"is_sleeping": (await served.call(served.engine.status)).asleep})
+
+
+async def abort_requests(served: Served, request: Request) -> Response:
+    """Cancel requests by their ids, or all; their clients get what was drawn, with finish_reason "abort"."""
+    fields = await _fields(request, _Abort)
+    ids = None if fields.abort_all or fields.request_ids is None else fields.request_ids
+    return answer({"status": "aborted", "num_aborted": await served.abort(ids)})
+
+
+async def reset_prefix_cache(served: Served, request: Request) -> Response:
+    """Nothing to do: what the cache remembers is never used under weights that did not compute it."""
+    return answer({"success": True})
+
+
+ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
+    "POST /pause": pause,
+    "POST /resume": resume,
+    "POST /areal_pause_generation": pause,
+    "POST /areal_continue_generation": resume,
+    "POST /abort_requests": abort_requests,
+    "POST /sleep": sleep,
+    "POST /wake_up": wake_up,
+    "POST /reset_prefix_cache": reset_prefix_cache,
+    "POST /init_weight_transfer_engine": init_weight_transfer,
+    "POST /start_weight_update": start_update,
+    "POST /update_weights": update_weights,
+    "POST /areal_update_weights": update_weights,
+    "POST /finish_weight_update": finish_update,
+    "POST /update_weight_version": update_version,
+    "POST /weight_checker": weight_checker,
+    "POST /v1/load_lora_adapter": load_adapter,
+    "POST /v1/unload_lora_adapter": unload_adapter,
+    "POST /load_lora_adapter": reload_adapter,
+    "POST /unload_lora_adapter": unload_adapter,
+    "POST /skyrl/v1/load_lora_adapter": reload_adapter,
+}
+"""Maps methods and paths to what answers them."""
+
+
+async def _fields(request: Request, kind: type[Any]) -> Any:
+    return read_fields(parse(await read_bytes(request, _MOST_BYTES)), kind)
+
+
+def _done(message: str, **more: Any) -> Response:
+    logger.info("%s%s", message, f" (version {more['version']})" if "version" in more else "")
+    return answer({"message": message, **more})

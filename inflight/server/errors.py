@@ -1,0 +1,81 @@
+"""Errors as OpenAI's clients read them: a status code, and a JSON object with a message, a type, a parameter and a
+code."""
+
+from starlette.responses import Response
+
+from inflight.core.errors import (
+    EngineBusyError,
+    EngineDiedError,
+    EngineHungError,
+    InflightError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    NonFiniteWeightsError,
+    PublisherConflictError,
+    QueueFullError,
+    WeightFileError,
+)
+from inflight.core.messages import shorten
+from inflight.server.bodies import answer
+
+_STATUS_OF: tuple[tuple[type[Exception], int], ...] = (
+    (InvalidRequestError, 400),
+    (LayoutMismatchError, 422),
+    (WeightFileError, 422),
+    (NonFiniteWeightsError, 422),
+    (PublisherConflictError, 409),
+    (QueueFullError, 503),
+    (EngineDiedError, 503),
+    (EngineHungError, 503),
+    (EngineBusyError, 503),
+    (TimeoutError, 503),
+)
+_TYPE_OF = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, dict[str, str | int | None]]:
+        """The JSON object. `code` is the status where the error has no other."""
+        kind = _TYPE_OF.get(self.status, "server_error")
+        message = shorten(self.message)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code or self.status}}
+
+    def response(self) -> Response:
+        headers = {}
+        if self.status == 503:
+            headers["Retry-After"] = "1"
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 413:
+            headers["Connection"] = "close"  # what is left of the body is not read
+        return answer(self.body, status=self.status, headers=headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error of inflight's, or of one that is nobody's business."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status in _STATUS_OF:
+        if isinstance(error, kind):
+            return ApiError(status, str(error))
+    if isinstance(error, InflightError):
+        return ApiError(500, f"{type(error).__name__}: {error}")
+    return ApiError(500, "the server failed; its log says why")

@@ -1,0 +1,122 @@
+"""The groups that one HTTP request has drawn: all at once, or as their tokens come."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from inflight.core.rollout import Rollout
+from inflight.stream.held_groups import Group
+
+_S_PER_PART = 0.0005
+"""With many streams each gets its parts less often, so that there are at most 2,000 parts per second in all; a part
+takes about a tenth of a millisecond."""
+
+
+class TokenSource(Protocol):
+    """What is asked of the stream; a RolloutStream describes it."""
+
+    async def acollect(self, group_ids: Sequence[int]) -> list[Group]: ...
+    def news(self, group_id: int, seen: dict[int, int]) -> Group: ...
+    def listen(self, listener: Callable[[], None]) -> None: ...
+    def unlisten(self, listener: Callable[[], None]) -> None: ...
+
+
+class Bell:
+    """Wakes the tasks of one event loop when frames have come, at most once per `interval_s`, and less often if they
+    are many."""
+
+    def __init__(self, source: TokenSource, interval_s: float):
+        self._source, self._interval_s = source, interval_s
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+        self._last_s = 0.0
+        self._is_due = False
+        self.num_listeners = 0
+        """Tasks that follow some group; while there are none, frames cost nothing."""
+        source.listen(self._frame)
+
+    async def wait(self) -> None:
+        """Return when it rings next."""
+        await self._rung.wait()
+
+    def ring(self) -> None:
+        """Wake all who wait."""
+        self._is_due = False
+        self._last_s = self._loop.time()
+        self._rung.set()
+        self._rung.clear()
+
+    def close(self) -> None:
+        self._source.unlisten(self._frame)
+
+    def _frame(self) -> None:
+        """A frame has come; called by the thread that reads the stream."""
+        if self.num_listeners and not self._is_due:
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._ring_in_time)
+
+    def _ring_in_time(self) -> None:
+        interval_s = max(self._interval_s, self.num_listeners * _S_PER_PART)
+        left_s = self._last_s + interval_s - self._loop.time()
+        if left_s > 0:
+            self._loop.call_later(left_s, self.ring)
+        else:
+            self.ring()
+
+
+class Generation:
+    """Groups that were submitted for one request."""
+
+    def __init__(
+        self, source: TokenSource, bell: Bell, group_ids: Sequence[int], on_end: Callable[["Generation", bool], None]
+    ):
+        """on_end: is told once that nobody waits any more, and whether all samples were taken."""
+        self._source, self._bell, self._on_end = source, bell, on_end
+        self.group_ids = list(group_ids)
+        self._taken = self._ended = False
+
+    async def whole(self) -> list[Rollout]:
+        """All samples, prompt by prompt, once all have ended."""
+        groups = await self._source.acollect(self.group_ids)
+        self._taken = True
+        return [rollout for group in groups for rollout in group]
+
+    def end(self) -> None:
+        """Nobody waits any more: what is unfinished is cancelled. Safe to call twice."""
+        if not self._ended:
+            self._ended = True
+            self._on_end(self, self._taken)
+
+    async def parts(self) -> AsyncIterator[tuple[int, Rollout]]:
+        """The index of a choice and what is new of it, until all have ended; the last part of each has its
+        finish_reason."""
+        final = asyncio.ensure_future(self._source.acollect(self.group_ids))
+        final.add_done_callback(lambda _: self._bell.ring())
+        seen: list[dict[int, int]] = [{} for _ in self.group_ids]
+        ended: set[tuple[int, int]] = set()
+
+        def take(index: int, group: Group) -> list[tuple[int, Rollout]]:
+            parts = []
+            for part in group:
+                if len(part.token_ids) or (part.finish_reason and (index, part.sample) not in ended):
+                    seen[index][part.request_id] = seen[index].get(part.request_id, 0) + len(part.token_ids)
+                    if part.finish_reason:
+                        ended.add((index, part.sample))
+                    parts.append((index * part.params.n + part.sample, part))
+            return parts
+
+        self._bell.num_listeners += 1
+        try:
+            while not final.done():
+                for index, group_id in enumerate(self.group_ids):
+                    for part in take(index, self._source.news(group_id, seen[index])):
+                        yield part
+                if not final.done():
+                    await self._bell.wait()
+            groups, self._taken = final.result(), True
+            for index, group in enumerate(groups):
+                for part in take(index, [r.since(seen[index].get(r.request_id, 0)) for r in group]):
+                    yield part
+        finally:
+            self._bell.num_listeners -= 1
+            final.cancel()

@@ -1,0 +1,62 @@
+"""Counters and times of a server, as Prometheus reads them. Those that clients of vLLM look for have its names too."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from inflight.core.errors import InflightError
+from inflight.server.engine import ServedEngine
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """What one server counts, and what its engine does."""
+
+    def __init__(self, engine: ServedEngine):
+        self._engine = engine
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter("inflight_http_requests", "Requests answered.", ["path", "status"], registry=registry)
+        self.cancelled = Counter("inflight_cancelled", "Requests whose client went away.", registry=registry)
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens of answered requests.", registry=registry)
+        self.drawn_tokens = Counter("vllm:generation_tokens", "Tokens drawn for clients.", registry=registry)
+        self.first_token_s = Histogram(
+            "vllm:time_to_first_token_seconds", "Of streamed answers.", buckets=_SECONDS, registry=registry
+        )
+        self.answer_s = Histogram(
+            "vllm:e2e_request_latency_seconds", "From request to last token.", buckets=_SECONDS, registry=registry
+        )
+        self._gauges = {name: Gauge(name, text, registry=registry) for name, (text, _) in _OF_STATUS.items()}
+        self._up = Gauge("inflight_up", "Whether the engine answers.", registry=registry)
+
+    def text(self) -> bytes:
+        """The exposition format. It asks the engine, and waits for its answer."""
+        try:
+            status = self._engine.status()
+        except InflightError:
+            self._up.set(0)
+        else:
+            self._up.set(1)
+            for name, (_, value) in _OF_STATUS.items():
+                self._gauges[name].set(value(status))
+        return generate_latest(self._registry)
+
+
+def _share(parts: Iterable[int]) -> float:
+    used, all_ = parts
+    return used / all_ if all_ else 0.0
+
+
+_OF_STATUS = {
+    "inflight_weight_version": ("The version of the weights that is live.", lambda s: s.version),
+    "inflight_tokens": ("Tokens drawn by the engine, for everybody.", lambda s: s.num_tokens),
+    "inflight_steps": ("Forward passes.", lambda s: s.step),
+    "inflight_swaps": ("Swaps of the weights.", lambda s: s.num_swaps),
+    "inflight_swaps_in_flight": ("Those of them with running sequences.", lambda s: s.num_swaps_in_flight),
+    "inflight_reused_tokens": ("Prompt tokens that the prefix cache spared.", lambda s: s.num_reused_tokens),
+    "vllm:num_requests_running": ("Sequences that decode, of everybody.", lambda s: s.num_running),
+    "vllm:num_requests_waiting": ("Sequences that wait, of everybody.", lambda s: s.num_waiting),
+    "vllm:kv_cache_usage_perc": ("Share of the KV cache.", lambda s: _share((s.kv_blocks_used, s.kv_blocks))),
+    "vllm:num_preemptions_total": ("Preemptions.", lambda s: s.num_preemptions),
+}
+"""Maps gauges to what they mean, and to what they are of a Status."""

@@ -1,0 +1,145 @@
+"""The endpoints that tell of the server: models, health, metrics, and its tokenizer."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import inflight
+from inflight.server.adapters import Adapter
+from inflight.server.bodies import answer
+from inflight.server.errors import ApiError
+from inflight.server.prompts import chat_prompt
+from inflight.server.requests import DetokenizeRequest, TokenizeRequest, parse, read_bytes, read_fields
+from inflight.server.served import Served
+
+
+async def health(served: Served, request: Request) -> Response:
+    """200 while the engine speaks, which it does also while it is paused."""
+    state = served.engine.stream.state
+    if state in ("closed", "silent", "restarting"):
+        raise ApiError(503, f"the engine is {state}")
+    return Response()
+
+
+async def liveness(served: Served, request: Request) -> Response:
+    """Whether this process answers."""
+    return answer({"status": "ok"})
+
+
+async def version(served: Served, request: Request) -> Response:
+    """The version of inflight."""
+    return answer({"version": inflight.__version__})
+
+
+async def metrics(served: Served, request: Request) -> Response:
+    """What Prometheus scrapes."""
+    text = await asyncio.to_thread(served.metrics.text)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def list_models(served: Served, request: Request) -> Response:
+    """The model under its names, and adapters."""
+    return answer({"object": "list", "data": _cards(served)})
+
+
+async def one_model(served: Served, request: Request) -> Response:
+    """One of them."""
+    name = request.path_params["name"]
+    served.adapter_of(name)
+    return answer(next(card for card in _cards(served) if card["id"] == name))
+
+
+def _cards(served: Served) -> list[dict[str, Any]]:
+    base = [_card(served, name, root=served.engine.options.model or name) for name in served.names]
+    return base + [_card(served, a.name, root=a.path, adapter=a) for a in served.adapters.by_name.values()]
+
+
+def _card(served: Served, name: str, *, root: str, adapter: Adapter | None = None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "inflight",
+        "root": root,
+        "parent": None if adapter is None else served.names[0],
+        "max_model_len": served.max_context,
+    }
+
+
+async def server_info(served: Served, request: Request) -> Response:
+    """What trainers ask a vLLM server about itself, as far as it has a meaning here."""
+    info, options, adapters = served.engine.info, served.engine.options, served.adapters
+    dtypes = {spec.dtype for spec in info.layout.tensors}
+    lora = {"max_lora_rank": adapters.rank, "max_loras": len(adapters.places)} if adapters.places else None
+    return answer(
+        {
+            "vllm_config": {
+                "model_config": {
+                    "model": options.model,
+                    "dtype": f"torch.{min(dtypes, key=lambda name: name == 'float32')}",
+                    "max_model_len": info.max_context,
+                    "logprobs_mode": "processed_logprobs",
+                },
+                "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1},
+                "lora_config": lora,
+                "weight_transfer_config": None,  # TRL would wait for minutes to meet us over NCCL
+            },
+            "inflight": {
+                "version": inflight.__version__,
+                "device": info.device,
+                "attention": info.attention,
+                "fused": info.fused,
+                "max_sequences": info.max_sequences,
+                "num_slots": info.num_slots,
+                "vocab_size": info.vocab_size,
+            },
+        }
+    )
+
+
+async def world_size(served: Served, request: Request) -> Response:
+    """One worker, however many engines a pool has."""
+    return answer({"world_size": 1})
+
+
+async def tokenize(served: Served, request: Request) -> Response:
+    """Token ids of text or of a conversation."""
+    fields = read_fields(parse(await read_bytes(request, int(served.options.max_body_mib * 2**20))), TokenizeRequest)
+    served.adapter_of(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise ApiError(400, "tokenize takes either prompt or messages", param="prompt")
+    if fields.messages is not None:
+        ids = chat_prompt(
+            fields.messages,
+            served.tokenizer,
+            served.names[0],
+            tools=fields.tools,
+            template_kwargs=fields.chat_template_kwargs,
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            continue_final_message=bool(fields.continue_final_message),
+        )
+    else:
+        ids = list(
+            _tokenizer(served)(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)["input_ids"]
+        )
+    names = [served.decoder.token(i) for i in ids] if fields.return_token_strs else None
+    return answer({"count": len(ids), "max_model_len": served.max_context, "tokens": ids, "token_strs": names})
+
+
+async def detokenize(served: Served, request: Request) -> Response:
+    """Text of token ids, special ones included."""
+    fields = read_fields(parse(await read_bytes(request, int(served.options.max_body_mib * 2**20))), DetokenizeRequest)
+    served.adapter_of(fields.model)
+    bad = next((i for i in fields.tokens if not 0 <= i < served.engine.info.vocab_size), None)
+    if bad is not None:
+        raise ApiError(400, f"token id {bad} is outside the vocabulary", param="tokens")
+    _tokenizer(served)
+    return answer({"prompt": served.decoder.decode(fields.tokens, skip_special_tokens=False)})
+
+
+def _tokenizer(served: Served) -> Any:
+    if served.tokenizer is None:
+        raise ApiError(400, f"{served.names[0]!r} has no tokenizer")
+    return served.tokenizer

@@ -1,0 +1,121 @@
+"""From what clients send as prompts to token ids."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from transformers import PreTrainedTokenizerBase
+
+from inflight.core.errors import InvalidRequestError
+from inflight.engine.prompts import encode_prompts
+from inflight.server.errors import ApiError
+
+_OURS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+"""What a request cannot set by chat_template_kwargs."""
+
+
+def completion_prompts(
+    prompt: str | list[Any], tokenizer: PreTrainedTokenizerBase | None, model: str, *, special: bool = True
+) -> list[list[int]]:
+    """Token ids of text, of token ids, or of each of a list of them. special: text gets the tokenizer's special
+    tokens. Raises ApiError or InvalidRequestError."""
+    several = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+    prompts: list[Any] = list(prompt) if several else [prompt]
+    if not prompts:
+        raise ApiError(400, "prompt is empty", param="prompt")
+    for each in prompts:
+        is_ids = isinstance(each, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in each)
+        if not isinstance(each, str) and not is_ids:
+            raise ApiError(400, "prompt must be text, token ids, or a list of one of these", param="prompt")
+    if not special and tokenizer is not None:
+        prompts = [
+            list(tokenizer(each, add_special_tokens=False)["input_ids"]) if isinstance(each, str) else each
+            for each in prompts
+        ]
+    try:
+        return [ids for ids, _ in encode_prompts(prompts, tokenizer, model=model)]
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+
+
+def chat_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Token ids of a conversation, by the model's chat template. Raises ApiError."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        what = "tokenizer" if tokenizer is None else "chat template"
+        raise ApiError(400, f"{model!r} has no {what}; use /v1/completions or /inference/v1/generate with token ids")
+    if not messages:
+        raise ApiError(400, "messages is empty", param="messages")
+    kwargs = dict(template_kwargs or {})
+    if taken := _OURS.intersection(kwargs):
+        raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
+    plain: Any = [_plain(index, message) for index, message in enumerate(messages)]
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            plain,
+            tools=[dict(tool) for tool in tools] if tools else None,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=True,
+            **kwargs,
+        )
+    except Exception as error:  # a template raises what its author wrote
+        raise ApiError(400, f"the messages do not fit the chat template: {error}", param="messages") from error
+    return list(encoded["input_ids"])
+
+
+def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: its content is text, and arguments of its tool calls are mappings."""
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, f"messages[{index}] has no role", param=f"messages[{index}].role")
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        content = "\n".join(_text_of(index, part) for part in content)
+    elif not isinstance(content, str):
+        raise ApiError(400, f"messages[{index}].content must be text", param=f"messages[{index}].content")
+    plain["content"] = content
+    if (reasoning := plain.pop("reasoning", None)) is not None:  # templates know its other name
+        plain.setdefault("reasoning_content", reasoning)
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [_with_arguments(index, call) for call in calls]
+    return plain
+
+
+def _text_of(index: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
+    if not isinstance(text, str):
+        raise ApiError(
+            400, f"messages[{index}].content has a part that is no text; the engine runs text alone",
+            param=f"messages[{index}].content",
+        )  # fmt: skip
+    return text
+
+
+def _with_arguments(index: int, call: Any) -> dict[str, Any]:
+    """A tool call whose arguments, a string of JSON, are a mapping."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ApiError(400, f"messages[{index}].tool_calls holds no function", param=f"messages[{index}].tool_calls")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except msgspec.DecodeError as error:
+            raise ApiError(
+                400, f"messages[{index}].tool_calls has arguments that are no JSON: {error}",
+                param=f"messages[{index}].tool_calls",
+            ) from error  # fmt: skip
+    return {**call, "function": {**function, "arguments": arguments}}

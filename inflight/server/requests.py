@@ -1,0 +1,229 @@
+"""What clients may ask for: the fields that are read, and those that are refused by name.
+
+Fields of the OpenAI API and of vLLM's extensions have their names and meanings there. A field that is not known is
+ignored, as vLLM does; one that is known and cannot be honoured is refused unless it has its neutral value.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from inflight.core.messages import shorten
+from inflight.core.sampling import SamplingParams
+from inflight.server.errors import ApiError
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_THROWN_AWAY = 16
+"""Bodies of so many times the bound are read to their end; on a larger one the connection is closed."""
+_GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_REFUSED_BY_ALL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (-1,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    **dict.fromkeys(_GUIDED, ()),
+}
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_sampling_mask: bool | None = None
+    prompt_logprobs: int | None = None
+
+    def params(self, *, max_tokens: int, top_logprobs: int, echoed: int | None = None) -> SamplingParams:
+        """Raises ApiError for a value that is out of range. max_tokens: where the request does not say. echoed: so many
+        of the likeliest tokens are told of each token of the prompt, beside what prompt_logprobs asks for; None: none
+        are."""
+        if self.top_k is not None and self.top_k < -1:
+            raise ApiError(400, f"top_k must be positive, or 0 or -1 for all tokens, got {self.top_k}", param="top_k")
+        given: dict[str, Any] = {
+            name: value
+            for name in ("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.repetition_penalty is not None:
+            given["repetition_penalty"] = self.repetition_penalty
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ApiError(400, f"seed must be in [−2**63, 2**63), got {self.seed}", param="seed")
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**63
+        try:
+            return SamplingParams(
+                **{"max_tokens": max_tokens, **given},
+                top_k=max(0, self.top_k or 0),
+                stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                logit_bias=self.logit_bias or {},
+                top_logprobs=top_logprobs,
+                return_sampling_mask=bool(self.return_sampling_mask),
+                prompt_logprobs=max((n for n in (self.prompt_logprobs, echoed) if n is not None), default=None),
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).split(" ", 1)[0]) from error
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIFields(SamplingFields, kw_only=True):
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_weight_versions: bool | None = None
+
+
+class CompletionRequest(OpenAIFields, kw_only=True):
+    prompt: str | list[Any]
+    """Text, token ids, or a list of these."""
+    logprobs: int | bool | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(OpenAIFields, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class TokenSampling(SamplingFields, kw_only=True):
+    logprobs: int | bool | None = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Token ids in and out; `sampling_params` are vLLM's."""
+
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    token_ids: list[int]
+    sampling_params: TokenSampling = msgspec.field(default_factory=TokenSampling)
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+_REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
+    CompletionRequest: _REFUSED_BY_ALL | {"suffix": ("",), "prompt_embeds": (), "response_format": ({"type": "text"},)},
+    ChatRequest: _REFUSED_BY_ALL
+    | {
+        "echo": (False,),
+        "response_format": ({"type": "text"},),
+        "functions": ([],),
+        "function_call": ("none",),
+        "chat_template": (),
+        "documents": ([],),
+        "modalities": (["text"],),
+        "audio": (),
+        "mm_processor_kwargs": ({},),
+    },
+    GenerateRequest: {"features": (), "content_parts": ([],), "kv_transfer_params": ()},
+    TokenSampling: _REFUSED_BY_ALL,
+    TokenizeRequest: {"chat_template": ()},
+}
+
+
+async def read_bytes(request: Request, most_bytes: int) -> bytes:
+    """The body. Raises ApiError if it is larger than that; what is beyond it is thrown away as it comes, for a while,
+    as most clients read an answer only when they have sent all."""
+    body, num_bytes = bytearray(), 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes <= most_bytes:
+            body += part
+        else:
+            body.clear()
+        if num_bytes > _THROWN_AWAY * most_bytes:
+            break
+    if num_bytes <= most_bytes:
+        return bytes(body)
+    raise ApiError(413, f"the body has more than {most_bytes:,} bytes; the server takes no more (max_body_mib)")
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body; none for an empty one. Raises ApiError."""
+    if not body.strip():
+        return {}
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
+    """The fields of a request. Raises ApiError, naming the field that is wrong or cannot be honoured."""
+    _check_refused(value, kind)
+    if kind is GenerateRequest and isinstance(sampling := value.get("sampling_params"), dict):
+        _check_refused(sampling, TokenSampling)
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        text = str(error)
+        _, _, path = text.partition(" - at `$.")
+        param = path.rstrip("`") or (text.split("`")[1] if "missing required field" in text else None)
+        raise ApiError(400, shorten(text, 300), param=param) from error
+
+
+def _check_refused(value: Mapping[str, Any], kind: type) -> None:
+    for name, neutral in _REFUSED.get(kind, {}).items():
+        given = value.get(name)
+        if given is not None and given not in neutral:
+            raise ApiError(
+                400,
+                f"{name} is not supported by this server"
+                + (f"; leave it out, or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else ""),
+                param=name,
+            )

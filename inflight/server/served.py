@@ -1,0 +1,136 @@
+"""The engine as clients of a server see it: its names, its tokenizer, and what is being drawn for whom."""
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from inflight.core.sampling import SamplingParams
+from inflight.server.adapters import Adapter, Adapters
+from inflight.server.engine import ServedEngine
+from inflight.server.errors import ApiError
+from inflight.server.generation import Bell, Generation
+from inflight.server.metrics import Metrics
+from inflight.server.options import ServerOptions
+from inflight.server.text import TextDecoder
+from inflight.server.tools import tool_format
+from inflight.server.updates import Updates
+
+Value = TypeVar("Value")
+
+
+class Served:
+    """An engine, and the requests of its HTTP clients. It is used by one event loop."""
+
+    def __init__(self, engine: ServedEngine, options: ServerOptions):
+        self.engine, self.options = engine, options
+        self.names = [name for name in dict.fromkeys([options.served_model_name, engine.options.model]) if name]
+        self.names = self.names or ["inflight"]
+        self.tokenizer = copy.deepcopy(engine.tokenizer)  # which is not safe to use from several threads
+        self.decoder = TextDecoder(self.tokenizer)
+        self.tool_format = tool_format(self.tokenizer)
+        self.created = int(time.time())
+        self.max_context = engine.info.max_context
+        self.metrics = Metrics(engine)
+        self.updates = Updates(engine)
+        self.adapters = Adapters(engine, self.updates)
+        self.running: dict[Generation, str] = {}
+        """Maps what is being drawn to the id of its request."""
+        self.paused = False
+        """A client has paused and not resumed."""
+        self._drained = asyncio.Event()
+        self._may_begin = asyncio.Event()
+        self._may_begin.set()
+        self._bell: Bell | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """While this is open, tokens are streamed."""
+        self._bell = Bell(self.engine.stream, self.options.stream_interval_ms / 1e3)
+        try:
+            yield
+        finally:
+            self._bell.close()
+            for generation in list(self.running):
+                generation.end()
+            await asyncio.to_thread(self.updates.close)
+
+    def adapter_of(self, model: str | None) -> Adapter | None:
+        """Who draws for a request that names this model: an adapter, or None for the weights alone. Raises ApiError."""
+        if not model or model in self.names:
+            return None
+        adapter = self.adapters.by_name.get(model)
+        if adapter is None:
+            known = ", ".join([*self.names, *self.adapters.by_name])
+            message = f"the model {model[:200]!r} does not exist; there are {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return adapter
+
+    async def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        adapter: Adapter | None,
+        *,
+        request_id: str,
+        priority: int | None = None,
+    ) -> Generation:
+        """Have prompts drawn; whoever takes it must `end()` it. Raises what the engine raises."""
+        await self._may_begin.wait()
+        assert self._bell is not None
+        metadata = [{"priority": priority}] * len(prompts) if priority else None
+        place = None if adapter is None else adapter.place
+        if adapter is not None:
+            adapter.num_using += 1
+        try:
+            group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=place)
+        except BaseException:
+            if adapter is not None:
+                self.adapters.let_go(adapter)
+            raise
+        generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
+        self.running[generation] = request_id
+        self._drained.clear()
+        return generation
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        """Cancel the requests of these ids, or all; their clients get what was drawn. Returns how many there were."""
+        chosen = [
+            generation
+            for generation, request_id in self.running.items()
+            if request_ids is None or any(request_id in (i, *(f"{k}-{i}" for k in _KINDS)) for i in request_ids)
+        ]
+        if chosen:
+            group_ids = [group_id for generation in chosen for group_id in generation.group_ids]
+            await self.call(lambda: self.engine.cancel(group_ids))
+        return len(chosen)
+
+    async def drain(self) -> None:
+        """Return when nothing is being drawn for a client of the server; what comes meanwhile waits."""
+        self._may_begin.clear()
+        try:
+            while self.running:
+                await self._drained.wait()
+            await self.call(self.engine.pause)
+        finally:
+            self._may_begin.set()
+
+    async def call(self, function: Callable[[], Value]) -> Value:
+        """Call the engine without keeping the event loop waiting."""
+        return await asyncio.to_thread(function)
+
+    def _ended(self, adapter: Adapter | None, generation: Generation, taken: bool) -> None:
+        self.running.pop(generation, None)
+        if not taken:
+            self.engine.abandon(generation.group_ids)
+        if adapter is not None:
+            self.adapters.let_go(adapter)
+        if not self.running:
+            self._drained.set()
+
+
+_KINDS = ("cmpl", "chatcmpl", "gen")
+"""What ids of answers begin with."""

@@ -1,0 +1,261 @@
+"""How answers look: the choices of each endpoint, whole, or piece by piece in a stream."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.server.answers import (
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    kept_tokens,
+    npy,
+    prompt_logprobs,
+)
+from inflight.server.errors import ApiError
+from inflight.server.reasoning import Thinking
+from inflight.server.requests import OpenAIFields, SamplingFields
+from inflight.server.served import Served
+from inflight.server.text import TextRules
+from inflight.server.tools import ToolCall, ToolFormat
+
+_MOST_ENTRIES, _MOST_ECHOED = 1 << 18, 1 << 22
+"""Log-probabilities of prompt tokens, and tokens of echoed prompts, in one answer at most: while it is put together, no
+other client gets anything."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one choice, or all of it."""
+
+    index: int
+    rollout: Rollout
+    """Its tokens that are new."""
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None
+    first: bool
+    versions: list[dict[str, Any]] | None
+    """The spans of all of its tokens, with the last piece."""
+
+
+class Shape(ABC):
+    """How the answers of an endpoint look."""
+
+    kind: str
+    """What ids begin with."""
+    object: str
+
+    def __init__(self, served: Served, fields: SamplingFields, params: SamplingParams):
+        self.served, self.params = served, params
+        self.rules = TextRules(params, fields.skip_special_tokens is not False, bool(fields.include_stop_str_in_output))
+        self.with_versions = self.with_ids = False
+        self.num_likely = fields.prompt_logprobs
+        """How many of the likeliest tokens are told of each token of the prompt; None: its tokens are not scored."""
+        self.prompts: list[list[int]] = []
+
+    @abstractmethod
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A whole choice."""
+
+    @abstractmethod
+    def delta(self, piece: Piece) -> dict[str, Any] | None:
+        """What is new of a choice, or None if that is nothing to tell."""
+
+    def beginning(self) -> Iterator[dict[str, Any]]:
+        """Events before the first token."""
+        yield from ()
+
+    def extras(self) -> dict[str, Any]:
+        """More fields of a whole answer."""
+        return {}
+
+    def check_size(self) -> None:
+        """Raises ApiError for an answer that would say too much of its prompts."""
+        self._check_scores(times=1)
+
+    def _check_scores(self, *, times: int) -> None:
+        if (top := self.params.prompt_logprobs) is None:
+            return
+        entries = times * (top + 1) * sum(map(len, self.prompts))
+        if entries > _MOST_ENTRIES:
+            raise ApiError(
+                400,
+                f"the answer would hold {entries:,} log-probabilities of prompt tokens, and {_MOST_ENTRIES:,} are the "
+                "most: ask for fewer of them, with n: 1, or in several requests",
+                param="prompt_logprobs",
+            )
+
+    def of_prompt(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """What a whole answer says of the likelihood of its prompt."""
+        return self.scores(rollouts[0])
+
+    def scores(self, rollout: Rollout) -> dict[str, Any]:
+        if self.num_likely is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(rollout, self.served.decoder, self.num_likely)}
+
+    def common(self, piece: Piece) -> dict[str, Any]:
+        fields: dict[str, Any] = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        if self.with_versions and piece.finish_reason is not None:
+            fields["weight_versions"] = piece.versions
+        if self.with_ids:
+            fields["token_ids"] = piece.rollout.token_ids.tolist()
+        return fields
+
+
+class _OpenAIShape(Shape):
+    def __init__(self, served: Served, fields: OpenAIFields, params: SamplingParams, *, logprobs: bool):
+        super().__init__(served, fields, params)
+        self.with_ids, self.with_logprobs = bool(fields.return_token_ids), logprobs
+        self.with_versions = bool(fields.return_weight_versions)
+        self.as_ids = served.options.tokens_as_ids or bool(fields.return_tokens_as_token_ids)
+
+
+class CompletionShape(_OpenAIShape):
+    kind, object = "cmpl", "text_completion"
+
+    def __init__(self, *args: Any, echo: bool, top: int, **kwargs: Any):
+        """echo: the text of each choice begins with its prompt. top: how many of the likeliest tokens are told."""
+        super().__init__(*args, **kwargs)
+        self._echo, self._top = echo, top
+        self._lengths: Counter[int] = Counter()
+        """Characters of the tokens that were given, by choice."""
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        text = self._prompt_text(piece.index) + piece.text if self._echo and piece.first else piece.text
+        choice = {"index": piece.index, "text": text, "logprobs": None} | self.common(piece)
+        if self.with_logprobs:
+            given = self._lengths[piece.index]
+            before: dict[str, list[Any]] = {}
+            if self._echo:  # and the piece is the whole
+                before = echoed_logprobs(piece.rollout, self.served.decoder, self._top, as_ids=self.as_ids)
+                given = sum(map(len, before["tokens"]))
+            told = completion_logprobs(piece.rollout, self.served.decoder, as_ids=self.as_ids, offset=given)
+            self._lengths[piece.index] += sum(map(len, told["tokens"]))
+            choice["logprobs"] = {name: [*before.get(name, ()), *values] for name, values in told.items()}
+        if self.with_ids and piece.first:
+            choice["prompt_token_ids"] = self.prompts[piece.index // self.params.n]
+        mask = kept_tokens(piece.rollout.sampling_mask)
+        choice |= self.scores(piece.rollout)
+        return choice if mask is None else choice | {"sampling_mask": mask}
+
+    delta = choice
+
+    def check_size(self) -> None:
+        self._check_scores(times=self.params.n)
+        if self._echo and self.params.n * sum(map(len, self.prompts)) > _MOST_ECHOED:
+            raise ApiError(400, f"n echoes of the prompts are more than {_MOST_ECHOED:,} tokens", param="echo")
+
+    def of_prompt(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        return {}  # each choice says it
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self.prompts[index // self.params.n]
+        return self.served.decoder.decode(prompt, skip_special_tokens=self.rules.skip_special_tokens)
+
+
+class ChatShape(_OpenAIShape):
+    kind, object = "chatcmpl", "chat.completion"
+
+    def __init__(self, *args: Any, tools: ToolFormat | None, thinking: Thinking | None, **kwargs: Any):
+        """tools, thinking: None if the answer is not looked through for tool calls, or for reasoning."""
+        super().__init__(*args, **kwargs)
+        self._tools, self._thinking = tools, thinking
+        self._texts: dict[int, str] = {}
+        self._given: dict[int, tuple[int, int]] = {}
+        """Characters of the reasoning and of the content that were given, by choice."""
+
+    def extras(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]} if self.with_ids else {}
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        reasoning, content, calls = self._read(piece.text, whole=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        message |= _reasoned(reasoning)
+        if calls:
+            message["tool_calls"] = [call.body for call in calls]
+        choice = {"index": piece.index, "message": message, "logprobs": self._logprobs(piece)}
+        choice |= self.common(piece) | _called(piece, calls)
+        mask = kept_tokens(piece.rollout.sampling_mask)
+        return choice if mask is None else choice | {"sampling_mask": mask}
+
+    def beginning(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.params.n):
+            delta = {"role": "assistant", "content": ""}
+            yield {
+                "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+            } | self.extras()
+
+    def delta(self, piece: Piece) -> dict[str, Any] | None:
+        reasoning, content, calls = self._new(piece)
+        delta: dict[str, Any] = _reasoned(reasoning) | ({"content": content} if content else {})
+        if calls:
+            delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(calls)]
+        if not delta and piece.finish_reason is None and not self.with_logprobs and not self.with_ids:
+            return None
+        choice = {"index": piece.index, "delta": delta, "logprobs": self._logprobs(piece)}
+        return choice | self.common(piece) | _called(piece, calls)
+
+    def _new(self, piece: Piece) -> tuple[str, str, list[ToolCall]]:
+        """The reasoning and the content that are new, and with the last piece the tool calls."""
+        if self._tools is None and self._thinking is None:
+            return "", piece.text, []
+        text = self._texts[piece.index] = self._texts.get(piece.index, "") + piece.text
+        reasoning, content, calls = self._read(text, whole=piece.finish_reason is not None)
+        thought, said = self._given.get(piece.index, (0, 0))
+        self._given[piece.index] = max(thought, len(reasoning)), max(said, len(content))
+        return reasoning[thought:], content[said:], calls
+
+    def _read(self, text: str, *, whole: bool) -> tuple[str, str, list[ToolCall]]:
+        """(reasoning, content, tool calls) of a text, or, if it is not whole, what is certain of them."""
+        reasoning, calls = "", []
+        if self._thinking is not None:
+            reasoning, text = self._thinking.split(text, whole=whole)
+        if self._tools is not None and whole:
+            text, calls = self._tools.split(text)
+        elif self._tools is not None:
+            text = text[: self._tools.sure(text)]
+        return reasoning, text, calls
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        return chat_logprobs(piece.rollout, self.served.decoder, as_ids=self.as_ids) if self.with_logprobs else None
+
+
+def _reasoned(reasoning: str) -> dict[str, str]:
+    """Under both names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+
+
+def _called(piece: Piece, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    return {"finish_reason": "tool_calls"} if calls and piece.finish_reason == "stop" else {}
+
+
+class TokenShape(Shape):
+    """Token ids in and out: vLLM's /inference/v1/generate, with prompt and versions always."""
+
+    kind, object = "gen", "inference.generate"
+
+    def __init__(self, served: Served, fields: SamplingFields, params: SamplingParams, *, logprobs: bool):
+        super().__init__(served, fields, params)
+        self.with_ids = self.with_versions = True
+        self._with_logprobs = logprobs
+
+    def extras(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[0]}
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self._with_logprobs:
+            logprobs = chat_logprobs(piece.rollout, self.served.decoder, as_ids=True)
+        rollout = piece.rollout
+        return {"index": piece.index, "logprobs": logprobs} | self.common(piece) | {
+            "routed_experts": npy(rollout.routed_experts),
+            "sampling_mask": kept_tokens(rollout.sampling_mask),
+        }  # fmt: skip
+
+    delta = choice

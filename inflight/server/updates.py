@@ -1,0 +1,94 @@
+"""Weights and adapters that clients of a server have published: one publisher, in one thread."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from inflight.core.errors import WeightFileError
+from inflight.server.engine import ServedEngine
+from inflight.weights.adapter_files import AdapterFiles
+from inflight.weights.publisher import Publisher
+
+Value = TypeVar("Value")
+_MOST_LABELS = 1000
+
+
+class Updates:
+    """Publishes for a server. An update returns once its version is live: the engine goes on meanwhile, and the version
+    goes live between two forward passes."""
+
+    def __init__(self, engine: ServedEngine):
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-server-weights")
+        self._publisher: Publisher | None = None
+        self._kind = ""
+        self.labels: dict[int, str] = {}
+        """What clients call versions, where they have a name for them."""
+        self.staged: list[str] | None = None
+        """Directories that an update has named which was begun and not finished; None: there is no such update."""
+        self.files = AdapterFiles()
+        """All adapters that are loaded: they are published together."""
+
+    async def publish_directory(self, directory: str) -> int:
+        """Publish a checkpoint. Raises WeightFileError or LayoutMismatchError, which leave the weights as they are."""
+        return await self._run(lambda: self._publish("weights", directory))
+
+    async def publish_adapters(self, change: Callable[[AdapterFiles], object]) -> int:
+        """Publish the adapters as they are after a change, or as they were if it raises."""
+        return await self._run(lambda: self._publish_adapters(change))
+
+    def name_of(self, version: int) -> str:
+        """What clients call a version."""
+        return self.labels.get(version, str(version))
+
+    def label(self, version: int, label: str) -> None:
+        """Call a version by this name from now on."""
+        self.labels[version] = label
+        while len(self.labels) > _MOST_LABELS:
+            del self.labels[min(self.labels)]
+
+    def close(self) -> None:
+        """Let the engine go. Safe to call twice."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._close_publisher()
+
+    async def _run(self, function: Callable[[], Value]) -> Value:
+        """Call it in the thread of the publisher; a client that goes away does not stop it."""
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
+
+    def _publish(self, kind: str, directory: str) -> int:
+        if not Path(directory).is_absolute():
+            raise WeightFileError(f"{directory[:300]} is no absolute path; the server reads weights from its own disk")
+        return self._live(self._publisher_of(kind).publish(directory))
+
+    def _publish_adapters(self, change: Callable[[AdapterFiles], object]) -> int:
+        publisher = self._publisher_of("adapters")
+        before = self.files.copy()
+        try:
+            change(self.files)
+            version = publisher.publish()
+            publisher.wait_copied()
+            return self._live(version)
+        except BaseException:
+            self.files.restore(before)
+            raise
+
+    def _live(self, version: int) -> int:
+        self._engine.wait_for_version(version)
+        return version
+
+    def _publisher_of(self, kind: str) -> Publisher:
+        """An engine has one publisher, of weights or of adapters."""
+        if self._publisher is not None and (self._kind != kind or self._publisher.closed):
+            self._close_publisher()
+        if self._publisher is None:
+            self._publisher = self._engine.publisher(self.files if kind == "adapters" else None, check_finite=True)
+            self._kind = kind
+        return self._publisher
+
+    def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None

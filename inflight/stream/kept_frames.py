@@ -1,0 +1,105 @@
+"""Encoded frames that wait for their acknowledgement: in memory, and beyond a bound in files without a name, which are
+gone with their process however it ends."""
+
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_FILE_BYTES = 64 << 20
+"""A file of this size is followed by another one."""
+
+
+@dataclass(slots=True)
+class _SpillFile:
+    """It is closed, and its space is free again, when none of its frames is wanted any more."""
+
+    descriptor: int
+    num_bytes: int = 0
+    num_frames: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Spilled:
+    file: _SpillFile
+    offset: int
+    num_bytes: int
+
+
+class KeptFrames:
+    """A queue of encoded frames, numbered from 0 as they come."""
+
+    def __init__(self, memory_bytes: int, directory: Path):
+        """memory_bytes: what comes beyond goes to files in the directory."""
+        self._memory_bytes, self._directory = memory_bytes, directory
+        self._frames: dict[int, bytes | _Spilled] = {}
+        self._file: _SpillFile | None = None
+        """The one that the next frame may go to."""
+        self._disk_failed = False
+        self.oldest = 0
+        """Number of the first frame that is still kept."""
+        self.next = 0
+        """Number of the frame that is appended next."""
+        self.bytes_in_memory = self.bytes_in_files = 0
+
+    def append(self, data: bytes) -> None:
+        """Keep a frame. If no file can take it, it stays in memory: none is dropped."""
+        spilled = self._spill(data) if self.bytes_in_memory + len(data) > self._memory_bytes else None
+        self._frames[self.next] = spilled or data
+        if spilled is None:
+            self.bytes_in_memory += len(data)
+        self.next += 1
+
+    def __getitem__(self, number: int) -> bytes:
+        """Raises KeyError for a frame that is not kept, and OSError if its file cannot be read."""
+        frame = self._frames[number]
+        if isinstance(frame, bytes):
+            return frame
+        data = os.pread(frame.file.descriptor, frame.num_bytes, frame.offset)
+        if len(data) < frame.num_bytes:
+            raise OSError(f"frame {number} was spilled to a file of which a part is missing")
+        return data
+
+    def forget(self, below: int) -> None:
+        """Let go of all frames with smaller numbers."""
+        while self.oldest < min(below, self.next):
+            frame = self._frames.pop(self.oldest)
+            self.oldest += 1
+            if isinstance(frame, bytes):
+                self.bytes_in_memory -= len(frame)
+                continue
+            self.bytes_in_files -= frame.num_bytes
+            frame.file.num_frames -= 1
+            if not frame.file.num_frames:
+                os.close(frame.file.descriptor)
+                self._file = None if self._file is frame.file else self._file
+
+    def close(self) -> None:
+        """Let go of all."""
+        self.forget(self.next)
+
+    def _spill(self, data: bytes) -> _Spilled | None:
+        """Write a frame to a file. None if there is no room for it."""
+        try:
+            if self._file is None or self._file.num_bytes > _FILE_BYTES:
+                with tempfile.TemporaryFile(dir=self._directory) as new:
+                    self._file = _SpillFile(os.dup(new.fileno()))
+            file = self._file
+            if os.pwrite(file.descriptor, data, file.num_bytes) < len(data):
+                raise OSError("the disk is full")
+        except OSError as error:
+            if not self._disk_failed:
+                logger.error(
+                    "frames that wait for the trainer stay in memory, as %s takes none: %s", self._directory, error
+                )
+            self._disk_failed = True
+            return None
+        self._disk_failed = False
+        spilled = _Spilled(file, file.num_bytes, len(data))
+        file.num_bytes += len(data)
+        file.num_frames += 1
+        self.bytes_in_files += len(data)
+        return spilled

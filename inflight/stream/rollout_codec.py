@@ -1,0 +1,102 @@
+"""Rollouts as bytes, for another process or for a file: what is plain as MessagePack, arrays as safetensors."""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from inflight.core.columns import SCORES
+from inflight.core.errors import InvalidRequestError, ProtocolError
+from inflight.core.rollout import PromptScores, Rollout, SamplingMask
+from inflight.core.sampling import SamplingParams
+
+_LENGTH = struct.Struct("<I")
+_ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "weight_versions", "sampled_at_ns", "routed_experts")
+_MASK_ARRAYS = ("token_ids", "offsets", "cut_from")
+Arrays = dict[str, np.ndarray]
+Header = TypeVar("Header", bound=msgspec.Struct)
+
+
+class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout holds beside its arrays."""
+
+    request_id: int
+    group_id: int
+    sample: int
+    params: SamplingParams
+    metadata: dict[str, Any]
+    finish_reason: str
+    forked_from: tuple[int, int] | None
+    prefix_tokens: int
+    prefix_version: int | None
+    prompt: str
+    text: str
+    reward: float | None
+    rewards: dict[str, float] = {}
+
+
+def header_of(rollout: Rollout) -> RolloutHeader:
+    """What a rollout holds beside its arrays."""
+    return RolloutHeader(**{name: getattr(rollout, name) for name in RolloutHeader.__struct_fields__})
+
+
+def arrays_of(rollout: Rollout) -> Arrays:
+    """The arrays of a rollout by their names."""
+    arrays = {name: getattr(rollout, name) for name in _ARRAYS}
+    arrays |= {f"columns/{name}": column for name, column in rollout.columns.items()}
+    if rollout.sampling_mask is not None:
+        arrays |= {f"mask/{name}": getattr(rollout.sampling_mask, name) for name in _MASK_ARRAYS}
+    if rollout.prompt_scores is not None:
+        arrays |= {f"scores/{name}": getattr(rollout.prompt_scores, name) for name in SCORES}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rollout:
+    """The rollout of this header and these arrays. Raises KeyError if one is missing."""
+    mask = {name: arrays.get(f"mask/{name}") for name in _MASK_ARRAYS}
+    scores = [arrays[f"scores/{name}"] for name in SCORES] if "scores/logprobs" in arrays else None
+    return Rollout(
+        **msgspec.structs.asdict(header),
+        prompt_token_ids=arrays["prompt_token_ids"],
+        token_ids=arrays["token_ids"],
+        logprobs=arrays["logprobs"],
+        weight_versions=arrays["weight_versions"],
+        sampled_at_ns=arrays["sampled_at_ns"],
+        routed_experts=arrays.get("routed_experts"),
+        columns={path.removeprefix("columns/"): a for path, a in arrays.items() if path.startswith("columns/")},
+        sampling_mask=None if mask["offsets"] is None else SamplingMask(**mask),  # pyright: ignore
+        prompt_scores=None if scores is None else PromptScores(*scores),
+    )
+
+
+def encode(header: msgspec.Struct, arrays: Sequence[Mapping[str, np.ndarray]]) -> bytes:
+    """One message: the length of the header, the header, and the arrays of one thing after another.
+
+    Raises InvalidRequestError for what MessagePack cannot hold."""
+    try:
+        plain = msgspec.msgpack.encode(header)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(
+            f"metadata, text, reward or progress cannot be written down: {error}; they must be JSON-like"
+        ) from error
+    named = {f"{i}/{name}": np.ascontiguousarray(a) for i, of_one in enumerate(arrays) for name, a in of_one.items()}
+    return b"".join([_LENGTH.pack(len(plain)), plain, save(named)])
+
+
+def decode(data: bytes, kind: type[Header], count: Callable[[Header], int]) -> tuple[Header, list[Arrays]]:
+    """Read what `encode` wrote: a header of this kind, and the arrays of as many things as `count` says of it. Raises
+    ProtocolError for anything else."""
+    end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
+    try:
+        header = msgspec.msgpack.decode(data[_LENGTH.size : end], type=kind)
+        arrays: dict[str, Arrays] = {str(i): {} for i in range(count(header))}
+        for path, array in load(data[end:]).items():
+            index, name = path.split("/", 1)
+            arrays[index][name] = array
+    except (msgspec.DecodeError, SafetensorError, LookupError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"rollouts cannot be read: {error!r}") from error
+    return header, list(arrays.values())

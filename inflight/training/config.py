@@ -1,0 +1,154 @@
+"""What a run of GRPO is made of, besides model, optimizer and prompts."""
+
+from dataclasses import InitVar, dataclass, field
+from math import isfinite
+from typing import get_args
+
+from inflight.core.sampling import SamplingParams
+from inflight.training.data.advantages import Advantages, group_advantages, of_rewards, resolve_advantages
+from inflight.training.data.staleness_filter import StalenessRule, check_rules
+from inflight.training.objective.kl import KLEstimator
+from inflight.training.objective.objective import Objective, resolve
+from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GRPOConfig:
+    """What a run of GRPO is made of, besides model, optimizer and prompts."""
+
+    steps: int = 100
+    groups_per_step: int = 32
+    """Groups of `sampling.n` rollouts that one optimizer step consumes."""
+    groups_in_flight: int = 0
+    """Groups submitted and not taken by the trainer yet, at most: what bounds how old tokens get. 0: twice
+    groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
+    objective: str | Objective | None = None
+    """What is minimised: an `Objective`, or the name of one of `objective.PRESETS`; None is "tis"."""
+    correction: InitVar[str | Objective | None] = None
+    """Another name of the argument `objective`; giving both raises ValueError. It is read as `objective`."""
+    staleness: tuple[StalenessRule, ...] = ()
+    """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
+    updates_per_batch: int = 1
+    """Optimizer steps on the same batch. With more than one, objectives whose proximal policy is "recomputed" have one
+    to differ from."""
+    probe_every: int = 0
+    """Steps between two at which mismatch and staleness are told apart (`VersionProbe`); 0: never."""
+    micro_batch_tokens: int = 0
+    """Tokens of one forward and backward pass at most, for a step that does not fit into memory; 0: no bound."""
+    max_grad_norm: float = 1.0
+    """Gradients of a larger norm are scaled down to it; 0: none are. Steps with a gradient that is not finite are
+    skipped either way."""
+    scale_lr_by_ess: float = 0.0
+    """The learning rate of each step is multiplied by √(min(1, ESS / this)), with the effective sample size of the
+    step's sequences as a share of their number (VCPO, `step.ess_factor`). 1, or what the share is on-policy where
+    numerics differ; 0: it is not scaled."""
+    advantages: str | Advantages = "grpo"
+    """How rewards become advantages: a name in `advantages.ADVANTAGES` ("grpo", "dr_grpo", "rloo", "maxrl",
+    "reinforce++", "reinforce++_baseline"), or a function of the step's groups of rollouts that returns an advantage for
+    each of them, groups concatenated: a number, or f32[tokens]."""
+    scale_advantages: bool = True
+    """Divide by the standard deviation of the group's rewards; False is Dr. GRPO's (arXiv 2503.20783), as "dr_grpo" is.
+    This and the next are about the advantages "grpo"."""
+    advantage_ddof: int = 0
+    """That standard deviation divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and SkyRL."""
+    reward_kl_weight: float = 0.0
+    """β of a KL penalty in the reward: r − β · Σ_t KL_t over the rollout, before advantages are computed, as in RLOO
+    (arXiv 2402.14740). `Objective(kl_weight=…)` has it in the loss. Either needs a reference policy."""
+    reward_kl: KLEstimator = "k1"
+    """How that KL is estimated, from the recorded log-probabilities: "k1", whose sum is unbiased, "k2", "k3" or
+    "k3_clamped"."""
+    skip_uniform_groups: bool = True
+    """Leave groups whose advantages are all 0, as those of equal rewards mostly are, out of the forward pass. They
+    still count in what the loss is averaged over, so that the gradient is the same, and cheaper. Where the objective
+    has a KL penalty or an entropy bonus they stay, as these are about them too. A step of nothing but such groups is
+    not taken."""
+    replace_uniform_groups: int = 0
+    """Groups of equal rewards that further prompts take the place of, at most so many in a step, so that every step has
+    as many groups to learn from (dynamic sampling of DAPO, arXiv 2503.14476, §3.2). They count nowhere but in mean
+    rewards and `Dropped.num_replaced_groups`. 0: none."""
+    mask_truncated: bool = False
+    """Leave rollouts that ended at `max_tokens` out of the loss (overlong filtering of DAPO, arXiv 2503.14476, §3.4).
+    They still count in what it is averaged over, and their rewards in the advantages of the others."""
+    schedule: RolloutSchedule = "inflight"
+    """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
+    is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
+
+    def __post_init__(self, correction: str | Objective | None) -> None:
+        objective = resolve(self.objective, correction=correction)
+        if objective.proximal == "recomputed" and self.updates_per_batch < 2:
+            raise ValueError(
+                f"{self.objective or correction!r} recomputes its proximal policy for several steps on a batch; with "
+                "one step that is the policy being trained: set updates_per_batch, or take another objective"
+            )
+        object.__setattr__(self, "objective", objective)
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.schedule not in ROLLOUT_SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(ROLLOUT_SCHEDULES)}, got {self.schedule!r}")
+        if self.reward_kl not in get_args(KLEstimator):
+            raise ValueError(f"reward_kl must be one of {', '.join(get_args(KLEstimator))}, got {self.reward_kl!r}")
+        self._check_sampling()
+        self._check_learning()
+        if 0 < self.micro_batch_tokens <= self.sampling.max_tokens:
+            raise ValueError(
+                f"micro_batch_tokens ({self.micro_batch_tokens}) must hold a prompt and an answer of "
+                f"sampling.max_tokens ({self.sampling.max_tokens})"
+            )
+        check_rules(self.staleness)
+        if self.groups_in_flight and self.groups_in_flight < self.groups_per_step:
+            raise ValueError(
+                f"groups_in_flight ({self.groups_in_flight}) must be at least groups_per_step ({self.groups_per_step})"
+            )
+
+    def _check_sampling(self) -> None:
+        if self.sampling.n < 2 and isinstance(self.advantages, str) and self.advantages != "reinforce++":
+            raise ValueError(
+                f"advantages {self.advantages!r} compare the samples of a group: sampling.n must be at least 2, got "
+                f"{self.sampling.n}"
+            )
+        if self.sampling.greedy:
+            raise ValueError(
+                "sampling.temperature is 0, which always takes the likeliest token: the samples of a group would be "
+                "one and the same, without an importance ratio; take a temperature above 0"
+            )
+
+    def _check_learning(self) -> None:
+        resolve_advantages(self.advantages)
+        if not self.scale_lr_by_ess <= 1:
+            raise ValueError(f"scale_lr_by_ess is a share of the sequences, at most 1, got {self.scale_lr_by_ess}")
+        if not isfinite(self.reward_kl_weight):
+            raise ValueError(f"reward_kl_weight must be finite, got {self.reward_kl_weight}")
+        if self.advantages == "maxrl" and self.reward_kl_weight:
+            raise ValueError(
+                "advantages 'maxrl' divide by a rate of success, and reward_kl_weight makes rewards negative: take a "
+                "KL penalty of the objective, or other advantages"
+            )
+        if self.advantages != "grpo" and not (self.scale_advantages and self.advantage_ddof == 0):
+            raise ValueError(
+                f"scale_advantages and advantage_ddof are about the advantages 'grpo', and advantages is "
+                f"{self.advantages!r}: leave them out"
+            )
+        if self.advantage_ddof >= self.sampling.n > 1:
+            raise ValueError(f"advantage_ddof ({self.advantage_ddof}) must be less than sampling.n ({self.sampling.n})")
+
+    @property
+    def advantage_function(self) -> Advantages:
+        """The function of a step's groups that `advantages` and its options name."""
+        if self.advantages != "grpo":
+            return resolve_advantages(self.advantages)
+        scale, ddof = self.scale_advantages, self.advantage_ddof
+        return of_rewards(lambda rewards: group_advantages(rewards, scale=scale, ddof=ddof))
+
+    @property
+    def skips_uniform_groups(self) -> bool:
+        """Whether groups without an advantage are left out: if that is wanted, and the objective is about rewards
+        alone."""
+        objective = resolve(self.objective)
+        return self.skip_uniform_groups and not objective.kl_weight and not objective.entropy_weight
+
+
+_LEAST = dict.fromkeys(("steps", "groups_per_step", "updates_per_batch"), 1)
+_LEAST |= dict.fromkeys(("groups_in_flight", "probe_every", "micro_batch_tokens", "max_grad_norm", "advantage_ddof"), 0)
+_LEAST |= dict.fromkeys(("scale_lr_by_ess", "reward_kl_weight", "replace_uniform_groups"), 0)

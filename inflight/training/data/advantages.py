@@ -1,0 +1,177 @@
+"""Advantages: by how much a sample is better than what it is compared with.
+
+Functions that are named in `ADVANTAGES` take the rewards of each group of one batch and return an advantage for every
+sample, groups concatenated; r is a reward, n the number of samples of its group. A group of equal rewards gets exactly
+0 from all of them but "reinforce++". A reward that is None or not finite raises ValueError: leave such samples out
+before.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isfinite, sqrt
+
+import numpy as np
+
+from inflight.core.rollout import Rollout
+
+GroupRewards = Sequence[Sequence[float | None]]
+RewardAdvantages = Callable[[GroupRewards], Sequence[float]]
+Advantages = Callable[[Sequence[Sequence[Rollout]]], Sequence[float | np.ndarray]]
+"""A function of one's own, from the groups of one batch to an advantage for every sample, groups concatenated: one
+number for all of its tokens, or f32[tokens]."""
+
+
+def group_advantages(rewards: GroupRewards, *, scale: bool = True, ddof: int = 0, eps: float = 1e-4) -> list[float]:
+    """(r − mean of its group) / (standard deviation of its group + eps) (Shao et al., DeepSeekMath, arXiv 2402.03300,
+    §4.1).
+
+    scale: False leaves the division out (Dr. GRPO, arXiv 2503.20783). ddof: the standard deviation divides by n − ddof.
+    0, that of the samples themselves, as the paper writes it; 1, the estimate for all samples that could be drawn, is
+    what TRL, verl, slime and SkyRL take: their advantages are √((n − 1) / n) times these, 0.71 for n = 2 and 0.94 for
+    n = 8. A group of one sample gets 0.
+    """
+
+    def of_group(r: np.ndarray) -> np.ndarray:
+        centred = _centred(r)
+        if not scale:
+            return centred
+        return centred / (sqrt((centred**2).sum() / (len(r) - ddof)) + eps) if len(r) > ddof else np.zeros(len(r))
+
+    return _of_each(rewards, of_group)
+
+
+def rloo_advantages(rewards: GroupRewards) -> list[float]:
+    """r − mean of the others of its group, which is (r − mean) · n / (n − 1): REINFORCE with a leave-one-out baseline,
+    whose expectation is the gradient of the mean reward (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740, eq. 6).
+    A group of one sample gets 0."""
+    return _of_each(rewards, lambda r: _centred(r) * (len(r) / max(1, len(r) - 1)))
+
+
+def maxrl_advantages(rewards: GroupRewards) -> list[float]:
+    """(r − mean of its group) / mean of its group, and 0 where the mean is 0: for rewards of 0 and 1 the gradient of
+    the logarithm of the pass rate, up to order n − 1, so that prompts which are rarely solved weigh more (MaxRL, Tajwar
+    et al., arXiv 2602.02710). Raises ValueError for a negative reward, as there the mean says nothing of success."""
+    if least := min((reward for group in rewards for reward in group if reward is not None and reward < 0), default=0):
+        raise ValueError(
+            f"a reward is {least}; MaxRL divides by a group's mean reward, as a rate of success: give rewards of at "
+            "least 0, or take other advantages"
+        )
+    return _of_each(rewards, lambda r: _centred(r) / (r.mean() or 1.0))
+
+
+def reinforce_advantages(rewards: GroupRewards, *, baseline: bool = False, eps: float = 1e-4) -> list[float]:
+    """(r' − mean of the batch) / (standard deviation of the batch + eps), over all samples of the batch (REINFORCE++,
+    Hu et al., arXiv 2501.03262, global advantage normalization).
+
+    baseline: False, r' is r, and groups play no part. True, r' is r − mean of its group ("REINFORCE++ w/ baseline"),
+    whose mean over the batch is 0. verl takes mean and standard deviation over tokens instead, so that long answers
+    weigh more.
+    """
+    values = np.array(_of_each(rewards, _centred if baseline else lambda r: r), np.float64)
+    if not baseline:
+        values = _centred(values)
+    return (values / (sqrt((values**2).mean()) + eps)).tolist() if len(values) else []
+
+
+ADVANTAGES: dict[str, RewardAdvantages] = {
+    "grpo": group_advantages,
+    "dr_grpo": partial(group_advantages, scale=False),
+    "rloo": rloo_advantages,
+    "maxrl": maxrl_advantages,
+    "reinforce++": reinforce_advantages,
+    "reinforce++_baseline": partial(reinforce_advantages, baseline=True),
+}
+"""Advantages by name."""
+
+
+def resolve_advantages(advantages: str | Advantages) -> Advantages:
+    """The function of the groups' rollouts that is given as such or by its name in `ADVANTAGES`. Raises ValueError for
+    another name."""
+    if callable(advantages):
+        return advantages
+    if advantages not in ADVANTAGES:
+        raise ValueError(
+            f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}, or give a function of the groups"
+        )
+    return of_rewards(ADVANTAGES[advantages])
+
+
+def of_rewards(function: RewardAdvantages) -> Advantages:
+    """The same function of the groups' rollouts."""
+    return lambda groups: function([[rollout.reward for rollout in group] for group in groups])
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[Sequence[float]]],
+    drawn: Sequence[Sequence[np.ndarray]],
+    *,
+    advantages: str | RewardAdvantages = "grpo",
+    discount: float = 1.0,
+) -> list[np.ndarray]:
+    """Advantages f32[tokens] for `pack`, for samples of several turns that have a reward each, groups concatenated.
+
+    rewards: for every sample of every group, a reward for each of its turns. drawn: for every sample bool[tokens],
+    which of its tokens the policy drew; a turn is a run of such tokens. discount: γ.
+    The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens of a turn get the advantage of its return among
+    the returns that the other samples of its group have from the same turn on, as PipelineRL groups by step; other
+    tokens get 0. With one turn that is the advantage of the sample. A turn that no other sample reaches is compared
+    with nothing, and gets 0 from advantages that are relative to the group.
+    Raises ValueError for a sample that has not as many rewards as turns, and for what the advantages raise it for.
+    """
+    function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
+    if function is None:
+        raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
+    turns = [[_turns(mask) for mask in group] for group in drawn]
+    returns: list[list[list[float]]] = []
+    for index, (of_group, turns_of_group) in enumerate(zip(rewards, turns, strict=True)):
+        for sample, (given, runs) in enumerate(zip(of_group, turns_of_group, strict=True)):
+            if len(given) != len(runs):
+                raise ValueError(
+                    f"sample {sample} of group {index} has {len(given)} rewards and {len(runs)} turns (runs of drawn "
+                    "tokens); give one reward for each turn"
+                )
+        returns.append([_returns(given, discount) for given in of_group])
+    places: list[list[tuple[int, int, int]]] = []
+    compared: list[list[float]] = []
+    for group, of_group in enumerate(returns):
+        for turn in range(max(map(len, of_group), default=0)):
+            places.append([(group, sample, turn) for sample, g in enumerate(of_group) if turn < len(g)])
+            compared.append([of_group[sample][turn] for _, sample, _ in places[-1]])
+    out = [[np.zeros(len(mask), np.float32) for mask in group] for group in drawn]
+    values = iter(function(compared))
+    for place in places:
+        for group, sample, turn in place:
+            out[group][sample][turns[group][sample][turn]] = next(values)
+    return [advantage for group in out for advantage in group]
+
+
+def _turns(mask: np.ndarray) -> list[slice]:
+    """The runs of tokens that the policy drew."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], np.asarray(mask, bool), [False]]).astype(np.int8)))
+    return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()]
+
+
+def _returns(rewards: Sequence[float], discount: float) -> list[float]:
+    out: list[float] = []
+    for reward in reversed(rewards):
+        out.append(reward + discount * (out[-1] if out else 0.0))
+    return out[::-1]
+
+
+def _of_each(rewards: GroupRewards, function: Callable[[np.ndarray], np.ndarray]) -> list[float]:
+    """Apply a function of f64[n] to the rewards of each group. Raises ValueError for one that is None or not finite."""
+    advantages: list[float] = []
+    for index, group in enumerate(rewards):
+        bad = next((i for i, reward in enumerate(group) if reward is None or not isfinite(reward)), None)
+        if bad is not None:
+            raise ValueError(
+                f"sample {bad} of group {index} has reward {group[bad]}; a group's advantages need finite rewards: "
+                "leave out the samples that have none"
+            )
+        advantages += function(np.array(group, np.float64)).tolist()
+    return advantages
+
+
+def _centred(r: np.ndarray) -> np.ndarray:
+    """r − mean, which is exactly 0 where all are equal."""
+    return r - r.mean() if len(r) and r.min() < r.max() else np.zeros(len(r))

@@ -1,0 +1,91 @@
+"""Rewards of several score functions, each with a weight."""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from math import isfinite, isnan
+from statistics import fmean
+from typing import Any
+
+from inflight.core.rollout import Rollout
+from inflight.training.data.scoring import BatchScore, GroupScorer, Reward, Score, Scorer
+
+
+class Rewards(GroupScorer):
+    """Several score functions, whose weighted sum is the reward.
+
+        Rewards({"correct": check, "format": tidy}, weights={"format": 0.2})
+        Rewards({"judge": Scorer(ask, timeout_s=30), "length": short})
+
+    Each is a function of a rollout, plain or `async`, or a `Scorer` with a time limit and batches of its own; all are
+    called at the same time. What each returned lies in `rollout.rewards` by its name, unweighted, and its mean in
+    reports as "reward/NAME". Where one returns None it does not concern the rollout, and the others make the reward;
+    where all do, the rollout has no reward. It has none either where one returns a number that is not finite, or takes
+    too long.
+    """
+
+    def __init__(
+        self, scores: Mapping[str, Score | BatchScore | Scorer], *, weights: Mapping[str, float] | None = None
+    ):
+        """scores: by their names. weights: of those that are not 1. Raises ValueError for a weight that is not finite
+        or of no score."""
+        weights = weights or {}
+        if not scores:
+            raise ValueError("Rewards needs at least one score function")
+        if unknown := sorted(set(weights) - set(scores)):
+            raise ValueError(f"weights names {', '.join(unknown)}; the score functions are {', '.join(scores)}")
+        if bad := {name: weight for name, weight in weights.items() if not isfinite(weight)}:
+            raise ValueError(f"weights must be finite, got {bad}")
+        self.weights = {name: float(weights.get(name, 1.0)) for name in scores}
+        self._scorers = {name: s if isinstance(s, Scorer) else Scorer(s) for name, s in scores.items()}
+
+    def start(
+        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
+    ) -> "Future[list[Reward]]":
+        parts = [scorer.start_part(group, prepare=prepare) for scorer in self._scorers.values()]
+        return _when_all(parts, lambda of_parts: self._sums(group, of_parts))
+
+    def close(self) -> None:
+        """Close all of its scorers."""
+        for scorer in self._scorers.values():
+            scorer.close()
+
+    def _sums(self, group: list[Rollout], of_parts: Sequence[Sequence[Reward]]) -> list[Reward]:
+        """The reward of each rollout, whose `rewards` are filled in. of_parts: of each score function one part of the
+        reward for each rollout."""
+        sums: list[Reward] = []
+        for rollout, parts in zip(group, zip(*of_parts, strict=True), strict=True):
+            given = {name: part for name, part in zip(self._scorers, parts, strict=True) if part is not None}
+            rollout.rewards = {name: part for name, part in given.items() if not isnan(part)}
+            is_whole = given and len(given) == len(rollout.rewards)
+            sums.append(sum(self.weights[name] * part for name, part in given.items()) if is_whole else None)
+        return sums
+
+
+def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """The mean of each score function over the rollouts that it concerned, by its name."""
+    parts: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, part in rollout.rewards.items():
+            parts.setdefault(name, []).append(part)
+    return {name: fmean(values) for name, values in parts.items()}
+
+
+def _when_all(futures: Sequence["Future[Any]"], then: Callable[[list[Any]], Any]) -> "Future[Any]":
+    """A future of `then` of their results, or of what one of them raised."""
+    combined: Future[Any] = Future()
+    lock, left = threading.Lock(), [len(futures)]
+
+    def count(_: "Future[Any]") -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        try:
+            combined.set_result(then([future.result() for future in futures]))
+        except BaseException as error:  # CancelledError among them; it is the trainer's to see
+            combined.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(count)
+    return combined

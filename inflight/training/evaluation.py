@@ -1,0 +1,181 @@
+"""Held-out prompts, answered by one version of the weights while training goes on."""
+
+import logging
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from inflight.core.errors import InflightError
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.spans import span
+from inflight.training.data.rewards import mean_parts
+from inflight.training.data.scored_groups import ended_by_itself
+from inflight.training.data.scoring import GroupScorer, Score, Scorer
+from inflight.training.schedules import RolloutEngine, as_example
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What one version scored on held-out prompts."""
+
+    name: str
+    step: int
+    """The optimizer step after which it began; 0: before the first."""
+    version: int
+    """The version that drew every token."""
+    reward: float | None
+    """Mean over the rollouts that have one; None if none has."""
+    num_failed: int
+    """Rollouts without a reward: cancelled or ended with an error, or not scored."""
+    rollouts: list[Rollout] = field(repr=False)
+
+    def as_dict(self) -> dict[str, float]:
+        """ "NAME/reward", "/step", "/version", "/num_failed", "/mean_length", "/truncated", and "NAME/reward/PART" of
+        each of several score functions."""
+        lengths = [len(rollout.token_ids) for rollout in self.rollouts]
+        reasons = [rollout.finish_reason for rollout in self.rollouts]
+        numbers: dict[str, Any] = {} if self.reward is None else {"reward": self.reward}
+        numbers |= {"step": self.step, "version": self.version, "num_failed": self.num_failed}
+        numbers |= {"mean_length": fmean(lengths), "truncated": reasons.count("length") / len(reasons)}
+        numbers |= {f"reward/{part}": mean for part, mean in mean_parts(self.rollouts).items()}
+        return {f"{self.name}/{key}": number for key, number in numbers.items()}
+
+
+class Evaluation:
+    """Evaluates held-out prompts beside training: nothing trains on them, and generation and training go on.
+
+        evaluation = inflight.Evaluation(engine, held_out, score, every=25)
+        for report in inflight.grpo(…, evaluation=evaluation):
+            ...
+        evaluation.results
+
+    Every token of an evaluation is drawn by the version that was the newest when it began. A slot keeps that version
+    until it ends: with `launch(slots=3)` others are published meanwhile, with two slots publishing waits for it. One is
+    under way at a time; one that would begin before is left out, and one that fails is over: both are logged, and
+    training goes on. In a loop of one's own, call `start` after `publish`, `finished` now and then, and `wait` last.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        examples: Iterable[Any],
+        score: Score | GroupScorer,
+        *,
+        sampling: SamplingParams | None = None,
+        every: int = 25,
+        name: str = "eval",
+    ):
+        """examples: as those of `grpo`; all of them are answered each time. sampling: None is greedy, with at most 256
+        tokens. every: optimizer steps between two; `grpo` evaluates before the first step and after the last, too.
+        name: what its numbers are called. Raises ValueError without a prompt, and for `every` below 1."""
+        self._engine, self._examples = engine, [as_example(example) for example in examples]
+        if not self._examples:
+            raise ValueError("an evaluation needs at least one prompt")
+        if every < 1:
+            raise ValueError(f"every must be at least 1 optimizer step, got {every}")
+        self.sampling, self.every, self.name = sampling or SamplingParams(temperature=0), every, name
+        self._scorer = score if isinstance(score, GroupScorer) else Scorer(score)
+        self._own_scorer = None if self._scorer is score else self._scorer
+        self._running: _Running | None = None
+        self.last_begun: int | None = None
+        """The step after which the last one began."""
+        self.results: list[EvaluationResult] = []
+        """Those that have ended, in the order in which they began."""
+        self._num_told = 0
+
+    @property
+    def running(self) -> list[int]:
+        """Ids of the groups of the evaluation that is under way."""
+        return self._running.group_ids if self._running is not None else []
+
+    def start(self, step: int, version: int) -> None:
+        """Begin to evaluate a version that has just been published, after this step. Returns as soon as its prompts are
+        submitted, which waits until it is live. Raises what `engine.submit` raises."""
+        self._take_result()
+        if self._running is not None:
+            logger.warning(
+                "the evaluation after step %d is left out: the one after step %d is still under way",
+                step,
+                self._running.step,
+            )
+            return
+        prompts, metadata = [e.prompt for e in self._examples], [e.metadata for e in self._examples]
+        ids = self._engine.submit(prompts, self.sampling, metadata=metadata, version=version, train=False)
+        self._running, self.last_begun = _Running(step, version, ids), step
+        threading.Thread(target=self._evaluate, args=(self._running,), name="inflight-evaluation", daemon=True).start()
+
+    def finished(self) -> list[EvaluationResult]:
+        """The results that have come since this was called last."""
+        self._take_result()
+        new, self._num_told = self.results[self._num_told :], len(self.results)
+        return new
+
+    def wait(self) -> None:
+        """Return when the evaluation that is under way has ended: as long as its answers take, while the engine
+        lives."""
+        if self._running is not None:
+            wait([self._running.result])
+            self._take_result()
+
+    def close(self) -> None:
+        """Cancel what is under way, and let the scorer's threads go."""
+        self._take_result()
+        running, self._running = self._running, None
+        if running is not None:
+            self._give_up(running.group_ids)
+        if self._own_scorer is not None:
+            self._own_scorer.close()
+
+    def _take_result(self) -> None:
+        running = self._running
+        if running is None or not running.result.done():
+            return
+        self._running = None
+        error = running.result.exception()
+        if error is None:
+            self.results.append(running.result.result())
+        else:
+            logger.error("the evaluation after step %d has failed: %s: %s", running.step, type(error).__name__, error)
+
+    def _evaluate(self, running: "_Running") -> None:
+        try:
+            with span("evaluation"):
+                groups = self._engine.stream.collect(running.group_ids)
+                scorings = [self._scorer.start(group) for group in groups if ended_by_itself(group)]
+                for group, rewards in zip(filter(ended_by_itself, groups), scorings, strict=True):
+                    for rollout, reward in zip(group, rewards.result(), strict=True):
+                        rollout.reward = reward
+            rollouts = [rollout for group in groups for rollout in group]
+            scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+            result = EvaluationResult(
+                name=self.name,
+                step=running.step,
+                version=running.version,
+                reward=fmean(scores) if scores else None,
+                num_failed=len(rollouts) - len(scores),
+                rollouts=rollouts,
+            )
+            running.result.set_result(result)
+        except Exception as error:  # it is told by `_take_result`, or by nobody after `close`
+            self._give_up(running.group_ids)
+            running.result.set_exception(error)
+
+    def _give_up(self, group_ids: list[int]) -> None:
+        with suppress(InflightError):  # the engine may be gone
+            self._engine.stream.drop(group_ids)
+            self._engine.cancel(group_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    step: int
+    version: int
+    group_ids: list[int]
+    result: "Future[EvaluationResult]" = field(default_factory=Future)

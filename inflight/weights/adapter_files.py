@@ -1,0 +1,130 @@
+"""Adapters (LoRA) that were saved by PEFT, published from their files.
+
+A directory holds `adapter_config.json` and `adapter_model.safetensors`. What is published of an adapter is A and
+α / r · B, cast to the engine's dtype; projections that it leaves alone, and ranks that it does not have, are zero.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.core.errors import LayoutMismatchError, WeightFileError
+from inflight.core.layout import WeightLayout
+from inflight.core.messages import Welcome
+from inflight.weights.named import read_checkpoint
+from inflight.weights.sources import Offer, Source
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+Tensors = dict[str, torch.Tensor]
+
+
+class AdapterFiles(Source):
+    """The adapters of an engine, by their places, which are the names that it was launched with."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensors] = {}
+        """Maps places to tensors by the engine's names without the place."""
+        self._layout: WeightLayout | None = None
+
+    def offer(self, welcome: Welcome) -> Offer:
+        if welcome.adapter_layout is None:
+            raise LayoutMismatchError("the engine holds no adapters; launch it with lora_rank")
+        self._layout = welcome.adapter_layout
+        return Offer(welcome.adapter_layout, adapters=True)
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        for name, view in views.items():
+            place, _, tensor_name = name.partition(".")
+            tensor = self._tensors.get(place, {}).get(tensor_name)
+            view.zero_()
+            if tensor is not None:
+                view[: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
+
+    def load(self, place: str, directory: str | os.PathLike[str]) -> None:
+        """Put the adapter of a directory at this place, in the place of what was there. Raises WeightFileError, or
+        LayoutMismatchError, naming it, for what does not fit the engine's adapters."""
+        if self._layout is None:
+            raise LayoutMismatchError("the engine's adapters are not known yet: publish first")
+        tensors = read_adapter(directory)
+        shapes = {spec.name: spec.shape for spec in self._layout.tensors}
+        for name, tensor in tensors.items():
+            shape = shapes.get(f"{place}.{name}")
+            if shape is None:
+                raise LayoutMismatchError(
+                    f"{directory} adapts {name.rpartition('.')[0]}, where the engine has no adapters: it has them on "
+                    "projections of attention and MLP"
+                )
+            rank, other = (0, 1) if name.endswith("A") else (1, 0)
+            if tensor.ndim != 2 or tensor.shape[other] != shape[other] or tensor.shape[rank] > shape[rank]:
+                raise LayoutMismatchError(
+                    f"{name} of {directory} is {list(tensor.shape)}; the engine takes {list(shape)} at most (lora_rank "
+                    f"is {shape[rank]})"
+                )
+        self._tensors[place] = tensors
+
+    def copy(self) -> dict[str, Tensors]:
+        """What `restore` takes."""
+        return dict(self._tensors)
+
+    def restore(self, tensors: dict[str, Tensors]) -> None:
+        """Go back to what there was."""
+        self._tensors = tensors
+
+
+def read_adapter(directory: str | os.PathLike[str]) -> Tensors:
+    """A [r, K] and α / r · B [N, r] as MODULE.lora_A and MODULE.lora_B. Raises WeightFileError for what is not plain
+    LoRA."""
+    directory = Path(directory)
+    config = _config(directory)
+    tensors: Tensors = {}
+    for full_name, tensor in read_checkpoint(directory / _WEIGHTS):
+        found = _NAME.fullmatch(full_name.removeprefix(_PREFIX))
+        if found is None:
+            raise WeightFileError(f"{directory / _WEIGHTS} holds {full_name}; what can be published is plain LoRA")
+        tensors[f"{found[1]}.lora_{found[2]}"] = tensor
+    for name in [name for name in tensors if name.endswith("B")]:
+        module = name.removesuffix(".lora_B")
+        a = tensors.get(f"{module}.lora_A")
+        if a is None or a.ndim != 2 or tensors[name].ndim != 2 or not a.shape[0] == tensors[name].shape[1] > 0:
+            raise WeightFileError(f"{directory / _WEIGHTS} holds {name} without the lora_A that belongs to it")
+        tensors[name] = tensors[name].float() * _scaling(config, module, a.shape[0])
+    if not tensors:
+        raise WeightFileError(f"{directory / _WEIGHTS} holds no adapter")
+    return tensors
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+        kind = config["peft_type"]
+        patterns = config["alpha_pattern"] = config.get("alpha_pattern") or {}
+        for alpha in (config["lora_alpha"], *patterns.values()):
+            if not isinstance(alpha, (int, float)):
+                raise TypeError(f"lora_alpha or alpha_pattern has {alpha!r} for a number")
+        for pattern in patterns:
+            re.compile(pattern)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+        raise WeightFileError(f"{path} is no configuration of an adapter: {error!r}") from error
+    special = [name for name in ("use_dora", "modules_to_save", "fan_in_fan_out", "use_qalora") if config.get(name)]
+    if kind != "LORA" or special:
+        raise WeightFileError(f"{path} says {', '.join([str(kind), *special])}; what can be published is plain LoRA")
+    return config
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """α / r, or α / √r of rank-stabilised LoRA (Kalajdzievski 2023), with the α of this module: that of the first
+    pattern that the end of its name matches, as PEFT reads them."""
+    patterns = config["alpha_pattern"].items()
+    alpha = next((a for key, a in patterns if re.fullmatch(rf"(.*\.)?({key})", module)), config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,0 +1,135 @@
+"""What the layers of a decoder do to each token by itself: products with weights, activations and norms.
+
+The gated activation of an MLP is act(gate) · up (Shazeer 2020, "GLU Variants Improve Transformer"), with
+silu(x) = x · σ(x) or gelu_tanh(x) = x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))).
+RMSNorm is n = x / √(mean(x²) + ε) in fp32 (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization") and
+y = round(n · (offset + weight)), with the rounding of Transformers. T tokens, I intermediate, D hidden.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from inflight_kernels import _cpu
+from inflight_kernels._norm import Norm
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K], weight [N, K], bias [N] → [T, N], by the fastest product there is for weights as they lie in a slot.
+
+    On a CPU float32 goes to a kernel of our own, which needs AVX-512, and so do few rows of bfloat16. Each row of its
+    result is the same, bit for bit, whatever rows are beside it: a sequence that goes on elsewhere, or whose keys are
+    computed again, goes on with the same tokens. All else goes to oneDNN, in one of few numbers of rows, which in fp32
+    takes half the time of the BLAS behind `F.linear` (docs/performance.md).
+    """
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    if weight.is_contiguous() and _cpu.takes(x, weight, *(() if bias is None else (bias,))):
+        out = x.new_empty(len(x), len(weight))
+        is_bf16 = x.dtype == torch.bfloat16
+        if _cpu.call("linear", x, x.stride(0), weight, bias, out, is_bf16, len(x), len(weight), x.shape[1]):
+            return out
+    return product(x, weight, bias)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The same by a library alone. On a CPU that is faster for many rows, and the last bits of a row depend on how many
+    rows there are."""
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    rows = len(x)
+    if (more := _few_sizes(rows) - rows) > 0:
+        x = F.pad(x, (0, 0, 0, more))
+    return _product(x, weight, bias)[:rows]
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def _few_sizes(rows: int) -> int:
+    """Round up to 4 binary digits and zeros, by at most an eighth. oneDNN keeps half a megabyte of code for every
+    number of rows that it has seen, of up to a thousand of them per process."""
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """gate_up [T, 2·I] of any float dtype, the gate in the first half → act(gate) · up [T, I] in the same dtype; the
+    activation is computed in fp32 and rounded before the product. Rows may lie any distance apart.
+    Raises ValueError if the shape does not fit or the activation is not known."""
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"expected gate_up [T, 2·I], got {list(gate_up.shape)}")
+    if activation not in ("silu", "gelu_tanh"):
+        raise ValueError(f"expected activation 'silu' or 'gelu_tanh', got {activation!r}")
+    if gate_up.is_cuda:
+        from inflight_kernels import _tokenwise_triton
+
+        return _tokenwise_triton.gated_activation(gate_up, activation)
+    if _cpu.takes(gate_up):
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+        kind, is_bf16 = int(activation == "gelu_tanh"), gate_up.dtype == torch.bfloat16
+        if _cpu.call("gated_activation", gate_up, gate_up.stride(0), out, is_bf16, *out.shape, kind):
+            return out
+    return gated_activation_reference(gate_up, activation)
+
+
+def gated_activation_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The same in plain PyTorch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """x [T, D] of any float dtype → y [T, D] in x's dtype. Rows of x may lie any distance apart.
+    Raises ValueError if the shapes do not fit."""
+    return _add_rms_norm(x, None, norm)[0]
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and residual [T, D] of one dtype → (y, s), both [T, D]: s = x + residual rounded to that dtype,
+    y = rms_norm(s). Raises ValueError as `rms_norm` does."""
+    if residual.shape != x.shape or residual.dtype != x.dtype:
+        raise ValueError(
+            f"expected a residual like x, {x.dtype} {list(x.shape)}, got {residual.dtype} {list(residual.shape)}"
+        )
+    return _add_rms_norm(x, residual, norm)
+
+
+def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, s); without a residual s is x."""
+    if x.ndim != 2 or norm.weight.shape != x.shape[1:]:
+        raise ValueError(f"expected x [T, D] and weight [D], got {list(x.shape)} and {list(norm.weight.shape)}")
+    if x.is_cuda:
+        from inflight_kernels import _tokenwise_triton
+
+        return _tokenwise_triton.add_rms_norm(x, residual, norm)
+    if _cpu.takes(x, norm.weight, *(() if residual is None else (residual,))):
+        y = torch.empty(x.shape, dtype=x.dtype)
+        s, stride = (None, 0) if residual is None else (torch.empty_like(y), residual.stride(0))
+        is_bf16 = x.dtype == torch.bfloat16
+        if _cpu.call("rms_norm", x, x.stride(0), residual, stride, s, norm.weight, y, is_bf16, *x.shape, *norm[1:]):
+            return y, x if s is None else s
+    return add_rms_norm_reference(x, residual, norm)
+
+
+def rms_norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """`rms_norm` over the last dimension in plain PyTorch, for x with any number of dimensions."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.cast_first:
+        normed = normed.to(x.dtype).float()
+    return (normed * (norm.offset + norm.weight.float())).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` in plain PyTorch; without a residual s is x."""
+    s = x if residual is None else x + residual
+    return rms_norm_reference(s, norm), s

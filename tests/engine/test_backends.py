@@ -1,0 +1,477 @@
+"""What every backend promises, from one list: each token is drawn by the version that it is stamped with, its recorded
+log-probability is that of the distribution it was drawn from, and what does not fit is refused by name.
+
+vLLM runs in the interpreter of `make peers`, in an engine's process; `make test-vllm` runs its part.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import own_columns
+import pytest
+import torch
+from full_forward import full_forward_logprobs
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_adapters import error as adapter_error
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from truth_teller import make_truth_teller
+
+import inflight
+from inflight.core.errors import (
+    ChecksumError,
+    EngineDiedError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    NonFiniteWeightsError,
+    UnsupportedModelError,
+)
+from inflight.core.messages import SlotReady
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PEERS_PYTHON = os.environ.get("INFLIGHT_VLLM_PYTHON") or str(ROOT / ".venv-peers" / "bin" / "python")
+BACKENDS = ["inflight", pytest.param("vllm", marks=pytest.mark.peers)]
+TOLERANCE = 5e-5
+"""In nats, of fp32."""
+
+
+def make_tied() -> PreTrainedModel:
+    """One with tied embeddings, whose output layer vLLM packs on its own, and heads of a size that it has."""
+    config = Qwen3Config(
+        hidden_size=64,
+        num_hidden_layers=3,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=199,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=7,
+        pad_token_id=None,
+        initializer_range=0.2,  # peaked enough that distributions differ from position to position
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def launch(model: str, backend: str, **options) -> inflight.LaunchedEngine:
+    if backend == "vllm":
+        options = {"backend_python": PEERS_PYTHON, "cuda_graphs": False, "answer_timeout_s": 120.0} | options
+    defaults = {"backend": backend, "max_sequences": 16, "max_context": 128, "threads": 1, "dtype": "float32"}
+    return inflight.launch(model, **(defaults | options))
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(backend, tmp_path_factory) -> Iterator[inflight.LaunchedEngine]:
+    directory = tmp_path_factory.mktemp("tied")
+    make_tied().save_pretrained(directory)
+    with launch(str(directory), backend, columns=(f"{own_columns.__file__}:rank",)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def adapted_engine(backend, tmp_path_factory) -> Iterator[inflight.LaunchedEngine]:
+    """One with adapters, of a rank that is none of vLLM's, whose model is compiled."""
+    directory = tmp_path_factory.mktemp("adapted")
+    make_tied().save_pretrained(directory)
+    options = {"vllm": {"block_size": 32}, "cuda_graphs": True} if backend == "vllm" else {}
+    with launch(str(directory), backend, lora_rank=6, adapters=("first", "second"), **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def trainer(engine):
+    return make_tied()
+
+
+@pytest.fixture(scope="module")
+def truth_teller_dir(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("truth-teller")
+    make_truth_teller().save_pretrained(directory)
+    return str(directory)
+
+
+PARAMS = [
+    inflight.SamplingParams(max_tokens=24, seed=1, n=3, ignore_eos=True),
+    inflight.SamplingParams(max_tokens=12, temperature=0.7, seed=2, ignore_eos=True),
+    inflight.SamplingParams(max_tokens=9, temperature=0, ignore_eos=True),
+    inflight.SamplingParams(max_tokens=20, seed=3),
+]
+
+
+def worst_error(engine, model) -> float:
+    rng, worst = random.Random(0), 0.0
+    for params in PARAMS:
+        prompts = [[rng.randrange(199) for _ in range(length)] for length in (1, 7, 40)]
+        for group in engine.generate(prompts, params, timeout_s=120):
+            for rollout in group:
+                worst = max(worst, np.abs(full_forward_logprobs(model, rollout) - rollout.logprobs).max())
+    return worst
+
+
+def perturb(model: torch.nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
+
+
+def test_recorded_logprobs_are_those_of_the_weights_that_are_live(engine, trainer):
+    """Before and after publishes: every parameter reaches every place where the backend keeps it."""
+    assert worst_error(engine, trainer) < TOLERANCE
+    before = make_tied()
+    with engine.publisher(trainer) as publisher:
+        for seed in (1, 2, 3):
+            publisher.wait_copied()
+            perturb(trainer, seed)
+            engine.wait_for_version(publisher.publish())
+            assert worst_error(engine, trainer) < TOLERANCE
+    assert worst_error(engine, before) > 100 * TOLERANCE  # so that weights that stay behind would show
+
+
+def test_filters_record_what_they_leave(engine, trainer):
+    """top-k, top-p and min-p: the probabilities of what they left add up to 1."""
+    for params in (
+        inflight.SamplingParams(max_tokens=8, top_k=5, seed=1, ignore_eos=True, top_logprobs=5),
+        inflight.SamplingParams(max_tokens=8, top_k=20, top_p=0.6, seed=2, ignore_eos=True, top_logprobs=20),
+        inflight.SamplingParams(max_tokens=8, min_p=0.3, seed=3, ignore_eos=True, top_logprobs=32),
+    ):
+        for [rollout] in engine.generate([[5, 6, 7], [100, 3]], params, timeout_s=120):
+            top = rollout.columns["top_logprobs"].astype(np.float64)
+            np.testing.assert_allclose(np.exp(top).sum(1), 1, atol=1e-5)
+            at = (rollout.columns["top_token_ids"] == rollout.token_ids[:, None]).argmax(1)
+            np.testing.assert_allclose(top[np.arange(len(at)), at], rollout.logprobs, atol=1e-6)
+
+
+def test_what_is_asked_for_is_that_of_the_distribution_that_was_drawn_from(engine):
+    """Entropies, sampling masks and columns of one's own, of requests that ask for one, beside others."""
+    plain = inflight.SamplingParams(max_tokens=6, ignore_eos=True, seed=4)
+    options = {"top_k": 5, "temperature": 1.5, "top_logprobs": 6, "return_sampling_mask": True, "return_entropy": True}
+    filtered = inflight.SamplingParams(max_tokens=8, seed=1, ignore_eos=True, **options)
+    greedy = inflight.SamplingParams(max_tokens=7, temperature=0, ignore_eos=True, columns=("rank",))
+    groups = engine.submit([[5, 6]], plain) + engine.submit([[7], [100, 3]], filtered) + engine.submit([[9]], greedy)
+    [without], *masked, [ranked] = engine.stream.collect(groups, timeout_s=120)
+    assert (without.columns, without.sampling_mask) == ({}, None)
+    for [rollout] in masked:
+        ids, logprobs = rollout.columns["top_token_ids"], rollout.columns["top_logprobs"][:, :5].astype(np.float64)
+        assert rollout.sampling_mask.offsets.tolist() == list(range(0, 5 * 9, 5))
+        assert rollout.sampling_mask.cut_from is None
+        for row, left in zip(ids, rollout.sampling_mask.token_ids.reshape(-1, 5), strict=True):
+            assert set(row[:5].tolist()) == set(left.tolist())
+        expected = -(np.exp(logprobs) * logprobs).sum(1)
+        np.testing.assert_allclose(rollout.columns["entropies"], expected, atol=1e-5)
+        assert "rank" not in rollout.columns
+    assert ranked.columns["rank"].tolist() == [0] * 7
+    assert list(ranked.columns) == ["rank"]
+
+
+def test_penalty_and_bias_change_what_is_drawn(engine):
+    bias = {token: -np.inf for token in range(199) if token not in (11, 12)}
+    params = inflight.SamplingParams(max_tokens=12, logit_bias=bias, seed=1, ignore_eos=True)
+    [[rollout]] = engine.generate([[1, 2]], params, timeout_s=120)
+    assert set(rollout.token_ids.tolist()) <= {11, 12}
+    [[plain]] = engine.generate([[1, 2]], inflight.SamplingParams(max_tokens=40, temperature=0), timeout_s=120)
+    params = inflight.SamplingParams(max_tokens=40, temperature=0, repetition_penalty=50.0)
+    [[varied]] = engine.generate([[1, 2]], params, timeout_s=120)
+    assert len(set(varied.token_ids.tolist())) > len(set(plain.token_ids.tolist()))
+
+
+def test_a_seed_decides_what_is_drawn(engine):
+    params = inflight.SamplingParams(max_tokens=16, seed=7, n=2, ignore_eos=True)
+    [first], [again] = (engine.generate([[3, 4, 5]], params, timeout_s=120) for _ in range(2))
+    assert [r.token_ids.tolist() for r in first] == [r.token_ids.tolist() for r in again]
+    assert first[0].token_ids.tolist() != first[1].token_ids.tolist()
+
+
+def test_samples_end_where_they_should(engine):
+    params = inflight.SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+    [[whole]] = engine.generate([[9, 8, 7]], params, timeout_s=120)
+    stop = int(whole.token_ids[20])
+    first = whole.token_ids.tolist().index(stop)
+    params = inflight.SamplingParams(max_tokens=60, seed=5, ignore_eos=True, stop_token_ids=(stop,))
+    [[stopped]] = engine.generate([[9, 8, 7]], params, timeout_s=120)
+    assert stopped.token_ids.tolist() == whole.token_ids.tolist()[: first + 1]
+    assert (stopped.finish_reason, whole.finish_reason) == ("stop", "length")
+    [[full]] = engine.generate([[9] * 100], inflight.SamplingParams(max_tokens=60, ignore_eos=True), timeout_s=120)
+    assert len(full.token_ids) == 28  # where the context ends
+
+
+def test_cancel_pause_and_fork(engine):
+    params = inflight.SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
+    engine.pause()
+    group, other = engine.submit([[1, 2, 3], [4, 5, 6]], params, train=False)
+    assert engine.status().num_tokens == engine.status().num_tokens
+    engine.cancel([other])
+    while not (partial := engine.stream.partial(group)) or len(partial[0].token_ids) < 5:
+        engine.resume()  # a few steps at a time, so that it does not end meanwhile
+        time.sleep(0.02)
+        engine.pause()
+    fork = engine.fork(partial[0], 4, inflight.SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.resume()
+    [whole], [[ended], [forked]] = engine.stream.collect([group]), engine.stream.collect([other, fork])
+    assert ended.finish_reason == "cancelled"
+    assert len(ended.token_ids) == 0
+    assert forked.prompt_token_ids.tolist() == [1, 2, 3, *whole[0].token_ids[:4].tolist()]
+    assert forked.forked_from == (whole[0].request_id, 4)
+    assert len(forked.token_ids) == 6
+
+
+def test_bad_requests_are_refused_and_the_engine_serves_on(engine):
+    for prompt, params, message in (
+        ([], inflight.SamplingParams(), "is empty"),
+        ([199], inflight.SamplingParams(), "token id 199"),
+        ([1] * 128, inflight.SamplingParams(), "the context holds 128"),
+        ([1], inflight.SamplingParams(stop=("x",)), "no tokenizer"),
+        ([1], inflight.SamplingParams(stop_token_ids=(500,)), "token id 500"),
+        ([1], inflight.SamplingParams(columns=("margin",)), "asks for column 'margin'"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.submit([prompt], params)
+    [[rollout]] = engine.generate([[1]], inflight.SamplingParams(max_tokens=3, ignore_eos=True), timeout_s=120)
+    assert len(rollout.token_ids) == 3
+
+
+def test_what_vllm_cannot_do_is_refused_by_name(engine, backend):
+    if backend != "vllm":
+        assert engine.generate([[1]], inflight.SamplingParams(max_tokens=2, return_entropy=True))
+        return
+    for options, name in (
+        ({"top_p": 0.9, "min_p": 0.1}, "top_p together with min_p"),
+        ({"repetition_penalty": 1.1, "logit_bias": {1: 1.0}}, "repetition_penalty together with logit_bias"),
+    ):
+        with pytest.raises(InvalidRequestError, match=name):
+            engine.submit([[1]], inflight.SamplingParams(**options))
+    with pytest.raises(InvalidRequestError, match="a version"):
+        engine.submit([[1]], version=-1)
+
+
+def test_a_sleeping_engine_goes_on_where_it_was(engine, trainer):
+    params = inflight.SamplingParams(max_tokens=100, ignore_eos=True, seed=3, n=2)
+    [group] = engine.submit([[1, 2, 3]], params)
+    while not (partial := engine.stream.partial(group)) or len(partial[0].token_ids) < 5:
+        time.sleep(0.01)
+    engine.sleep()
+    status = engine.status()
+    assert (status.asleep, status.kv_blocks_used, status.num_running) == (True, 0, 0)
+    drawn = status.num_tokens
+    with engine.publisher(trainer) as publisher:
+        engine.wait_for_version(publisher.publish())  # weights arrive
+    assert engine.status().num_tokens == drawn
+    engine.wake()
+    [rollouts] = engine.stream.collect([group], timeout_s=120)
+    for rollout in rollouts:
+        assert len(rollout.token_ids) == 100
+        assert np.abs(full_forward_logprobs(trainer, rollout) - rollout.logprobs).max() < TOLERANCE
+
+
+def test_every_request_draws_with_its_own_adapter(adapted_engine):
+    """Adapters of rank 4 change between two steps, and so do the weights below them; requests without any are left
+    alone."""
+    engine, worst = adapted_engine, {}
+    model = with_tied_adapters("first", "second")
+    params = inflight.SamplingParams(max_tokens=24, ignore_eos=True, n=2, seed=1)
+    asked = ["first", None, "second", "first"]
+
+    def check(version: int) -> None:
+        groups = [engine.submit([[3 + i] * (20 * i + 1)], params, adapter=name)[0] for i, name in enumerate(asked)]
+        for name, group in zip(asked, engine.stream.collect(groups, timeout_s=120), strict=True):
+            for rollout in group:
+                assert set(rollout.weight_versions) == {version}
+                assert adapter_error(model, rollout, name) < TOLERANCE
+                worst[name] = min(adapter_error(model, rollout, other) for other in {*asked} - {name})
+
+    check(0)  # they are zero, and so are those of PEFT
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    torch.nn.init.normal_(parameter, std=0.2)
+        with engine.publisher(model) as publisher:
+            engine.wait_for_version(publisher.publish())
+        check(2 * seed - 1)
+        assert min(worst.values()) > 100 * TOLERANCE
+        base = model.get_base_model()
+        perturb_base(base, seed)
+        plain = make_tied()
+        names = {n.replace(".base_layer", ""): p for n, p in base.state_dict().items() if "lora_" not in n}
+        plain.load_state_dict(names)
+        with engine.publisher(plain) as publisher:
+            engine.wait_for_version(publisher.publish())
+        check(2 * seed)
+
+
+def test_adapters_change_while_requests_run(adapted_engine):
+    """A prefix is taken over from requests with the same adapter of the same version alone."""
+    engine, model = adapted_engine, with_tied_adapters("first", "second")
+    params = inflight.SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
+    live = engine.status().version
+    with engine.publisher(model) as publisher:
+        version = publisher.publish()
+        engine.wait_for_version(version)
+        assert version == live + 1
+        taken_over = []
+        for adapter in ("first", "first", "second", None, None):
+            [[rollout]] = engine.generate([[7] * 100], params, adapter=adapter, timeout_s=120)
+            taken_over.append(rollout.prefix_tokens > 0)
+        assert taken_over == [False, True, False, False, True]
+        long = inflight.SamplingParams(max_tokens=120, ignore_eos=True, seed=0)
+        [group] = engine.submit([[5, 6]], long, adapter="second")
+        while not (partial := engine.stream.partial(group)) or len(partial[0].token_ids) < 3:
+            time.sleep(0.01)
+        version = publisher.publish()
+        [[rollout]] = engine.stream.collect([group], timeout_s=120)
+        engine.wait_for_version(version)
+        assert set(rollout.weight_versions) == {version - 1, version}
+        [[rollout]] = engine.generate([[7] * 100], params, adapter="first", timeout_s=120)
+        assert rollout.prefix_tokens == 0  # of another version
+        [[rollout]] = engine.generate([[7] * 100], params, timeout_s=120)
+        assert rollout.prefix_tokens > 0  # the weights are the same
+
+
+def test_versions_that_do_not_fit_are_refused_and_the_old_one_serves(engine, trainer, monkeypatch):
+    state = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    wrong, missing = make_tied(), make_tied()
+    wrong.model.norm.weight = torch.nn.Parameter(torch.ones(63))
+    del missing.model.layers[1].mlp.down_proj
+    with pytest.raises(LayoutMismatchError, match=r"model\.norm\.weight"):
+        engine.publisher(wrong)
+    with pytest.raises(LayoutMismatchError, match="only in"):
+        engine.publisher(missing)
+    live = engine.status().version
+    with engine.publisher(trainer, check_finite=True) as publisher:
+        with torch.no_grad():
+            trainer.model.layers[0].mlp.down_proj.weight[3, 3] = float("nan")
+        with pytest.raises(NonFiniteWeightsError, match="down_proj"):
+            engine.wait_for_version(publisher.publish(), timeout_s=20)
+    trainer.load_state_dict(state)
+    assert engine.status().version == live
+    with engine.publisher(trainer) as publisher, monkeypatch.context() as patch:
+        patch.setattr("inflight.weights.link.SlotReady", lambda **fields: SlotReady(**(fields | {"checksum": 1})))
+        with pytest.raises(ChecksumError, match="does not hold version"):
+            engine.wait_for_version(publisher.publish(), timeout_s=20)
+    assert engine.status().version == live
+    with engine.publisher(trainer) as publisher:
+        engine.wait_for_version(publisher.publish())
+    assert worst_error(engine, trainer) < TOLERANCE
+
+
+@pytest.mark.peers
+def test_weights_that_vllm_would_not_renew_are_refused_by_name():
+    """On a CPU it keeps experts in a form of its own, which its reloading leaves behind."""
+    with pytest.raises(UnsupportedModelError, match=r"takes no new weights .*w13_weight is not what was loaded"):
+        launch("tiny-moe", "vllm")
+
+
+def with_tied_adapters(*names: str) -> PeftModel:
+    config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(make_tied(), config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    return model.eval()
+
+
+def perturb_base(base: torch.nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if "lora_" not in name:
+                parameter.mul_(1 + 0.2 * torch.rand_like(parameter))
+
+
+def truth_told(engine, publisher: subprocess.Popen) -> tuple[set[int], int]:
+    """Keep the engine under load while a process publishes. Returns the versions seen, and how many samples span
+    several; every token must proclaim the version that it is stamped with."""
+    rng, seen, spanning = random.Random(0), set(), 0
+
+    def submit(count: int) -> None:
+        for _ in range(count):
+            params = inflight.SamplingParams(max_tokens=rng.randint(1, 60), temperature=0, n=rng.randint(1, 3))
+            engine.submit([[rng.randrange(1000)] * rng.randint(1, 20)], params)
+
+    submit(24)
+    for group in engine.stream.groups():
+        for rollout in group:
+            assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+            seen.update(rollout.weight_versions.tolist())
+            spanning += rollout.weight_versions[0] != rollout.weight_versions[-1]
+        if publisher.poll() is None:
+            submit(1)
+    return seen, spanning
+
+
+def start_publisher(engine, count: int) -> subprocess.Popen:
+    program = ROOT / "tests" / "helpers" / "truth_teller.py"
+    command = [sys.executable, program, engine.address.endpoint, "publish", str(count), "1", "cpu", "slots"]
+    return subprocess.Popen(command)
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers"),
+    [("inflight", 1), *(pytest.param("vllm", workers, marks=pytest.mark.peers) for workers in (1, 2))],
+)
+def test_every_token_tells_the_truth(truth_teller_dir, backend, workers):
+    """Of one process, with vLLM's model compiled, and of two workers that commit before the same step, always."""
+    options = {}
+    if backend == "vllm":
+        options = {"vllm": {"tensor_parallel_size": workers, "block_size": 32}, "cuda_graphs": workers == 1}
+    num_versions = 200 if workers == 1 else 60  # two workers on two cores are slow
+    with launch(truth_teller_dir, backend, **options) as engine:
+        publisher = start_publisher(engine, num_versions)
+        seen, spanning = truth_told(engine, publisher)
+        status = engine.status()
+    assert publisher.wait() == 0
+    assert status.version == num_versions
+    assert len(seen) > num_versions // 2
+    assert spanning > 20
+
+
+@pytest.mark.peers
+def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_teller_dir):
+    options = {"vllm": {"tensor_parallel_size": 2}, "restarts": 1}
+    with launch(truth_teller_dir, "vllm", **options) as engine:
+        first = engine._launcher.pid
+        params = inflight.SamplingParams(max_tokens=100, temperature=0)
+        groups = engine.submit([[token] * 5 for token in range(8)], params, train=False)
+        while len(engine.stream.partial(groups[0])) == 0:
+            time.sleep(0.01)
+        os.kill(workers_of(first)[0], signal.SIGKILL)
+        for [rollout] in engine.stream.collect(groups, timeout_s=240):
+            assert set(rollout.token_ids.tolist()) == {1}
+            assert len(rollout.token_ids) == 100
+        assert engine._launcher.pid != first
+        os.kill(workers_of(engine._launcher.pid)[0], signal.SIGKILL)
+        with pytest.raises(EngineDiedError, match="vLLM has failed"):
+            engine.generate([[1]], params, timeout_s=120)
+
+
+def workers_of(pid: int) -> list[int]:
+    """The worker processes of a vLLM engine."""
+    children = []
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+        if int(fields["PPid"]) == pid and "VLLM" in fields["Name"]:
+            children.append(int(path.parent.name))
+    assert len(children) == 2, children
+    return children

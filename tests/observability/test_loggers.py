@@ -1,0 +1,88 @@
+"""Loggers: lines of JSON that are there at once; libraries that are called as they are meant to be, or refused by
+name where they are not installed."""
+
+import json
+import sys
+from math import inf, nan
+from types import SimpleNamespace
+
+import pytest
+
+from inflight.core.errors import LoggerError
+from inflight.observability.loggers import JsonLines, TensorBoard, Trackio, WandB
+
+VALUES = {"loss": 0.5, "ratio/ess": 0.25}
+
+
+def test_lines_of_json_are_there_at_once_and_are_appended_to(tmp_path):
+    path = tmp_path / "runs" / "steps.jsonl"
+    with JsonLines(path) as logger:
+        logger.log(1, VALUES)
+        assert json.loads(path.read_text()) == {"step": 1, **VALUES}
+    with JsonLines(path) as logger:
+        logger.log(2, {"loss": inf, "reward": 1.0, "kl": nan})
+    assert [json.loads(line) for line in path.read_text().splitlines()][1] == {"step": 2, "reward": 1.0}
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LoggerError, match=r"cannot write .*file/steps.jsonl"):
+        JsonLines(tmp_path / "file" / "steps.jsonl")
+
+
+@pytest.mark.parametrize(("kind", "package"), [(TensorBoard, "tensorboard"), (WandB, "wandb"), (Trackio, "trackio")])
+def test_a_library_that_is_not_installed_is_named_with_what_to_do(kind, package, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(LoggerError, match=rf"needs the package {package}; install it with `pip install {package}`"):
+        kind(str(tmp_path))
+
+
+@pytest.fixture(params=[WandB, Trackio])
+def calls(request, monkeypatch):
+    """What a library's run is asked for, and the logger that asks."""
+    seen = []
+    run = SimpleNamespace(
+        log=lambda values, step: seen.append((step, values)),
+        finish=lambda: seen.append("finish"),
+    )
+
+    def init(**options):
+        seen.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, request.param.__name__.lower(), SimpleNamespace(init=init))
+    return request.param, seen
+
+
+def test_a_run_is_begun_told_every_step_and_finished(calls):
+    kind, seen = calls
+    with kind("project", name="first", config={"steps": 3}) as logger:
+        logger.log(1, VALUES)
+        logger.log(2, VALUES)
+    options, *steps, last = seen
+    assert options["project"] == "project"
+    assert options["name"] == "first"
+    assert options["config"] == {"steps": 3}
+    assert options.get("mode", "offline") == "offline"
+    assert steps == [(1, VALUES), (2, VALUES)]
+    assert last == "finish"
+
+
+def test_scalars_are_written_for_tensorboard(monkeypatch, tmp_path):
+    seen = []
+
+    class SummaryWriter:
+        def __init__(self, directory):
+            seen.append(directory)
+
+        def add_scalar(self, name, value, step):
+            seen.append((name, value, step))
+
+        def close(self):
+            seen.append("close")
+
+    monkeypatch.setitem(sys.modules, "tensorboard", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    with TensorBoard(tmp_path) as logger:
+        logger.log(3, VALUES)
+    assert seen == [str(tmp_path), ("loss", 0.5, 3), ("ratio/ess", 0.25, 3), "close"]

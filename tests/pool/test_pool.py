@@ -1,0 +1,472 @@
+"""Several engines look like one, and a rollout does not care which of them draws it, or how many die meanwhile."""
+
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+from truth_teller import make_truth_teller, teach
+
+import inflight
+from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.ranks.launching import TrainerRanks
+from inflight.stream.assembler import Assembler
+from inflight.training.schedules import Example
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3]]
+PARAMS = SamplingParams(n=2, max_tokens=100, seed=7, ignore_eos=True)
+LAST_VERSION = 8000
+GREEDY = SamplingParams(n=2, max_tokens=150, temperature=0.0)
+
+
+def until(true) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true within 60 s"
+        time.sleep(0.002)
+
+
+def kill_after(pool, tokens: int, index: int = 0, number: int = signal.SIGKILL) -> None:
+    """End an engine's process when so many more tokens have come."""
+    seen = pool.stream.num_tokens
+    until(lambda: pool.stream.num_tokens >= seen + tokens)
+    os.kill(pool.engines[index].pid, number)
+
+
+def rollouts_of(pool) -> dict[tuple[int, int], inflight.Rollout]:
+    rollouts = [rollout for group in pool.stream.groups() for rollout in group]
+    by_id = {(rollout.group_id, rollout.sample): rollout for rollout in rollouts}
+    assert len(by_id) == len(rollouts), "a rollout came twice"
+    return by_id
+
+
+def float_of(rollout: inflight.Rollout) -> float:
+    return float(rollout.sample)
+
+
+def check_truth(rollout: inflight.Rollout, num_tokens: int) -> None:
+    """All tokens are there, each of the version that it proclaims, none older than the one before it."""
+    assert rollout.finish_reason == "length"
+    assert len(rollout.token_ids) == num_tokens
+    assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+    assert (np.diff(rollout.weight_versions) >= 0).all()
+    assert (np.diff(rollout.sampled_at_ns) >= 0).all()
+
+
+@pytest.fixture(scope="module")
+def truth_dir(tmp_path_factory):
+    """A model whose tokens proclaim the version of its weights."""
+    directory = tmp_path_factory.mktemp("truth")
+    make_truth_teller().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def random_dir(tmp_path_factory):
+    """A model of the same shapes, with random weights."""
+    directory = tmp_path_factory.mktemp("random")
+    torch.manual_seed(1)
+    Qwen3ForCausalLM(make_truth_teller().config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(random_dir):
+    """What one engine draws that nothing happens to."""
+    with inflight.Engine(EngineOptions(random_dir, **OPTIONS)) as engine:
+        engine.submit([inflight.core.messages.Prompt(prompt, PARAMS) for prompt in PROMPTS])
+        assembler, groups = Assembler(), []
+        while engine.has_work:
+            groups += assembler.add(engine.step())
+        return {(r.group_id, r.sample): r.token_ids.tolist() for group in groups for r in group}
+
+
+@pytest.fixture(scope="module")
+def trainer(random_dir):
+    """Two engines, and the publisher of a model to them."""
+    model = Qwen3ForCausalLM.from_pretrained(random_dir)
+    options = EngineOptions(random_dir, **OPTIONS, restarts=20)
+    with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
+        yield pool, publisher, model
+
+
+@pytest.fixture
+def pool(trainer):
+    """Two engines that serve, with nothing in flight."""
+    pool = trainer[0]
+    until(lambda: len(pool.statuses()) == 2)
+    assert not pool.stream.outstanding
+    return pool
+
+
+@pytest.fixture
+def publisher(trainer, random_dir):
+    """Its model is the random one again after the test."""
+    _, publisher, model = trainer
+    yield publisher
+    publisher.wait_copied()
+    model.load_state_dict(Qwen3ForCausalLM.from_pretrained(random_dir).state_dict())
+    trainer[0].wait_for_version(publisher.publish())
+
+
+def by_submission(ids: list[int], rollouts) -> dict[tuple[int, int], list[int]]:
+    """Maps the places of prompts, and samples, to their tokens."""
+    return {(ids.index(group_id), sample): r.token_ids.tolist() for (group_id, sample), r in rollouts.items()}
+
+
+def test_prompts_go_to_the_engine_that_has_least_to_do_and_ids_count_on(pool):
+    before = {engine: status.num_tokens for engine, status in pool.statuses().items()}
+    first = pool.submit(PROMPTS, PARAMS)
+    second = pool.submit(PROMPTS[:2], PARAMS)
+    assert [*first, *second] == list(range(first[0], first[0] + 8))
+    rollouts = rollouts_of(pool)
+    assert {key[0] for key in rollouts} == {*first, *second}
+    drawn = {engine: status.num_tokens - before[engine] for engine, status in pool.statuses().items()}
+    assert sum(drawn.values()) == 8 * 2 * 100
+    assert min(drawn.values()) >= 3 * 2 * 100
+    assert pool.status().num_tokens == sum(status.num_tokens for status in pool.statuses().values())
+
+
+def test_one_engine_draws_what_several_do(pool, undisturbed):
+    ids = pool.submit(PROMPTS, PARAMS)
+    assert by_submission(ids, rollouts_of(pool)) == undisturbed
+
+
+def test_a_batch_comes_from_all_engines(pool):
+    before = {engine: status.num_tokens for engine, status in pool.statuses().items()}
+    ids = pool.submit(PROMPTS, PARAMS)
+    [batch] = pool.stream.batches(rollouts=12, score=lambda rollout: float(rollout.sample))
+    assert {rollout.group_id for rollout in batch.rollouts} == set(ids)
+    assert all(status.num_tokens > before[engine] for engine, status in pool.statuses().items())
+
+
+def test_the_reference_loop_trains_on_a_pool(pool, publisher, trainer):
+    model = trainer[2]
+    config = inflight.GRPOConfig(steps=2, groups_per_step=4, sampling=SamplingParams(n=2, max_tokens=5, seed=1))
+    optimizer, examples = torch.optim.SGD(model.parameters(), lr=1e-3), [Example(prompt, {}) for prompt in PROMPTS * 4]
+    before = publisher.version
+    reports = list(inflight.grpo(pool, publisher, model, optimizer, examples, float_of, config))
+    assert [sum(map(len, report.groups)) for report in reports] == [8, 8]
+    assert publisher.version == before + 2
+    assert not pool.stream.outstanding
+
+
+def test_versions_are_those_of_the_weights_that_drew_each_token(pool, publisher, trainer):
+    model, version, submitted, rollouts = trainer[2], publisher.version + 1, set(), {}
+    publisher.wait_copied()
+    model.load_state_dict(make_truth_teller().state_dict())
+    teach(model, version, 0)
+    pool.wait_for_version(publisher.publish())
+    for _ in range(50):
+        submitted.update(pool.submit(PROMPTS[: 6 - len(pool.stream.outstanding)], GREEDY))
+        until(lambda version=version: publisher.sent_version == version)
+        version += 1
+        teach(model, version, version - 1)
+        assert publisher.publish() == version
+    rollouts = rollouts_of(pool)
+    assert {key[0] for key in rollouts} == submitted
+    for rollout in rollouts.values():
+        check_truth(rollout, 150)
+    assert len({version for rollout in rollouts.values() for version in rollout.weight_versions.tolist()}) >= 10
+
+
+def test_a_prompt_that_is_refused_is_named_and_no_other_is_accepted(pool):
+    with pytest.raises(InvalidRequestError, match=r"^prompt 3 has token id 9999; the vocabulary is"):
+        pool.submit([*PROMPTS[:3], [9999], *PROMPTS[3:]], PARAMS)
+    assert not pool.stream.outstanding
+    until(lambda: not pool.status().num_running + pool.status().num_waiting)
+    [group_id] = pool.submit([[1]], PARAMS)
+    assert {key[0] for key in rollouts_of(pool)} == {group_id}
+
+
+def test_partial_fork_and_cancel_reach_the_engine_that_has_the_group(pool):
+    long = SamplingParams(max_tokens=240, ignore_eos=True)
+    first, second = pool.submit(PROMPTS[:2], long)
+    for group_id in (first, second):
+        until(lambda group_id=group_id: pool.partial(group_id) and len(pool.partial(group_id)[0].token_ids) > 5)
+        [sample] = pool.partial(group_id)
+        fork = pool.fork(sample, at=3, params=SamplingParams(max_tokens=4, ignore_eos=True))
+        [[child]] = pool.stream.collect([fork])
+        assert child.forked_from == (sample.request_id, 3)
+        assert child.prompt_token_ids.tolist() == [*sample.prompt_token_ids, *sample.token_ids[:3]]
+    pool.cancel([second])
+    assert pool.stream.collect([second])[0][0].finish_reason == "cancelled"
+    assert pool.stream.collect([first])[0][0].finish_reason == "length"
+    with pytest.raises(InvalidRequestError, match="is not unfinished"):
+        pool.fork(sample)
+
+
+def test_all_engines_pause_and_go_on(pool):
+    pool.submit(PROMPTS, PARAMS)
+    pool.pause()
+    assert [status.paused for status in pool.statuses().values()] == [True, True]
+    steps = [status.step for status in pool.statuses().values()]
+    time.sleep(0.1)
+    assert steps == [status.step for status in pool.statuses().values()]
+    until(lambda: pool.stream.state == "paused")
+    pool.resume()
+    assert len(rollouts_of(pool)) == 12
+
+
+def test_generate_from_many_threads_gives_each_its_own(pool, undisturbed):
+    answers: dict[tuple[int, int], list[int]] = {}
+
+    def generate(index: int) -> None:
+        [group] = pool.generate([PROMPTS[index]], PARAMS)
+        answers.update({(index, rollout.sample): rollout.token_ids.tolist() for rollout in group})
+
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == undisturbed
+
+
+def test_what_belongs_to_a_pool_is_not_used_beside_it(pool):
+    engine = pool.engines[0]
+    with pytest.raises(InflightError, match="one of a pool"):
+        engine.submit([[1]])
+    with pytest.raises(InflightError, match="one of a pool"):
+        _ = engine.stream
+    with pytest.raises(InflightError, match="one of a pool"):
+        pool.add(engine)
+    with pytest.raises(InflightError, match=r"pool\.publisher\(model\)"):
+        inflight.Publisher(pool, make_truth_teller())
+    with pytest.raises(ValueError, match="one engine at least"):
+        inflight.EnginePool([])
+    with pytest.raises(ValueError, match="one engine at least"):
+        inflight.launch_pool([])
+
+
+def test_rollouts_of_an_engine_that_is_killed_go_on_at_the_other_token_for_token(pool, undisturbed):
+    killed = pool.engines[0].pid
+    ids = pool.submit(PROMPTS, PARAMS)
+    kill_after(pool, 300)
+    rollouts = rollouts_of(pool)
+    assert by_submission(ids, rollouts) == undisturbed
+    assert all(rollout.finish_reason == "length" for rollout in rollouts.values())
+    assert all((np.diff(rollout.sampled_at_ns) >= 0).all() for rollout in rollouts.values())
+    until(lambda: len(pool.statuses()) == 2)
+    assert pool.engines[0].pid != killed
+    ids = pool.submit(PROMPTS, PARAMS)
+    assert by_submission(ids, rollouts_of(pool)) == undisturbed
+
+
+def test_rollouts_of_an_engine_that_is_removed_go_on_and_it_can_be_used_alone(pool, undisturbed):
+    ids = pool.submit(PROMPTS, PARAMS)
+    until(lambda: pool.stream.num_tokens and all(pool.partial(group_id) for group_id in ids))
+    engine, other = pool.engines
+    pool.remove(engine)
+    assert pool.engines == [other]
+    assert by_submission(ids, rollouts_of(pool)) == undisturbed
+    until(lambda: not engine.status().num_running)
+    [group] = engine.generate(PROMPTS[:1], PARAMS)
+    assert [rollout.token_ids.tolist() for rollout in group] == [undisturbed[0, 0], undisturbed[0, 1]]
+    with pytest.raises(ValueError, match="none of the pool's"):
+        pool.remove(engine)
+    with pytest.raises(ValueError, match="keeps one engine"):
+        pool.remove(other)
+
+    before = engine.status().num_tokens
+    pool.add(engine)
+    ids = pool.submit(PROMPTS, PARAMS)
+    assert by_submission(ids, rollouts_of(pool)) == undisturbed
+    assert engine.status().num_tokens > before
+
+
+def test_others_of_this_machine_see_the_batches_of_a_pool(pool):
+    attached = inflight.attach_local(pool.share())
+    [theirs] = attached.submit([[1, 2]], PARAMS)
+    [ours] = pool.submit([[3]], PARAMS)
+    assert attached.status().version == pool.status().version
+    [batch] = pool.stream.batches(rollouts=4, score=float_of)
+    assert {rollout.group_id for rollout in batch.rollouts} == {ours, theirs}
+    attached.close()
+
+
+@pytest.mark.slow
+def test_when_no_engine_is_left_the_error_tells_of_all_deaths(random_dir):
+    with inflight.launch_pool([EngineOptions(random_dir, **OPTIONS)] * 2) as pool:
+        pids = [engine.pid for engine in pool.engines]
+        pool.submit(PROMPTS, SamplingParams(max_tokens=240, ignore_eos=True))
+        kill_after(pool, 20)
+        until(lambda: len(pool.engines) == 1)
+        assert pool.engines[0].pid == pids[1]
+        kill_after(pool, 20)
+        with pytest.raises(EngineDiedError, match=f"(?s)all engines.*process {pids[0]}: .*-9.*process {pids[1]}: .*-9"):
+            rollouts_of(pool)
+        with pytest.raises(EngineDiedError, match="all engines of the pool have ended"):
+            pool.submit([[1]])
+        assert pool.stream.state == "closed"
+
+
+@pytest.mark.slow
+def test_ranks_of_a_trainer_share_the_batches_of_a_pool(random_dir, monkeypatch):
+    store, options = Store(), EngineOptions(random_dir, **OPTIONS)
+    taken: dict[int, list[int]] = {}
+
+    def train(rank: int) -> None:
+        monkeypatch.setattr(TrainerRanks, "of_this_process", lambda: TrainerRanks(rank, 2, store))
+        monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
+        with inflight.launch_pool([options] * 2) as pool:
+            engines[rank] = pool
+            launched.wait(60)
+            if rank == 0:
+                pool.submit(PROMPTS, PARAMS)
+            batches = list(pool.stream.batches(rollouts=12, score=float_of))
+            taken[rank] = [rollout.group_id for batch in batches for rollout in batch.rollouts]
+            launched.wait(60)
+
+    engines: dict[int, object] = {}
+    launched = threading.Barrier(2)
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    threads[0].start()
+    until(lambda: store)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken[0] + taken[1]) == sorted([*range(6)] * 2)
+    assert isinstance(engines[1], inflight.AttachedEngine)
+    assert taken[0]
+    assert taken[1]
+
+
+class Store(dict):
+    """That of a process group, as far as it is used."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def set(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_pool(pool, publisher, random_dir, undisturbed, tmp_path):
+    ids = pool.submit(PROMPTS, PARAMS)
+    [finished] = pool.submit([[4]], SamplingParams(max_tokens=2, ignore_eos=True), train=False)
+    seen = pool.stream.num_tokens
+    until(lambda: pool.stream.num_tokens > seen + 300)
+    inflight.Run(pool, publisher).save(tmp_path)
+    first = pool.stream.collect([finished])
+    assert by_submission(ids, rollouts_of(pool)) == undisturbed
+
+    options, model = EngineOptions(random_dir, **OPTIONS), Qwen3ForCausalLM.from_pretrained(random_dir)
+    with inflight.launch_pool([options] * 2) as other, other.publisher(model) as another:
+        inflight.Run(other, another).load(tmp_path)
+        assert other.stream.outstanding == [*ids, finished]
+        assert other.submit([[9]], PARAMS) == [finished + 1]
+        other.stream.drop([finished + 1])
+        again = other.stream.collect([finished])
+        assert again[0][0].token_ids.tolist() == first[0][0].token_ids.tolist()
+        assert by_submission(ids, rollouts_of(other)) == undisturbed
+        assert other.status().num_tokens < 1200  # 300 of 1,402 had come
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_counts_as_one_that_has_ended(random_dir, undisturbed):
+    options = EngineOptions(random_dir, **OPTIONS, restarts=1, answer_timeout_s=2)
+    with inflight.launch_pool([options] * 2) as pool:
+        ids = pool.submit(PROMPTS, PARAMS)
+        kill_after(pool, 100, number=signal.SIGSTOP)
+        assert by_submission(ids, rollouts_of(pool)) == undisturbed
+        until(lambda: len(pool.statuses()) == 2)
+
+
+@pytest.mark.slow
+def test_rollouts_go_on_only_with_weights_that_are_not_older(truth_dir):
+    """The engine that is left has not got the newest version when the other one dies, which drew with it."""
+    model = make_truth_teller()
+    with inflight.launch_pool([EngineOptions(truth_dir, **OPTIONS)] * 2) as pool, pool.publisher(model) as publisher:
+        first, second = pool.engines
+        pool.submit(PROMPTS, GREEDY)
+        until(lambda: pool.stream.num_tokens > 50)
+        os.kill(second.pid, signal.SIGSTOP)
+        teach(model, 1, 0)
+        publisher.publish()
+        until(lambda: first.status().version == 1)
+        kill_after(pool, 50)
+        time.sleep(1)
+        os.kill(second.pid, signal.SIGCONT)
+        rollouts = rollouts_of(pool)
+    assert len(rollouts) == 12
+    for rollout in rollouts.values():
+        check_truth(rollout, 150)
+    assert any(len(set(rollout.weight_versions)) == 2 for rollout in rollouts.values())
+
+
+@pytest.mark.slow
+def test_an_engine_that_comes_back_is_paused_if_the_others_are_and_has_their_weights(pool, publisher):
+    version = publisher.publish()
+    pool.wait_for_version(version)
+    pool.pause()
+    os.kill(pool.engines[1].pid, signal.SIGKILL)
+    until(lambda: len(pool.statuses()) == 1)
+    until(lambda: len(pool.statuses()) == 2)
+    assert [status.paused for status in pool.statuses().values()] == [True, True]
+    assert [status.version for status in pool.statuses().values()] == [version, version]
+    pool.resume()
+
+
+@pytest.mark.slow
+def test_what_is_pinned_ends_as_an_error_where_no_engine_has_its_version(truth_dir):
+    model = make_truth_teller()
+    options = EngineOptions(truth_dir, **OPTIONS, slots=3)
+    with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
+        params = SamplingParams(max_tokens=240, temperature=0.0)
+        ids = pool.submit(PROMPTS[:2], params, version=-1)  # one for each engine
+        teach(model, 1, 0)
+        pool.wait_for_version(publisher.publish())
+        pool.pause()
+        pool.cancel([ids[1]])
+        pool.resume()
+        until(lambda: 0 not in pool.engines[1].status().versions)
+        kill_after(pool, 10)
+        rollouts = rollouts_of(pool)
+        assert rollouts[ids[0], 0].finish_reason == "error"
+        assert set(rollouts[ids[0], 0].weight_versions.tolist()) == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # nearly all of it for engines that start
+def test_ten_kills_lose_and_misattribute_nothing(truth_dir):
+    """A trainer publishes and takes groups all the time, while engines die at random moments, also two at once, and
+    while they start."""
+    model, draw, kills = make_truth_teller(), random.Random(3), 0
+    options = EngineOptions(truth_dir, **OPTIONS, restarts=40)
+    with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
+        submitted, rollouts, before = set(pool.submit(PROMPTS, GREEDY)), [], 0
+        groups, next_kill = pool.stream.groups(), 0.0
+        while kills < 10:
+            if before < LAST_VERSION:  # where engines take long to start, more than the model can tell apart
+                with suppress(InflightError):  # an engine died while it was waited for
+                    publisher.wait_copied()
+                teach(model, before + 1, before)
+                before = publisher.publish()
+            if time.monotonic() > next_kill:
+                with suppress(ProcessLookupError):
+                    os.kill(draw.choice(pool.engines).pid, signal.SIGKILL)
+                    kills += 1
+                next_kill = time.monotonic() + draw.uniform(0.0, 4.0)
+            while len(pool.stream.outstanding) < 8:
+                submitted.update(pool.submit(PROMPTS[:2], GREEDY))
+            if pool.stream._inbox._ready:
+                rollouts += next(groups)
+            time.sleep(0.03)
+        rollouts += [rollout for group in groups for rollout in group]
+        pool.wait_for_version(before)
+        until(lambda: len(pool.statuses()) == 2)
+    assert {(r.group_id, r.sample) for r in rollouts} == {(group_id, i) for group_id in submitted for i in range(2)}
+    assert len(rollouts) == 2 * len(submitted)
+    for rollout in rollouts:
+        check_truth(rollout, 150)

@@ -1,0 +1,54 @@
+"""Another process of this machine attaches to a real engine, submits to it and sees its batches."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import inflight
+from inflight.core.errors import RankLostError
+
+PARAMS = inflight.SamplingParams(n=4, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.slow
+def test_prompts_of_an_attached_process_are_in_the_batches_that_both_see():
+    with inflight.launch("tiny", device="cpu", threads=1, restarts=1) as engine:
+        directory = engine.share()
+        assert engine.share() == directory
+        attached = inflight.attach_local(directory)
+        assert attached.status().version == 0
+        [theirs] = attached.submit(["from elsewhere"], PARAMS, metadata=[{"who": "attached"}])
+        [ours] = engine.submit(["from here"], PARAMS)
+        seen = []
+        looking = threading.Thread(target=lambda: seen.extend(attached.stream.batches()), daemon=True)
+        looking.start()
+        deadline = time.monotonic() + 60
+        while not engine._hub._asking:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        batches = engine.stream.batches(rollouts=8, score=lambda rollout: float(len(rollout.text)))
+        own = [next(batches)]
+        while not seen:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert next(batches, None) is None
+        looking.join(60)
+        assert len(own) == len(seen) == 1
+        for batch in (*own, *seen):
+            assert {rollout.group_id for rollout in batch.rollouts} == {ours, theirs}
+            assert {r.metadata.get("who") for r in batch.rollouts if r.group_id == theirs} == {"attached"}
+        assert [r.text for r in seen[0].rollouts] == [r.text for r in own[0].rollouts]
+        assert attached.stream.last_reward == engine.stream.last_reward
+
+        os.kill(engine.pid, signal.SIGKILL)  # its successor serves those who attached
+        [again] = attached.submit(["once more"], PARAMS)
+        assert [group[0].group_id for group in engine.stream.groups()] == [again]
+        attached.wait_for_version(0)
+        with pytest.raises(TimeoutError, match="version 1 did not go live"):
+            attached.wait_for_version(1, timeout_s=0.1)
+    with pytest.raises(RankLostError, match="rank 0 has closed its engine"):
+        attached.status()
+    attached.close()

@@ -1,0 +1,134 @@
+"""Ranks find each other by their process group, and average to the gradient of one."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight.core.errors import InvalidRequestError, ModelLoadError, RankLostError
+from inflight.core.options import EngineOptions
+from inflight.ranks import launching
+from inflight.ranks.launching import TrainerRanks
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "shared_gradient.py"
+RESUMED = Path(__file__).parents[1] / "helpers" / "resumed_ranks.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_average_gradient_of_the_ranks_is_that_of_one(tmp_path, size):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), str(size), tmp_path / "store"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors[-1500:] for _, errors in outputs)
+    assert [output for output, _ in outputs] == ["the gradients are those of one rank\n"] * size
+
+
+class Store(dict):
+    """That of a process group, as far as it is used."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def set(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+
+class LostStore(Store):
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset by peer")
+
+
+OPTIONS = EngineOptions("tiny", timeout_s=0.2, rank_timeout_s=0.2)
+
+
+@pytest.fixture(autouse=True)
+def first_launch(monkeypatch):
+    monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
+    return lambda: monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
+
+
+def fail():
+    raise ModelLoadError("there is no such model")
+
+
+def test_what_keeps_rank_0_from_launching_is_raised_by_all(first_launch):
+    store = Store()
+    with pytest.raises(ModelLoadError):
+        TrainerRanks(0, 2, store).announce(fail, None)
+    first_launch()
+    with pytest.raises(ModelLoadError, match="there is no such model"):
+        TrainerRanks(1, 2, store).attach(OPTIONS)
+
+
+def test_another_launch_than_rank_0s_is_refused(first_launch):
+    store = Store()
+    other = launching.Card(EngineOptions("small"), "/nowhere", 1, "here")
+    TrainerRanks(0, 2, store).announce(lambda: other, lambda card: card)
+    first_launch()
+    with pytest.raises(InvalidRequestError, match="rank 1 launches 'tiny' where rank 0 launched 'small'"):
+        TrainerRanks(1, 2, store).attach(OPTIONS)
+
+
+def test_a_launch_that_rank_0_never_makes_is_waited_for_within_a_bound():
+    with pytest.raises(RankLostError, match=r"rank 0 has launched no engine within 0\.4 s"):
+        TrainerRanks(1, 2, Store()).attach(OPTIONS)
+    with pytest.raises(RankLostError, match="rank 0 cannot be reached: connection reset by peer"):
+        TrainerRanks(1, 2, LostStore()).attach(OPTIONS)
+
+
+def test_torchrun_without_a_process_group_is_told(monkeypatch, caplog):
+    assert TrainerRanks.of_this_process() is None
+    assert not caplog.records
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with caplog.at_level(logging.WARNING):
+        assert TrainerRanks.of_this_process() is None
+    assert "before torch.distributed.init_process_group()" in caplog.text
+
+
+@pytest.mark.slow
+def test_ranks_that_were_killed_go_on(tmp_path):
+    """Every group comes once, ranks agree on the version, and each has its own random numbers again."""
+    began, resumed = (run_ranks(RESUMED, verb, tmp_path) for verb in ("begin", "resume"))
+    for (before, again, version, number), (known, rest, later_version, other_number) in zip(
+        began, resumed, strict=True
+    ):
+        assert (before, version) == (again, 1)
+        assert known == before
+        assert later_version == 1 + 2  # two more batches
+        assert set(before).isdisjoint(rest)
+        assert number == other_number
+    assert began[0][3] != began[1][3]
+    trained_on = [group for before, *_ in began for group in before] + [
+        group for _, rest, *_ in resumed for group in rest
+    ]
+    assert sorted(trained_on) == [*range(12)]
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.inflight")) == ["run-rank1.inflight", "run.inflight"]
+
+
+def run_ranks(program: Path, verb: str, directory: Path) -> list:
+    """What each of two ranks printed."""
+    (directory / "run").mkdir(exist_ok=True)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, str(rank), "2", directory / f"store-{verb}", directory / "run", verb],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-2500:] for _, errors in outputs)
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]

@@ -1,0 +1,255 @@
+"""Weights that change under answers, adapters and pauses, with a model whose tokens proclaim the version that drew
+them."""
+
+import copy
+import threading
+import time
+
+import openai
+import pytest
+import torch
+from http_calls import answered, call
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tiny_adapters import error
+from truth_teller import make_truth_teller, teach
+
+import inflight
+from inflight.weights.tensors import published_tensors
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """An engine over the truth-teller, its server, and a function that saves the checkpoint of a version."""
+    root = tmp_path_factory.mktemp("truth")
+    model = make_truth_teller()
+    model.save_pretrained(root / "0")
+
+    def save(version):
+        teach(model, version, before=save.last)
+        save.last = version
+        model.save_pretrained(root / str(version))
+        return str(root / str(version))
+
+    save.last = 0
+    save.model = model
+    with inflight.launch(
+        str(root / "0"), device="cpu", max_sequences=8, max_context=512, threads=1, lora_rank=4, adapters=("place-0",)
+    ) as engine:
+        yield engine, engine.serve(port=0), save
+
+
+def proclaimed(choice):
+    """The version that each token says it was drawn with, and that which the spans say."""
+    spans = [s["version"] for s in choice["weight_versions"] for _ in range(s["start"], s["end"])]
+    return [str(i - 1) for i in choice["token_ids"]], spans
+
+
+def draw(server, num_tokens, **more):
+    body = {
+        "prompt": [5], "max_tokens": num_tokens, "temperature": 0, "return_token_ids": True,
+        "return_weight_versions": True, **more,
+    }  # fmt: skip
+    status, answer = call(server, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    return answer["choices"][0]
+
+
+def test_spans_match_what_tokens_proclaim_while_weights_change_under_load(truth):
+    engine, server, save = truth
+    choices, stopping = [], threading.Event()
+
+    def ask():
+        while not stopping.is_set():
+            choices.append(draw(server, 200))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        version = engine.status().version + 1
+        status, answer = call(server, "POST", "/update_weights", {"weight_dir": save(version)})
+        assert (status, answer["weight_version"]) == (200, str(version)), answer
+        assert engine.status().version == version, "the answer comes when the version is live"
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    for choice in choices:
+        tokens, spans = proclaimed(choice)
+        assert tokens == spans
+        assert [s["start"] for s in choice["weight_versions"]] == sorted(
+            {s["start"] for s in choice["weight_versions"]}
+        )
+    assert any(len(choice["weight_versions"]) > 1 for choice in choices), "some answer went on with new weights"
+    assert engine.status().num_swaps_in_flight > 0
+
+
+def test_a_stream_goes_on_with_new_weights(truth):
+    engine, server, save = truth
+    before = engine.status().version
+    path = save(before + 1)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        parts, updated = [], None
+        for part in client.completions.create(
+            model="", prompt=[5], max_tokens=300, temperature=0, stream=True,
+            extra_body={"return_token_ids": True, "return_weight_versions": True},
+        ):  # fmt: skip
+            parts.append(part.choices[0].to_dict())
+            if updated is None:
+                updated = threading.Thread(target=call, args=(server, "POST", "/update_weights", {"weight_dir": path}))
+                updated.start()
+        updated.join()
+    whole = {
+        "token_ids": [i for part in parts for i in part["token_ids"]],
+        "weight_versions": parts[-1]["weight_versions"],
+    }
+    tokens, spans = proclaimed(whole)
+    assert tokens == spans
+    assert set(spans) == {str(before), str(before + 1)}
+
+
+def test_an_update_in_three_steps_is_live_when_it_is_finished(truth):
+    engine, server, save = truth
+    version = engine.status().version + 1
+    path = save(version)
+    call(server, "POST", "/pause?mode=keep")
+    assert call(server, "GET", "/is_paused")[1] == {"is_paused": True}
+    assert call(server, "POST", "/start_weight_update", {"is_checkpoint_format": True})[0] == 200
+    assert call(server, "POST", "/update_weights", {"update_info": {"path": path}})[0] == 200
+    assert engine.status().version == version - 1, "nothing goes live before the end"
+    status, answer = call(server, "POST", "/finish_weight_update", {"weight_version": "step-7"})
+    assert (status, answer["version"], engine.status().version) == (200, version, version)
+    call(server, "POST", "/resume")
+    assert call(server, "GET", "/is_paused")[1] == {"is_paused": False}
+    choice = draw(server, 8)
+    assert choice["weight_versions"] == [{"version": "step-7", "start": 0, "end": 8}]
+    assert choice["token_ids"] == [version + 1] * 8
+    assert call(server, "GET", "/weight_info")[1] == {"weight_version": "step-7", "version": version}
+    assert call(server, "POST", "/update_weight_version", {"new_version": "8"})[0] == 200
+    assert call(server, "GET", "/weight_info")[1]["weight_version"] == "8"
+    assert call(server, "POST", "/reset_prefix_cache")[1] == {"success": True}
+
+
+def test_weights_that_do_not_fit_change_nothing(truth, tmp_path):
+    engine, server, save = truth
+    before = engine.status().version
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    save_file({name: t * float("nan") for name, t in published_tensors(save.model).items()}, tmp_path / "nan")
+    for body, status, message in (
+        ({"weight_dir": str(tmp_path)}, 422, "cannot be read as safetensors"),
+        ({"weight_dir": str(tmp_path / "nothing")}, 422, "neither a directory nor a file"),
+        ({"weight_dir": str(tmp_path / "nan")}, 422, "NaN"),
+        ({"weight_dir": "relative"}, 422, "absolute"),
+        ({}, 400, "weight_dir"),
+        ({"update_info": {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}}, 501, "NCCL"),
+    ):
+        found, answer = call(server, "POST", "/update_weights", body)
+        assert (found, message in answer["error"]["message"]) == (status, True), answer
+    assert call(server, "POST", "/finish_weight_update")[0] == 400
+    info = {"init_info": {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True}}
+    status, answer = call(server, "POST", "/init_weight_transfer_engine", info)
+    assert (status, "NCCL" in answer["error"]["message"]) == (501, True)
+    assert call(server, "POST", "/weight_checker", {"action": "checksum"})[0] == 501
+    assert engine.status().version == before
+    assert draw(server, 3)["token_ids"] == [before + 1] * 3
+
+
+def test_a_pause_that_aborts_gives_clients_what_was_drawn(truth):
+    engine, server, _ = truth
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(draw(server, 500)))
+    thread.start()
+    wait_until(lambda: engine.status().num_running == 1)
+    assert call(server, "POST", "/pause?mode=abort")[1]["generating"] is False
+    thread.join()
+    assert answers[0]["finish_reason"] == "abort"
+    assert len(answers[0]["token_ids"]) < 500
+    assert engine.status().paused
+    assert call(server, "POST", "/resume")[0] == 200
+    assert not engine.status().paused
+
+
+def test_a_pause_that_waits_lets_answers_end_and_later_ones_wait(truth):
+    engine, server, _ = truth
+    answers = []
+    first = threading.Thread(target=lambda: answers.append(draw(server, 200)))
+    first.start()
+    wait_until(lambda: engine.status().num_running == 1)
+    assert call(server, "POST", "/pause?mode=wait")[0] == 200
+    first.join()
+    assert answers[0]["finish_reason"] == "length"
+    second = threading.Thread(target=lambda: answers.append(draw(server, 4)))
+    second.start()
+    wait_until(lambda: engine.status().num_waiting == 1)
+    assert call(server, "POST", "/resume")[0] == 200
+    second.join()
+    assert answers[1]["finish_reason"] == "length"
+
+
+def test_requests_are_aborted_by_their_ids(truth):
+    engine, server, _ = truth
+    answers = {}
+
+    def ask(name):
+        answers[name] = draw(server, 250, request_id=name)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: engine.status().num_running == 2)
+    assert call(server, "POST", "/abort_requests", {"request_ids": ["a", "other"]})[1]["num_aborted"] == 1
+    for thread in threads:
+        thread.join()
+    assert {name: choice["finish_reason"] for name, choice in answers.items()} == {"a": "abort", "b": "length"}
+
+
+def test_sleep_and_wake(truth):
+    _, server, _ = truth
+    assert call(server, "POST", "/sleep?level=1")[0] == 200
+    assert call(server, "GET", "/is_sleeping")[1] == {"is_sleeping": True}
+    assert call(server, "POST", "/wake_up?tags=weights&tags=kv_cache")[0] == 200
+    assert draw(server, 3)["finish_reason"] == "length"
+
+
+def test_an_adapter_is_drawn_with_by_its_name(truth, tmp_path):
+    """The last of these tests on this engine: versions count adapters, too, and tokens proclaim the weights'."""
+    engine, server, save = truth
+    call(server, "POST", "/update_weights", {"weight_dir": save(engine.status().version + 1)})
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(save.model), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path)
+    assert call(server, "POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(tmp_path)})[0] == 200
+    for name, adapter in (("a", "default"), ("", None)):
+        rollout = answered([5], draw(server, 20, model=name, temperature=1.0, logprobs=0))
+        assert error(model, rollout, adapter) < 2e-4
+        assert name == "" or error(model, rollout, None) > 0.05
+    assert call(server, "POST", "/v1/unload_lora_adapter", {"lora_name": "a"})[0] == 200
+    status, answer = call(server, "POST", "/v1/completions", {"model": "a", "prompt": [5]})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.slow
+def test_a_trainer_that_publishes_keeps_its_place(truth):
+    """The server beside a run that trains: its clients' updates are refused, and the trainer's go on."""
+    _, _, save = truth
+    with inflight.launch(save(save.last + 1), device="cpu", max_sequences=4, max_context=128, threads=1) as other:
+        server, model = other.serve(port=0), make_truth_teller()
+        with other.publisher(model) as publisher:
+            status, answer = call(server, "POST", "/update_weights", {"weight_dir": save(save.last + 1)})
+            assert (status, "another publisher" in answer["error"]["message"]) == (409, True)
+            teach(model, 1, before=0)
+            other.wait_for_version(publisher.publish())
+            assert draw(server, 2)["token_ids"] == [2, 2]
+            other.submit([[5]], inflight.SamplingParams(max_tokens=2))
+            assert draw(server, 2)["token_ids"] == [2, 2]
+            assert [len(group) for group in other.stream.groups()] == [1], "only what was submitted for training"
+
+
+def wait_until(is_true, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

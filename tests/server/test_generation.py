@@ -1,0 +1,109 @@
+"""Tokens as they come, from the stream of a running engine."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import inflight
+from inflight.server.generation import Bell, Generation
+
+LONG = inflight.SamplingParams(max_tokens=150, n=3, ignore_eos=True, seed=1, top_logprobs=2, return_entropy=True)
+
+
+def follow(engine, prompts, params, interval_s=0.0):
+    """All parts, by choice, and what `on_end` was told."""
+
+    async def work():
+        bell = Bell(engine.stream, interval_s)
+        ended = []
+        ids = await engine.asubmit(prompts, params)
+        generation = Generation(engine.stream, bell, ids, lambda _, taken: ended.append(taken))
+        parts: dict[int, list[inflight.Rollout]] = {}
+        async for index, part in generation.parts():
+            parts.setdefault(index, []).append(part)
+        generation.end()
+        generation.end()
+        bell.close()
+        return parts, ended
+
+    return asyncio.run(work())
+
+
+def test_parts_are_the_rollouts_piece_by_piece(served):
+    prompts = [[1, 2, 3], [4]]
+    whole = [rollout for group in served.engine.generate(prompts, LONG) for rollout in group]
+    parts, ended = follow(served.engine, prompts, LONG)
+    assert ended == [True]
+    assert sorted(parts) == list(range(6))
+    assert min(map(len, parts.values())) > 3
+    for index, rollout in enumerate(whole):
+        mine = parts[index]
+        for name in ("token_ids", "logprobs", "weight_versions"):
+            assert np.array_equal(np.concatenate([getattr(p, name) for p in mine]), getattr(rollout, name))
+        for name in rollout.columns:
+            assert np.allclose(np.concatenate([p.columns[name] for p in mine]), rollout.columns[name])
+        assert [p.finish_reason for p in mine] == [""] * (len(mine) - 1) + ["length"]
+        assert all(np.diff(p.sampled_at_ns).min(initial=1) > 0 for p in mine)
+
+
+def test_a_rare_bell_makes_fewer_parts(served):
+    few, _ = follow(served.engine, [[1]], LONG, interval_s=0.05)
+    many, _ = follow(served.engine, [[1]], LONG)
+    assert sum(map(len, few.values())) < sum(map(len, many.values()))
+
+
+def test_samples_that_end_before_the_others_are_told_at_once(served):
+    """Their last part does not wait for the group."""
+
+    async def work():
+        bell = Bell(served.engine.stream, 0.0)
+        params = inflight.SamplingParams(n=8, max_tokens=200, seed=3, logit_bias={256: 5.0})
+        ids = await served.engine.asubmit([[1]], params)
+        generation = Generation(served.engine.stream, bell, ids, lambda *_: None)
+        order = [(index, part.finish_reason) async for index, part in generation.parts()]
+        generation.end()
+        bell.close()
+        return order
+
+    order = asyncio.run(work())
+    ends = [place for place, (_, reason) in enumerate(order) if reason]
+    assert len(ends) == 8
+    assert ends[0] < len(order) - 8
+
+
+def test_an_end_before_the_end_cancels(served):
+    async def work():
+        bell = Bell(served.engine.stream, 0.0)
+        ids = await served.engine.asubmit([[1]], LONG)
+        ended = []
+
+        def on_end(generation, taken):
+            ended.append(taken)
+            served.engine.abandon(generation.group_ids)
+
+        generation = Generation(served.engine.stream, bell, ids, on_end)
+        async for _ in generation.parts():
+            break
+        generation.end()
+        bell.close()
+        return ended
+
+    assert asyncio.run(work()) == [False]
+    assert served.engine.stream.outstanding == []
+
+
+def test_what_is_not_outstanding_has_no_news(served):
+    assert served.engine.stream.news(10**9, {}) == []
+
+
+@pytest.mark.parametrize("begin", [0, 1, 127, 128, 129, 300])
+def test_columns_are_read_from_any_token_on(begin):
+    from inflight.stream.token_store import TokenStore
+
+    store = TokenStore()
+    tokens, other = store.open([]), store.open([])
+    for i in range(300):
+        columns = {"token_ids": np.array([i, -i], np.int32), "logprobs": np.zeros(2, np.float32)}
+        store.append(np.array([tokens.row, other.row]), 1, i, columns)
+    assert store.read(tokens, begin)["token_ids"].tolist() == list(range(begin, 300))

@@ -1,0 +1,167 @@
+"""What clients do wrong: bodies, half-open connections, clients that leave, and those who may not."""
+
+import http.client
+import json
+import socket
+import time
+
+import pytest
+from http_calls import call
+
+import inflight
+
+
+def wait_until(is_true, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[1]", 400),
+        (b"\xff\xfe", 400),
+        (b'{"prompt": NaN}', 400),
+        (b'{"prompt": ' + b"[" * 100_000, 400),
+        (b"", 400),
+        (b'{"prompt": "a", "max_tokens": 1e400}', 400),
+        (b'{"prompt": "a", "seed": 100000000000000000000000000000000}', 400),
+        (b'{"prompt": "a", "n": 1000000000}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "' + b"a" * 300_000 + b'"}', 413),
+    ],
+)
+def test_bodies_that_are_no_requests(served, body, status):
+    found, answer = call(served.http, "POST", "/v1/completions", body)
+    assert found == status, answer
+    assert answer["error"]["message"]
+
+
+def test_a_body_without_a_length_is_bounded_too(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=30)
+    parts = (b'{"prompt": "' if i == 0 else b"a" * 65_536 for i in range(8))
+    connection.request("POST", "/v1/completions", parts, {"Transfer-Encoding": "chunked"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_the_engine_says_what_it_cannot_take(served):
+    body = {"prompt": [[1]] * 3000, "n": 60, "max_tokens": 1}
+    status, answer = call(served.http, "POST", "/v1/completions", body)
+    assert (status, "65536" in answer["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_what_it_asked_for(served, stream):
+    body = json.dumps({"prompt": [1], "n": 4, "max_tokens": 250, "ignore_eos": True, "stream": stream}).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=30)
+    served.engine.pause()
+    try:
+        connection.request("POST", "/v1/completions", body)
+        wait_until(lambda: served.engine.status().num_waiting == 4)
+        connection.close()
+        wait_until(lambda: served.engine.status().num_waiting == 0)
+    finally:
+        served.engine.resume()
+    wait_until(lambda: served.engine.stream.outstanding == [])
+    wait_until(lambda: served.engine.stream._inbox._waiters == [])  # a waiter lifts bounds on what nobody has taken
+
+
+def test_half_open_connections_keep_nobody_waiting_and_are_closed(served):
+    with served.engine.serve(port=0, receive_timeout_s=1.0, max_connections=220) as server:
+        halves = []
+        for index in range(200):
+            half = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+            beginning = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")[
+                index % 3
+            ]
+            half.sendall(beginning)
+            halves.append(half)
+        before = served.engine.status().step
+        for _ in range(5):
+            assert call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 4})[0] == 200
+        assert served.engine.status().step > before
+        for half in halves:
+            while half.recv(4096):  # it may be told before it is closed
+                pass
+            half.close()
+        assert call(server, "GET", "/health")[0] == 200
+
+
+def test_a_connection_that_is_used_again_has_the_same_bound(served):
+    with served.engine.serve(port=0, receive_timeout_s=0.5) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        for _ in range(2):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b""
+        connection.sock.sendall(b"GET /hea")
+        assert connection.sock.recv(100) == b""
+        connection.close()
+
+
+def test_more_connections_than_there_may_be(served):
+    with served.engine.serve(port=0, max_connections=4) as server:
+        open_ones = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(6)]
+        wait_until(lambda: status_of(server) == 503)
+        for each in open_ones:
+            each.close()
+        wait_until(lambda: status_of(server) == 200)
+
+
+def status_of(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("GET", "/health")
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_with_a_token_everybody_needs_it(served):
+    with served.engine.serve(port=0, token="secret") as server:
+        assert call(server, "GET", "/health")[0] == 200
+        for path, method in (
+            ("/v1/models", "GET"),
+            ("/v1/completions", "POST"),
+            ("/pause", "POST"),
+            ("/metrics", "GET"),
+        ):
+            for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
+                status, answer = call(server, method, path, {"prompt": [1]} if method == "POST" else None, headers)
+                assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        right = {"Authorization": "Bearer secret"}
+        assert call(server, "POST", "/v1/completions", {"prompt": [1]}, right)[0] == 200
+        assert call(server, "POST", "/reset_prefix_cache", None, right)[0] == 200
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded", "Origin"])
+def test_without_a_token_only_this_machine_steers(served, header):
+    assert call(served.http, "POST", "/reset_prefix_cache")[0] == 200
+    status, answer = call(served.http, "POST", "/reset_prefix_cache", None, {header: "127.0.0.1"})
+    assert (status, answer["error"]["type"]) == (403, "permission_error")
+    assert call(served.http, "POST", "/v1/completions", {"prompt": [1]}, {header: "127.0.0.1"})[0] == 200
+    with served.engine.serve(port=0, control="anyone") as server:
+        assert call(server, "POST", "/reset_prefix_cache", None, {header: "10.0.0.1"})[0] == 200
+
+
+def test_a_port_that_is_taken(served):
+    with pytest.raises(inflight.InflightError, match=f"port {served.http.port}"):
+        served.engine.serve(port=served.http.port)
+
+
+def test_an_option_that_does_not_exist(served):
+    with pytest.raises(TypeError, match="prot"):
+        served.engine.serve(port=0, prot=1)
+
+
+@pytest.mark.slow
+def test_an_engine_that_died_is_told(scripted_dir):
+    with inflight.launch(scripted_dir, device="cpu", max_sequences=4, max_context=128, threads=1) as engine:
+        server = engine.serve(port=0)
+        assert call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})[0] == 200
+        engine._supervisor.kill(engine._launcher.client.endpoint)
+        wait_until(lambda: call(server, "GET", "/health")[0:1] != (200,))
+        status, answer = call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})
+        assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")

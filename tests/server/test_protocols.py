@@ -1,0 +1,170 @@
+"""Requests as the clients of trainers send them, field by field, and the fields of the answers that they read."""
+
+import math
+
+import numpy as np
+import pytest
+from http_calls import call
+
+
+def test_trl_asks_what_it_talks_to(served):
+    assert call(served.http, "GET", "/health")[0] == 200
+    assert call(served.http, "GET", "/v1/models")[1]["data"][0]["max_model_len"] == 256
+    assert call(served.http, "GET", "/get_world_size")[1] == {"world_size": 1}
+    config = call(served.http, "GET", "/server_info?config_format=json")[1]["vllm_config"]
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert config["weight_transfer_config"] is None  # so that TRL says at once that there is no NCCL
+    assert config["lora_config"] is None
+    assert config["parallel_config"]["data_parallel_size"] == 1
+
+
+def test_trl_async_rollout(served):
+    body = {
+        "model": served.model, "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "top_k": 0,
+        "repetition_penalty": 1.1, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": 2**63 - 1, "min_p": 0.0,
+    }  # fmt: skip
+    status, answer = call(served.http, "POST", "/v1/completions", body)
+    [choice] = answer["choices"]
+    assert status == 200
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0
+    assert all(math.isfinite(p) and p <= 0 for p in choice["logprobs"]["token_logprobs"])
+
+
+def test_trl_grpo_in_server_mode(served):
+    prompts = [[5, 6, 7], [8, 9]]
+    body = {
+        "model": served.model, "prompt": prompts, "return_token_ids": True, "return_tokens_as_token_ids": True, "n": 2,
+        "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 6,
+        "logprobs": 0, "structured_outputs": None,
+    }  # fmt: skip
+    _, answer = call(served.http, "POST", "/v1/completions", body)
+    choices = answer["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices[::2]] == prompts
+    for choice in choices:
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+        tops = choice["logprobs"]["top_logprobs"]
+        assert [list(top) for top in tops] == [[name] for name in choice["logprobs"]["tokens"]]
+        assert [top[name] for top, name in zip(tops, choice["logprobs"]["tokens"], strict=True)] == (
+            choice["logprobs"]["token_logprobs"]
+        )
+
+
+def test_trl_chat(served):
+    body = {
+        "model": served.model, "messages": [{"role": "user", "content": "a"}], "n": 2, "temperature": 1.0, "top_p": 1.0,
+        "top_k": 0, "min_p": 0.0, "max_tokens": 6, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
+        "return_tokens_as_token_ids": True, "tools": None, "tool_choice": "none", "chat_template": None,
+        "chat_template_kwargs": {}, "repetition_penalty": 1.0,
+    }  # fmt: skip
+    _, answer = call(served.http, "POST", "/v1/chat/completions", body)
+    assert answer["prompt_token_ids"]
+    for choice in answer["choices"]:
+        content = choice["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+        assert all(entry["logprob"] <= 0 and entry["top_logprobs"] == [] for entry in content)
+
+
+def test_verifiers_and_skyrl_draw_tokens_from_tokens(served):
+    body = {
+        "model": served.model, "token_ids": [1, 2, 3, 4],
+        "sampling_params": {
+            "max_tokens": 9, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [7], "logprobs": 1,
+            "skip_special_tokens": False, "routed_experts_prompt_start": 0, "seed": 4,
+        },
+        "cache_salt": "17", "priority": 0,
+    }  # fmt: skip
+    status, answer = call(served.http, "POST", "/inference/v1/generate", body, {"X-Session-ID": "a"})
+    assert status == 200
+    assert answer["request_id"].startswith("gen-")
+    assert answer["prompt_token_ids"] == body["token_ids"]
+    assert answer["usage"]["prompt_tokens"] == 4
+    [choice] = answer["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert [entry["token_id"] for entry in content] == choice["token_ids"]
+    assert all(-100 < entry["logprob"] <= 0 for entry in content)
+    assert choice["finish_reason"] in ("stop", "length")
+    assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(choice["token_ids"])}]
+    assert choice["routed_experts"] is None
+    assert choice["sampling_mask"] is None
+    again = call(served.http, "POST", "/v1/completions", {
+        "prompt": [1, 2, 3, 4], "max_tokens": 9, "stop_token_ids": [7], "seed": 4, "logprobs": 0,
+        "return_token_ids": True,
+    })[1]["choices"][0]  # fmt: skip
+    assert again["token_ids"] == choice["token_ids"]
+    assert again["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in content]
+
+
+def test_several_samples_and_their_most_likely_tokens(served):
+    body = {"token_ids": [1, 2], "sampling_params": {"n": 3, "logprobs": 4, "max_tokens": 5}, "request_id": "mine"}
+    _, answer = call(served.http, "POST", "/inference/v1/generate", body)
+    assert answer["request_id"] == "gen-mine"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert {len(e["top_logprobs"]) for choice in answer["choices"] for e in choice["logprobs"]["content"]} == {4}
+
+
+def test_the_sampling_mask_is_what_the_filters_left(served):
+    body = {"token_ids": [1, 2], "sampling_params": {"top_k": 3, "max_tokens": 5, "return_sampling_mask": True}}
+    [choice] = call(served.http, "POST", "/inference/v1/generate", body)[1]["choices"]
+    assert [len(kept) for kept in choice["sampling_mask"]] == [3] * 5
+    assert all(i in kept for i, kept in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
+
+
+@pytest.mark.parametrize("field", ["features", "kv_transfer_params"])
+def test_what_token_generation_cannot_honour_is_refused(served, field):
+    status, answer = call(served.http, "POST", "/inference/v1/generate", {"token_ids": [1], field: {"a": 1}})
+    assert (status, answer["error"]["param"]) == (400, field)
+    body = {"token_ids": [1], "sampling_params": {"bad_words": ["a"]}}
+    status, answer = call(served.http, "POST", "/inference/v1/generate", body)
+    assert (status, answer["error"]["param"]) == (400, "bad_words")
+
+
+def test_areal_and_skyrl_tinker(served):
+    body = {
+        "model": served.model, "prompt": [1, 2], "n": 1, "seed": 1, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,
+        "top_k": -1, "logprobs": True, "stream": False, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    [choice] = call(served.http, "POST", "/v1/completions", body)[1]["choices"]
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["tokens"]) == 4
+    assert choice["finish_reason"] == "length"
+
+
+def test_the_id_of_a_request_is_the_clients(served):
+    _, answer = call(served.http, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 1}, {"X-Request-Id": "abc"})
+    assert answer["id"] == "cmpl-abc"
+
+
+def test_text_and_tokens(served):
+    ids = call(served.http, "POST", "/tokenize", {"prompt": "aé"})[1]
+    assert (ids["tokens"], ids["count"], ids["max_model_len"]) == ([97, 195, 169], 3, 256)
+    assert call(served.http, "POST", "/detokenize", {"tokens": ids["tokens"]})[1] == {"prompt": "aé"}
+    chat = call(served.http, "POST", "/tokenize", {"messages": [{"role": "user", "content": "a"}]})[1]
+    assert served.engine.tokenizer.decode(chat["tokens"]) == "user: a;<answer>"
+    for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [9999]}), ("/tokenize", {"prompt": 3})):
+        assert call(served.http, "POST", path, body)[0] == 400
+
+
+def test_metrics_are_read_by_prometheus(served):
+    call(served.http, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 3, "ignore_eos": True})
+    text = call(served.http, "GET", "/metrics")[1]
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["vllm:generation_tokens_total"]) >= 3
+    assert float(values["inflight_up"]) == 1
+    assert float(values["vllm:num_requests_running"]) == 0
+    assert float(values['inflight_http_requests_total{path="/v1/completions",status="200"}']) >= 1
+
+
+def test_a_last_token_has_no_version_of_another(served):
+    """Spans cover all tokens, once."""
+    body = {"token_ids": [3], "sampling_params": {"n": 4, "max_tokens": 30}}
+    for choice in call(served.http, "POST", "/inference/v1/generate", body)[1]["choices"]:
+        covered = [i for span in choice["weight_versions"] for i in range(span["start"], span["end"])]
+        assert covered == list(np.arange(len(choice["token_ids"])))
+
+
+def test_what_does_not_exist_is_told_in_the_shape_of_an_error(served):
+    status, answer = call(served.http, "GET", "/v1/nothing")
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    status, answer = call(served.http, "GET", "/v1/completions")
+    assert (status, answer["error"]["code"]) == (405, 405)

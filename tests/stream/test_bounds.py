@@ -1,0 +1,95 @@
+"""Bounds on what the trainer has not consumed stop prompts from beginning, and nothing else; without them all waits."""
+
+import time
+
+import pytest
+from made_frames import ends, make_frame, starts
+
+import inflight
+from inflight.core.sampling import SamplingParams
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 4, "max_context": 128, "threads": 1}
+PARAMS = SamplingParams(n=2, max_tokens=20, seed=3, ignore_eos=True)
+COUNT = 40
+
+
+def settle(engine) -> None:
+    """Wait until the engine does nothing any more."""
+    deadline, last = time.monotonic() + 60, -1
+    while (now := engine.status().num_tokens) != last or engine.status().num_running:
+        assert time.monotonic() < deadline
+        last = now
+        time.sleep(0.4)
+
+
+@pytest.mark.parametrize(
+    ("bound", "most"),
+    [
+        ({"max_unconsumed_tokens": 200}, 200 + 4 * 20),
+        ({"max_unconsumed_rollouts": 10}, (10 + 4) * 20),
+    ],
+)
+def test_a_trainer_that_is_behind_keeps_prompts_from_beginning(bound, most):
+    """What runs ends; then nothing begins until rollouts are taken, and at last every token is there."""
+    with inflight.launch("tiny", **OPTIONS, **bound) as engine:
+        ids = engine.submit([[1, i + 1] for i in range(COUNT)], PARAMS)
+        groups = engine.stream.groups()
+        seen = [next(groups)]  # which waits, so that nothing is held back meanwhile
+        time.sleep(1)
+        settle(engine)
+        assert engine.status().num_tokens <= most + 4 * 20  # and what began while that group was waited for
+        assert engine.status().num_waiting > 0
+        assert engine.stream.state == "waits for the trainer"
+        for group in groups:
+            seen.append(group)
+            time.sleep(0.02)
+        assert sorted(group[0].group_id for group in seen) == ids
+        assert all(len(rollout.token_ids) == 20 for group in seen for rollout in group)
+
+
+def test_a_bound_below_a_batch_does_not_keep_it_from_filling_up():
+    with inflight.launch("tiny", **OPTIONS, max_unconsumed_rollouts=1, max_unconsumed_tokens=1) as engine:
+        engine.submit([[1, i + 1] for i in range(COUNT)], PARAMS)
+        sizes = [len(b.rollouts) for b in engine.stream.batches(rollouts=30, score=lambda r: float(r.token_ids[0]))]
+        assert sum(sizes) == 2 * COUNT
+
+
+def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tmp_path):
+    """A trainer that takes nothing holds little, the engine no more than its bound, and every token comes at last."""
+    options = {**OPTIONS, "stream_memory_bytes": 20_000, "spill_directory": str(tmp_path)}
+    with inflight.launch("tiny", **options) as engine:
+        ids = engine.submit([[1, i + 1] for i in range(3 * COUNT)], PARAMS)
+        stream = engine.stream
+        deadline = time.monotonic() + 60
+        while engine.status().num_running or engine.status().num_waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        held = stream._inbox._held.nbytes
+        assert 20_000 < held < 40_000
+        status = engine.status()
+        assert status.num_unacknowledged_bytes <= 20_000
+        assert status.num_spilled_bytes > 20_000
+        groups = list(stream.groups())
+        assert sorted(group[0].group_id for group in groups) == ids
+        assert all(len(rollout.token_ids) == 20 for group in groups for rollout in group)
+        deadline = time.monotonic() + 20
+        while engine.status().num_spilled_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert stream._inbox._held.nbytes == stream._inbox._held.num_tokens == 0
+
+
+def test_the_engine_is_told_what_is_held(wire):
+    wire.stream.expect([0, 1, 2])
+    wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 1)))
+    deadline = time.monotonic() + 10
+    while (held := wire.writer.trainer).held_tokens != 3 or held.held_rollouts != 2:
+        assert time.monotonic() < deadline
+        wire.writer.flush()
+    assert (held.num_tokens, held.oldest, held.waits) == (3, 5, False)
+    taken = wire.stream.collect([1])
+    while (held := wire.writer.trainer).held_rollouts != 1:
+        assert time.monotonic() < deadline
+        wire.writer.flush()
+    assert (held.num_tokens, held.held_tokens, held.oldest) == (3, 2, 5)
+    assert len(taken) == 1

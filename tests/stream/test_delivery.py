@@ -1,0 +1,220 @@
+"""Every frame arrives once and in order, whatever happens to the connection, the reader and the writer's memory."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+from made_frames import make_frame
+
+from inflight.core.errors import ProtocolError, StreamGapError
+from inflight.stream import reader as reader_module
+from inflight.stream import writer as writer_module
+from inflight.stream.reader import StreamReader
+from inflight.stream.wire import Ack, Subscribe, encode, to_reader
+from inflight.stream.writer import StreamWriter
+
+
+@pytest.fixture
+def writer(tmp_path):
+    writer = StreamWriter(f"ipc://{tmp_path}/stream", spill_directory=tmp_path)
+    yield writer
+    writer.close()
+
+
+def until(true: Callable[[], object], *writers: StreamWriter) -> None:
+    """Let the writers work until something is true."""
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true within 20 s"
+        for writer in writers:
+            writer.flush()
+        time.sleep(0.001)
+
+
+def receive(reader: StreamReader, writer: StreamWriter) -> int:
+    """The number of the next frame."""
+    frames = []
+    until(lambda: frames.append(reader.receive(0)) or frames[-1] is not None, writer)
+    return frames[-1].header.sequence
+
+
+def reconnect(reader: StreamReader, endpoint: str) -> None:
+    """Break the connection, with all that is on its way, and make another one, as ZeroMQ does by itself."""
+    reader._socket.disconnect(reader._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    reader._socket.connect(endpoint)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_frames_arrive_once_and_in_order_over_connections_that_break(writer, monkeypatch, seed):
+    """With a small window, frames in files, and acknowledgements that are lost with their connection."""
+    monkeypatch.setattr(reader_module, "_SILENCE_NS", 20_000_000)
+    monkeypatch.setattr(reader_module, "_FRAMES_PER_ACK", 5)
+    monkeypatch.setattr(writer_module, "_WINDOW_BYTES", 3000)
+    writer.kept._memory_bytes = 5000
+    draw, count, arrived, breaks, most_in_files = random.Random(seed), 600, [], 0, 0
+    reader, sent = StreamReader(writer.endpoint, begin=0), 0
+    deadline = time.monotonic() + 60
+    while len(arrived) < count:
+        assert time.monotonic() < deadline
+        for _ in range(draw.randrange(20)):
+            if sent < count:
+                writer.send(make_frame(draw.randrange(30), sent))
+                sent += 1
+        writer.flush()
+        most_in_files = max(most_in_files, writer.kept.bytes_in_files)
+        for _ in range(draw.randrange(20)):
+            if (frame := reader.receive(0)) is not None:
+                arrived.append(frame.header.sequence)
+        if draw.random() < 0.03 and breaks < 12:
+            reconnect(reader, writer.endpoint)
+            breaks += 1
+    assert arrived == list(range(count))
+    assert breaks > 3
+    assert most_in_files
+    until(lambda: reader.receive(0) or writer.kept.oldest == count, writer)
+    assert writer.kept.bytes_in_memory == writer.kept.bytes_in_files == 0
+    reader.close()
+
+
+def test_a_frame_is_kept_until_the_next_one_is_asked_for(writer):
+    reader = StreamReader(writer.endpoint)
+    for number in range(3):
+        writer.send(make_frame(sequence=number))
+    assert receive(reader, writer) == 0
+    time.sleep(0.1)
+    writer.flush()
+    assert writer.kept.oldest == 0
+    assert receive(reader, writer) == 1
+    assert receive(reader, writer) == 2
+    assert reader.receive(10) is None
+    until(lambda: writer.kept.oldest == 3, writer)
+    reader.close()
+
+
+def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
+    """What that one acknowledged is gone with it, which a reader learns that wants all from the first frame on."""
+    for number in range(100):
+        writer.send(make_frame(sequence=number))
+    first = StreamReader(writer.endpoint)
+    for number in range(40):
+        assert receive(first, writer) == number
+    until(lambda: writer.kept.oldest > 0, writer)
+    first._socket.close(linger=0)
+    time.sleep(0.2)
+    oldest = writer.kept.oldest
+    second = StreamReader(writer.endpoint)
+    assert [receive(second, writer) for _ in range(oldest, 100)] == list(range(oldest, 100))
+    second._socket.close(linger=0)
+    time.sleep(0.2)
+    third = StreamReader(writer.endpoint, begin=0)
+    with pytest.raises(StreamGapError, match=r"frames 0 to \d+ of the engine are lost"):
+        receive(third, writer)
+    third.close()
+
+
+def test_little_is_on_its_way_to_a_reader_that_does_not_read(writer, monkeypatch):
+    monkeypatch.setattr(writer_module, "_WINDOW_BYTES", 10_000)
+    reader = StreamReader(writer.endpoint)
+    until(lambda: writer._reader, writer)
+    size = len(make_frame(50, 0).encode())
+    for number in range(200):
+        writer.send(make_frame(50, number))
+    assert writer.num_unsent > 200 - 10_000 / size - 2
+    assert [receive(reader, writer) for _ in range(200)] == list(range(200))
+    reader.close()
+
+
+def test_the_engine_says_what_it_does_while_there_is_no_frame(writer, monkeypatch):
+    monkeypatch.setattr(writer_module, "_BEAT_NS", 10_000_000)
+    reader, writer.state = StreamReader(writer.endpoint), "paused"
+    until(lambda: reader.receive(1) or reader.state == "paused", writer)
+    assert reader.silent_s < 5
+    time.sleep(0.2)  # it says nothing
+    while reader._has_message():
+        reader.receive(0)
+    time.sleep(0.1)
+    assert reader.receive(0) is None
+    assert reader.silent_s > 0.1
+    reader.close()
+
+
+@pytest.mark.parametrize("garbage", [[b""], [b"x", b"y"], [os.urandom(100)], [encode(Ack(5))], [b"\xc1"]])
+def test_what_strangers_send_changes_nothing(writer, garbage):
+    reader = StreamReader(writer.endpoint)
+    for number in range(9):
+        writer.send(make_frame(sequence=number))
+    assert receive(reader, writer) == 0
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.connect(writer.endpoint)
+        stranger.send_multipart(garbage)
+        time.sleep(0.1)
+        writer.flush()
+        assert writer.kept.oldest == 0
+        assert not stranger.poll(50)
+    assert [receive(reader, writer) for _ in range(8)] == list(range(1, 9))
+    reader.close()
+
+
+def test_acknowledgements_of_frames_that_were_never_sent_are_no_harm(writer):
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.connect(writer.endpoint)
+        socket.send(encode(Subscribe("me", 0)))
+        until(lambda: socket.poll(0), writer)
+        assert to_reader(socket.recv()).next == 0
+        socket.send(encode(Ack(2**60)))
+        time.sleep(0.1)
+        writer.send(make_frame(sequence=0))
+        assert socket.poll(2000)
+        assert writer.kept.oldest == 0
+        socket.send(encode(Subscribe("me", 2**60)))  # nor are subscriptions of frames that there are not yet
+        time.sleep(0.1)
+        writer.send(make_frame(sequence=1))
+        assert writer.kept.next == 2
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, "x", None])
+def test_numbers_that_no_frame_has_are_refused(value):
+    data = msgspec.msgpack.encode({"type": "Subscribed", "next": value})
+    with pytest.raises(ProtocolError):
+        to_reader(data)
+
+
+def test_two_threads_one_that_writes_and_one_that_reads(tmp_path):
+    """The real thing: 20,000 frames between two threads, with a connection that breaks all the time."""
+    count, arrived, stop = 20_000, [], threading.Event()
+    endpoints = []
+
+    def write() -> None:
+        writer = StreamWriter(f"ipc://{tmp_path}/stream")
+        endpoints.append(writer.endpoint)
+        for number in range(count):
+            writer.send(make_frame(3, number))
+        while not stop.is_set():
+            writer.wait(5)
+            writer.flush()
+        writer.close()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until(lambda: endpoints)
+    reader, breaks = StreamReader(endpoints[0], begin=0), 0
+    try:
+        while len(arrived) < count:
+            frame = reader.receive(5000)
+            assert frame is not None
+            arrived.append(frame.header.sequence)
+            if len(arrived) % 4000 == 0:
+                reconnect(reader, endpoints[0])
+                reader._subscribe()
+                breaks += 1
+    finally:
+        stop.set()
+        thread.join()
+        reader.close()
+    assert arrived == list(range(count))
+    assert breaks >= 4

@@ -1,0 +1,226 @@
+"""A run that was saved goes on in another process as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from truth_teller import make_truth_teller, teach
+
+import inflight
+from inflight.core.errors import InvalidRequestError, LayoutMismatchError, RunFileError
+from inflight.core.sampling import SamplingParams
+from inflight.engine.loading import load_model
+from inflight.run import _Clock, _File, _read, _write
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3], [8, 4, 6, 2]]
+PARAMS = SamplingParams(n=3, max_tokens=60, seed=7, ignore_eos=True, return_entropy=True)
+
+
+def by_sample(groups) -> dict[tuple[int, int], inflight.Rollout]:
+    return {(r.group_id, r.sample): r for group in groups for r in group}
+
+
+def wait_for_tokens(engine, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while engine.stream.num_tokens < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    with inflight.launch("tiny", **OPTIONS) as engine:
+        engine.submit(PROMPTS, PARAMS)
+        return by_sample(engine.stream.groups())
+
+
+@pytest.fixture
+def tiny():
+    """The weights that an engine of "tiny" begins with."""
+    return load_model("tiny", dtype=torch.float32, device=torch.device("cpu"), seed=0)
+
+
+def test_nothing_is_lost_or_drawn_again(undisturbed, tiny, tmp_path):
+    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+        assert publisher.publish() == 1  # the same weights again
+        engine.wait_for_version(1)
+        engine.submit(PROMPTS, PARAMS)
+        consumed = by_sample([next(engine.stream.groups())])
+        wait_for_tokens(engine, 450)
+        run = inflight.Run(engine, publisher)
+        run.progress = {"step": 3, "names": ["a"]}
+        run.save(tmp_path / "saved")
+        random_numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+    assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o700
+    assert [(p.name, p.stat().st_mode & 0o777) for p in (tmp_path / "saved").iterdir()] == [("run.inflight", 0o600)]
+    header, arrays, random_arrays = _read(tmp_path / "saved" / "run.inflight")
+    assert header.engine is not None
+    partial = {plain.request_id: of_one for plain, of_one in zip(header.rollouts, arrays, strict=True)}
+    assert any(0 < len(of_one["token_ids"]) < 60 for of_one in partial.values())  # some were on their way
+
+    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+        run = inflight.Run(engine, publisher)
+        run.load(tmp_path / "saved")
+        assert run.progress == {"step": 3, "names": ["a"]}
+        assert publisher.version == engine.status().version == engine.staleness.trainer_version == 1
+        assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == random_numbers
+        [later] = engine.submit([[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert later == len(PROMPTS)
+        with pytest.raises(RunFileError, match="submitted already"):
+            run.load(tmp_path / "saved")
+        rest = by_sample(engine.stream.groups())
+        assert publisher.publish() == 2
+        with pytest.raises(RunFileError, match="version 2 was published already, and the run goes on from 1"):
+            run.load(tmp_path / "saved")
+        other = msgspec.structs.replace(header.engine, fingerprint="another")
+        _write(tmp_path / "run.inflight", msgspec.structs.replace(header, engine=other), [*arrays, random_arrays])
+        with pytest.raises(LayoutMismatchError, match="other tensors"):
+            run.load(tmp_path)
+
+    assert rest.pop((later, 0)).request_id == 3 * len(PROMPTS)
+    assert not consumed.keys() & rest.keys()
+    assert (consumed | rest).keys() == undisturbed.keys()
+    for key, rollout in (consumed | rest).items():
+        known = undisturbed[key]
+        assert (rollout.finish_reason, rollout.request_id) == ("length", known.request_id)
+        assert rollout.token_ids.tolist() == known.token_ids.tolist()
+        assert set(rollout.weight_versions.tolist()) == {1}
+        np.testing.assert_allclose(rollout.logprobs, known.logprobs, atol=2e-5)
+        np.testing.assert_allclose(rollout.columns["entropies"], known.columns["entropies"], atol=2e-5)
+        assert (np.diff(rollout.sampled_at_ns) >= 0).all()
+        assert rollout.params == known.params
+        if key in rest:  # what had come before is what comes now
+            for name in ("token_ids", "logprobs", "weight_versions", "sampled_at_ns"):
+                before = partial[rollout.request_id][name]
+                np.testing.assert_array_equal(getattr(rollout, name)[: len(before)], before)
+
+
+@pytest.mark.slow
+def test_groups_that_wait_to_be_taken_are_kept_in_their_order(tiny, tmp_path):
+    params = SamplingParams(n=2, max_tokens=4, seed=1, ignore_eos=True)
+    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+        engine.submit(PROMPTS[:2], params, metadata=[{"answer": 1}, {"answer": [2]}])
+        [held_out] = engine.submit([PROMPTS[2]], params, train=False)
+        wait_for_tokens(engine, 3 * 2 * 4)
+        time.sleep(0.2)
+        inflight.Run(engine, publisher).save(tmp_path)
+        expected = by_sample(engine.stream.groups())
+    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+        inflight.Run(engine, publisher).load(tmp_path)
+        assert engine.status().num_tokens == 0  # nothing is left to draw
+        inflight.Run(engine, publisher).save(tmp_path / "again")
+        assert _read(tmp_path / "again" / "run.inflight")[0].engine == _read(tmp_path / "run.inflight")[0].engine
+        [batch] = engine.stream.batches(rollouts=4, score=lambda rollout: float(rollout.sample))
+        assert {r.group_id: r.metadata for r in batch.rollouts} == {0: {"answer": 1}, 1: {"answer": [2]}}
+        for rollout in batch.rollouts:
+            np.testing.assert_array_equal(
+                rollout.token_ids, expected[rollout.group_id, rollout.sample].token_ids, strict=True
+            )
+        [group] = engine.stream.collect([held_out], timeout_s=10)
+        assert [len(rollout.token_ids) for rollout in group] == [4, 4]
+        assert engine.stream.outstanding == []
+
+
+@pytest.mark.slow
+def test_tokens_keep_their_versions(tmp_path):
+    """Tokens proclaim the weights that drew them, before the run was saved and after it was loaded."""
+    model = make_truth_teller()
+    model.save_pretrained(tmp_path)
+    before = 0
+    with inflight.launch(str(tmp_path), **OPTIONS) as engine, engine.publisher(model) as publisher:
+        engine.submit(PROMPTS[:4], SamplingParams(n=2, max_tokens=200, temperature=0.0))
+        for version in range(1, 6):
+            teach(model, version, before)
+            before = publisher.publish()
+            wait_for_tokens(engine, 100 * version)
+        engine.wait_for_version(5)
+        inflight.Run(engine, publisher).save(tmp_path / "run")
+        published = engine.staleness.published_times
+    with inflight.launch(str(tmp_path), **OPTIONS) as engine, engine.publisher(model) as publisher:
+        inflight.Run(engine, publisher).load(tmp_path / "run")
+        assert engine.staleness.published_times == published
+        for version in range(6, 9):
+            wait_for_tokens(engine, 100 * (version - 5))
+            teach(model, version, before)
+            before = publisher.publish()
+            assert before == version
+        rollouts = by_sample(engine.stream.groups())
+    seen = {v for r in rollouts.values() for v in r.weight_versions.tolist()}
+    assert len(rollouts) == 8
+    assert min(seen) < 5 < max(seen)
+    for rollout in rollouts.values():
+        assert rollout.finish_reason == "length"
+        assert (rollout.token_ids - 1).tolist() == rollout.weight_versions.tolist()
+
+
+def test_what_is_wrong_with_a_file_is_named(tmp_path):
+    with pytest.raises(RunFileError, match="no run was saved in"):
+        _read(tmp_path / "run.inflight")
+    path = tmp_path / "run.inflight"
+    _write(path, _File(3, _Clock.read(), {"step": 1}, None), [{"a": np.arange(3)}])
+    header, [], arrays = _read(path)
+    assert (header.version, header.progress, arrays["a"].tolist()) == (3, {"step": 1}, [0, 1, 2])
+    whole = path.read_bytes()
+    for broken in (whole[:-1], whole[:40], whole[:60] + bytes([whole[60] ^ 1]) + whole[61:]):
+        path.write_bytes(broken)
+        with pytest.raises(RunFileError, match="damaged"):
+            _read(path)
+    path.write_bytes(b"something else")
+    with pytest.raises(RunFileError, match="no run that this version"):
+        _read(path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFileError, match="cannot write"):
+        _write(tmp_path / "file" / "run.inflight", header, [])
+    with pytest.raises(InvalidRequestError, match="JSON-like"):
+        _write(path, _File(3, _Clock.read(), {"model": object()}, None), [])
+    assert path.read_bytes() == b"something else"
+
+
+def test_times_are_moved_to_the_clock_of_a_machine_that_was_started_again():
+    then = _Clock("a", monotonic_ns=1_000, since_epoch_ns=50_000)
+    assert then.shift_to(_Clock("a", 7_000, 90_000)) == 0
+    assert then.shift_to(_Clock("b", 300, 51_000)) == -1_700  # a token of 1,000 was drawn 1,000 ns before 300
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_goes_on_with_the_step_after_its_checkpoint(tmp_path):
+    """The demo, killed twice, takes each step once, and ends as it should."""
+    options = "--steps 12 --warmup-steps 2 --groups-per-step 8 --group-size 4 --save-every 2 --seed 1 --device cpu"
+    command = [sys.executable, "-m", "inflight.cli", "demo", *options.split(), "--out", str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    steps, output = tmp_path / "steps.jsonl", tmp_path / "output"
+
+    def lines() -> list[dict]:
+        return [json.loads(line) for line in steps.read_text().splitlines() if line] if steps.exists() else []
+
+    for killed_after in (3, 7):
+        resume = ["--resume", str(tmp_path)] if lines() else []
+        with open(output, "w") as file:
+            process = subprocess.Popen([*command, *resume], env=environment, stdout=file, stderr=file)
+        deadline = time.monotonic() + 120
+        while len(lines()) < killed_after:
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    done = subprocess.run(
+        [*command, "--resume", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in lines()] == list(range(1, 13))
+    assert (np.diff([line["seconds"] for line in lines()]) > 0).all()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["dropped"]["num_failed_groups"] == 0
+    assert [p.name for p in Path(tmp_path).glob("checkpoint-*")] == ["checkpoint-000012"]

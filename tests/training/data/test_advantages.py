@@ -1,0 +1,163 @@
+"""Advantages are their formulas, restated in plain float64 loops, and their expectations the gradients that their
+sources say, by enumeration."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from inflight.training.data.advantages import (
+    ADVANTAGES,
+    group_advantages,
+    maxrl_advantages,
+    of_rewards,
+    reinforce_advantages,
+    resolve_advantages,
+    rloo_advantages,
+    turn_advantages,
+)
+
+REWARDS = [[1.0, 0.0, 0.5, 2.0], [0.25, 3.0, 0.0], [0.7, 0.7], [0.0, 0.0, 0.0], [5.0], [0.1, 0.1, 0.1]]
+EPS = 1e-4
+
+
+def mean(values):
+    return math.fsum(values) / len(values)
+
+
+def deviation(values, ddof=0):
+    return math.sqrt(math.fsum((v - mean(values)) ** 2 for v in values) / (len(values) - ddof))
+
+
+def plain(name: str) -> list[float]:
+    """The advantages of REWARDS by the formula in the source of each."""
+    out = []
+    every = [r for group in REWARDS for r in group]
+    centred = [r - mean(group) for group in REWARDS for r in group]
+    for group in REWARDS:
+        for index, r in enumerate(group):
+            others = group[:index] + group[index + 1 :]
+            if name == "grpo":
+                out.append((r - mean(group)) / (deviation(group) + EPS))
+            elif name == "dr_grpo":
+                out.append(r - mean(group))
+            elif name == "rloo":
+                out.append(r - mean(others) if others else 0.0)
+            elif name == "maxrl":
+                out.append((r - mean(group)) / mean(group) if mean(group) > 0 else 0.0)
+            elif name == "reinforce++":
+                out.append((r - mean(every)) / (deviation(every) + EPS))
+            elif name == "reinforce++_baseline":
+                out.append((r - mean(group) - mean(centred)) / (deviation(centred) + EPS))
+    return out
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_every_choice_is_its_formula(name):
+    assert ADVANTAGES[name](REWARDS) == pytest.approx(plain(name), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "reinforce++"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 1e9])
+def test_a_group_of_equal_rewards_gets_exactly_0(name, reward):
+    for count in (1, 3, 7):
+        assert ADVANTAGES[name]([[reward] * count, [0.0, 1.0]])[:count] == [0.0] * count
+
+
+def test_the_global_normalization_gives_equal_rewards_what_they_are_worth_in_the_batch():
+    solved, failed = reinforce_advantages([[1.0, 1.0], [0.0, 0.0]])[::2]
+    assert solved == -failed == pytest.approx(1, abs=1e-3)
+    assert reinforce_advantages([]) == []
+
+
+def expected_gradient(function, p: float, n: int) -> float:
+    """E[(1/n) Σ_i A_i ∂ log π(y_i) / ∂p] over all outcomes of n samples that each succeed with probability p."""
+    total = []
+    for outcome in product((0.0, 1.0), repeat=n):
+        probability = math.prod(p if r else 1 - p for r in outcome)
+        scores = [1 / p if r else -1 / (1 - p) for r in outcome]
+        total.append(probability * mean([a * s for a, s in zip(function([outcome]), scores, strict=True)]))
+    return math.fsum(total)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.4, 0.9])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_expectations_over_all_outcomes_are_the_gradients_of_the_sources(p, n):
+    """The gradient of the mean reward p is 1. MaxRL's is that of log p up to order n − 1 (arXiv 2602.02710)."""
+    assert expected_gradient(rloo_advantages, p, n) == pytest.approx(1, rel=1e-12)
+    assert expected_gradient(ADVANTAGES["dr_grpo"], p, n) == pytest.approx((n - 1) / n, rel=1e-12)
+    orders = math.fsum((1 - p) ** (k - 1) for k in range(1, n))
+    assert expected_gradient(maxrl_advantages, p, n) == pytest.approx(orders, rel=1e-12)
+    assert orders == pytest.approx((1 - (1 - p) ** (n - 1)) / p, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
+def test_a_reward_that_is_none_or_not_finite_is_named(name, bad):
+    message = "a reward is -inf" if name == "maxrl" and bad == -math.inf else f"sample 1 of group 2 has reward {bad}"
+    with pytest.raises(ValueError, match=message):
+        ADVANTAGES[name]([[1.0], [0.0, 1.0], [1.0, bad]])
+
+
+def test_negative_rewards_and_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"a reward is -0.5; MaxRL divides by a group's mean reward"):
+        maxrl_advantages([[1.0, -0.5]])
+    with pytest.raises(ValueError, match="unknown advantages 'ppo'; choose grpo, dr_grpo, rloo, maxrl"):
+        resolve_advantages("ppo")
+    with pytest.raises(ValueError, match="unknown advantages 'ppo'"):
+        turn_advantages([], [], advantages="ppo")
+    own = of_rewards(group_advantages)
+    assert resolve_advantages(own) is own
+
+
+# Turns
+
+DRAWN = [
+    [
+        np.array([1, 1, 0, 0, 1, 1, 1], bool),
+        np.array([1, 0, 1], bool),
+        np.array([0, 1, 0, 1, 0, 1], bool),
+    ],
+    [np.array([1, 1], bool), np.array([1], bool)],
+]
+TURN_REWARDS = [[[0.5, 1.0], [0.0, 3.0], [1.0, 0.0, 2.0]], [[1.0], [0.0]]]
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo"])
+def test_a_turn_gets_the_advantage_of_its_return_among_those_of_the_same_turn(name, discount):
+    ours = turn_advantages(TURN_REWARDS, DRAWN, advantages=name, discount=discount)
+    assert [a.dtype for a in ours] == [np.float32] * 5
+    expected = []
+    for rewards, masks in zip(TURN_REWARDS, DRAWN, strict=True):
+        for sample, mask in enumerate(masks):
+            row, turn, before = [], -1, False
+            for drawn in mask:
+                turn += bool(drawn and not before)
+                before = drawn
+                if not drawn:
+                    row.append(0.0)
+                    continue
+                having = [index for index, of_sample in enumerate(rewards) if len(of_sample) > turn]
+                returns = [
+                    math.fsum(discount ** (j - turn) * rewards[i][j] for j in range(turn, len(rewards[i])))
+                    for i in having
+                ]
+                row.append(ADVANTAGES[name]([returns])[having.index(sample)])
+            expected.append(row)
+    for got, row in zip(ours, expected, strict=True):
+        assert got.tolist() == pytest.approx(row, rel=1e-6)
+    assert any(row[-1] for row in expected)
+
+
+def test_one_turn_is_the_advantage_of_the_sample_and_other_tokens_get_0():
+    [first, second] = turn_advantages([[[1.0], [0.0]]], [[np.array([0, 1, 1, 0], bool), np.array([1], bool)]])
+    high, low = group_advantages([[1.0, 0.0]])
+    assert first.tolist() == pytest.approx([0, high, high, 0])
+    assert second.tolist() == pytest.approx([low])
+
+
+def test_as_many_rewards_as_turns_are_asked_for():
+    with pytest.raises(ValueError, match="sample 1 of group 0 has 1 rewards and 2 turns"):
+        turn_advantages([[[1.0], [1.0]]], [[np.array([1], bool), np.array([1, 0, 1], bool)]])
