@@ -291,30 +291,26 @@ class GroupScoring:
                 scorer = self._own_scorer = Scorer(score)
             self._scorer = scorer
             overtaken = [s.group for s in self._scorings.values() if not s.done and s.scorer is not scorer]
-        for group in overtaken:
-            self.start(group, scorer)
+            scorings = [self._register(group, scorer) for group in overtaken]
+        for scoring in scorings:
+            self._begin(scoring)
         return scorer
 
     def start_if_wanted(self, group: Group) -> bool:
         """Begin to score a group that has just finished. Returns True if there is nothing to wait for: nobody has asked
         for scores, or the group gets none."""
-        scorer = self._scorer
-        if scorer is None or not (self._in_order or _gets_rewards(group)):
-            return True
-        self.start(group, scorer)
+        with self._lock:
+            if self._scorer is None or not (self._in_order or _gets_rewards(group)):
+                return True
+            scoring = self._register(group, self._scorer)
+        self._begin(scoring)
         return False
 
     def start(self, group: Group, scorer: GroupScorer) -> None:
         """Begin to score a group; `ready` is called at the end."""
-        scoring = _Scoring(group, scorer)
         with self._lock:
-            self._scorings[group[0].group_id] = scoring
-            if self._in_order:
-                self._queue.append(scoring)
-        if _gets_rewards(group):
-            scorer.start(group, prepare=self._prepare).add_done_callback(partial(self._end, scoring))
-        else:  # it waits for its turn alone
-            self._make_ready(scoring)
+            scoring = self._register(group, scorer)
+        self._begin(scoring)
 
     def has_rewards(self, group: Group, scorer: GroupScorer) -> bool:
         """Whether the group has the rewards that this scorer gave it, or gets none from anybody. Raises what the score
@@ -341,6 +337,23 @@ class GroupScoring:
             scorer, self._own_scorer = self._own_scorer, None
         if scorer is not None:
             scorer.close()
+
+    def _register(self, group: Group, scorer: GroupScorer) -> _Scoring:
+        """From now on, this is the last scoring of the group: what another scorer makes of it is not wanted."""
+        scoring = _Scoring(group, scorer)
+        self._scorings[group[0].group_id] = scoring
+        if self._in_order:
+            self._queue.append(scoring)
+        return scoring
+
+    def _begin(self, scoring: _Scoring) -> None:
+        with self._lock:
+            wanted = self._is_last(scoring)
+        if wanted and _gets_rewards(scoring.group):
+            rewards = scoring.scorer.start(scoring.group, prepare=self._prepare)
+            rewards.add_done_callback(partial(self._end, scoring))
+        else:  # it waits for its turn alone
+            self._make_ready(scoring)
 
     def _end(self, scoring: _Scoring, rewards: "Future[list[Reward]]") -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.scored_groups import Dropped
-from inflight.training.data.scoring import _REMEMBERED, Scorer
+from inflight.training.data.scoring import _REMEMBERED, GroupScoring, Scorer
 
 
 def send_groups(wire, count):
@@ -285,6 +285,38 @@ def test_a_group_that_another_scorer_is_busy_with_is_scored_by_the_one_that_was_
     [group] = wire.stream.groups(score=quick)
     may_end.set()
     assert group[0].reward == 0
+
+
+class SlowAfterwards:
+    """A lock after whose release one thread sleeps: whatever waits for it goes first."""
+
+    def __init__(self):
+        self._lock, self._sleeper = threading.Lock(), threading.current_thread()
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+        if threading.current_thread() is self._sleeper:
+            time.sleep(0.2)
+
+
+def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_make_its_group_ready():
+    group, ready, never = group_of(0, 1), [], threading.Event()
+    scoring = GroupScoring(prepare=lambda group: None, ready=lambda group: not ready.append(group[0].reward))
+    try:
+        scoring.score_with(lambda rollout: never.wait() and -1.0)
+        scoring.start_if_wanted(group)
+        scoring._lock = SlowAfterwards()
+        scorer = scoring.score_with(lambda rollout: 1.0)  # which closes the first scorer
+        deadline = time.monotonic() + 20
+        while not ready and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert ready == [1.0] and scoring.has_rewards(group, scorer)
+    finally:
+        never.set()
+        scoring.close()
 
 
 def test_a_score_function_that_raised_is_called_again_and_what_it_raised_is_raised_once(wire):
