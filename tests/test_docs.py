@@ -176,6 +176,16 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["page.md#b", "no.md"]
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = [
+        line for tree in re.findall(r"```{toctree}\n(.*?)```", index, flags=re.DOTALL) for line in tree.split("\n")
+    ]
+    names = {re.sub(r".*<(.*)>", r"\1", line) for line in listed}
+    pages = {page.stem for page in PAGES if page.parent == ROOT / "docs" and page.name != "index.md"}
+    assert pages - names == set()
+
+
 def test_every_page_is_linked_from_another():
     linked = {
         (page.parent / link.partition("#")[0]).resolve()

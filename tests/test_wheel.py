@@ -37,4 +37,4 @@ def test_the_wheel_has_all_files_of_the_packages_and_nothing_else(monkeypatch, t
 
 
 def test_the_changelog_tells_of_this_version():
-    assert f"## [{inflight.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {inflight.__version__} - " in (ROOT / "CHANGELOG.md").read_text()

@@ -64,11 +64,12 @@ def show_code(app, what: str, name: str, of: object, options, lines: list[str]) 
 
 
 def name_pages(app: Sphinx, document: nodes.document, page: str) -> None:
-    """Readers of the site see no files: a link that is called `transports.md` is called transports."""
+    """Readers of the site see no files: a link that is called `docs/quick-start.md` is called quick start."""
     for link in document.findall(nodes.reference):
         for text in link.findall(nodes.Text):
             if text.endswith(".md"):
-                text.parent.replace(text, nodes.Text(text.removesuffix(".md").replace("-", " ")))
+                name = text.rsplit("/", 1)[-1].removesuffix(".md").replace("-", " ")
+                text.parent.replace(text, nodes.Text(name))
 
 
 def setup(app: Sphinx) -> None:
