@@ -36,5 +36,6 @@ def test_the_wheel_has_all_files_of_the_packages_and_nothing_else(monkeypatch, t
     assert names - about == expected
 
 
-def test_the_changelog_tells_of_this_version():
+def test_changelog_and_quick_start_are_of_this_version():
     assert f"\n## {inflight.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"dist/inflight-{inflight.__version__}-py3-none-any.whl" in (ROOT / "docs" / "quick-start.md").read_text()
