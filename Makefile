@@ -68,7 +68,7 @@ format: setup
 
 # Every page anew, as warnings of pages that did not change would not be told again.
 docs-build: setup
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/doctrees . build/site
+	$(BIN)/python -m sphinx -j 2 --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/doctrees . build/site
 
 DOCS_PORT ?= 8000
 docs: docs-build

@@ -1,4 +1,4 @@
-"""Draws half a second of a real run: what engine and trainer did at each moment, and which version drew which token.
+"""Draws a moment of a real run: what engine and trainer did, and which version drew which token.
 
     python benchmarks/timeline.py [redraw]  # docs/timeline.png and benchmarks/results/cpu/timeline.json
 
@@ -26,9 +26,9 @@ from inflight.observability.trace_file import read
 
 RESULT = Path("benchmarks/results/cpu/timeline.json")
 FIGURE = Path("docs/timeline.png")
-GROUPS, SAMPLES, WARMUP_STEPS, SHOWN_MS = 8, 4, 10, 500
+GROUPS, SAMPLES, WARMUP_STEPS, SHOWN_MS = 3, 4, 10, 1500
 """Groups of a step, rollouts of a group, steps before the trace begins, and how long the trace is."""
-LENGTHS = (16, 96)
+LENGTHS = (32, 160)
 """Tokens of a rollout, at least and at most."""
 SHOWN_ROLLOUTS = 20
 TRAINING = {"forward": 0, "backward": 1, "optimizer step": 2}
@@ -46,7 +46,7 @@ def measure() -> dict[str, Any]:
     random = Random(0)
     rollouts: list[inflight.Rollout] = []
     with tempfile.TemporaryDirectory() as directory, engine_and_trainer(settings) as (engine, model):
-        path, trace, steps_left = Path(directory) / "trace.json", None, 3
+        path, trace, steps_left = Path(directory) / "trace.json", None, 4
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
         def submit(groups: int) -> None:
@@ -81,7 +81,7 @@ def measure() -> dict[str, Any]:
 
 def described(trace: dict[str, Any], rollouts: list[inflight.Rollout]) -> dict[str, Any]:
     """Times in ms since the trace began: passes [begin, end, version], copies and training [begin, end], tokens
-    [time, version] of each rollout that has some in the traced time."""
+    [times, versions] of some of the rollouts that have any in the traced time."""
     began_ns, end_ms = trace["otherData"]["began_monotonic_ns"], trace["otherData"]["seconds"] * 1e3
     spans = [event for event in trace["traceEvents"] if event.get("cat") == "inflight"]
 
@@ -95,7 +95,8 @@ def described(trace: dict[str, Any], rollouts: list[inflight.Rollout]) -> dict[s
         times = (rollout.sampled_at_ns - began_ns) / 1e6
         inside = (times > 0) & (times < end_ms)
         if inside.sum() > 1:
-            tokens.append([times[inside].round(3).tolist(), rollout.weight_versions[inside].tolist()])
+            tokens.append([times[inside].round(2).tolist(), rollout.weight_versions[inside].tolist()])
+    tokens.sort(key=lambda rollout: rollout[0][0])
     return {
         "bench": "timeline",
         "model": "tiny",
@@ -105,12 +106,12 @@ def described(trace: dict[str, Any], rollouts: list[inflight.Rollout]) -> dict[s
         "passes": [[*i, e["args"]["version"]] for i, e in zip(intervals("prefill", "decode"), passes, strict=True)],
         "copies": intervals("publish copy"),
         "training": {name: intervals(name) for name in TRAINING},
-        "rollouts": tokens,
+        "rollouts": tokens[:: max(1, len(tokens) // SHOWN_ROLLOUTS)][:SHOWN_ROLLOUTS],
     }
 
 
 def draw(result: dict[str, Any]) -> None:
-    figure, [axes] = new_figure("half a second of a run: two CPU cores, one for the engine and one for the trainer")
+    figure, [axes] = new_figure("a run on two CPU cores, one for the engine and one for the trainer")
     figure.set_size_inches(10, 5.6)
     axes.grid(visible=False)
     versions = sorted({version for *_, version in result["passes"]})
@@ -122,13 +123,11 @@ def draw(result: dict[str, Any]) -> None:
         axes.broken_barh(bars, (-2.4, 0.8), color=SHADES[shade], linewidth=0, label=name)
     copies = [(begin, max(end - begin, 0.5)) for begin, end in result["copies"]]
     axes.broken_barh(copies, (-1.4, 0.8), color="black", linewidth=0)
-    order = sorted(result["rollouts"], key=lambda rollout: rollout[0][0])
-    shown = order[:: max(1, len(order) // SHOWN_ROLLOUTS)][:SHOWN_ROLLOUTS]
-    for row, (times, drawn_by) in enumerate(shown):
+    for row, (times, drawn_by) in enumerate(result["rollouts"]):
         y = 1 + 0.35 * row
         axes.plot([times[0], times[-1]], [y, y], color="0.8", linewidth=0.6, zorder=1)
-        axes.scatter(times, [y] * len(times), s=5, color=[colour[version] for version in drawn_by], linewidths=0)
-    middle = 1 + 0.35 * (len(shown) - 1) / 2
+        axes.scatter(times, [y] * len(times), s=4, color=[colour[version] for version in drawn_by], linewidths=0)
+    middle = 1 + 0.35 * (len(result["rollouts"]) - 1) / 2
     labels = ["trainer: forward,\nbackward, step", "trainer's thread:\npublish copy", "engine:\nforward passes"]
     axes.set_yticks([-2, -1, 0, middle], [*labels, "rollouts:\na dot is\na token"])
     axes.tick_params(axis="y", length=0)
