@@ -31,6 +31,8 @@ GROUPS, SAMPLES, WARMUP_STEPS, SHOWN_MS = 3, 4, 10, 1500
 LENGTHS = (32, 160)
 """Tokens of a rollout, at least and at most."""
 SHOWN_ROLLOUTS = 20
+LEAST_MS = 4
+"""Copies, which take a fraction of that, are drawn so wide that they are seen."""
 TRAINING = {"forward": 0, "backward": 1, "optimizer step": 2}
 SHADES = ("#4c78a8", "#9ecae9", "#1b3a5b")
 
@@ -121,7 +123,7 @@ def draw(result: dict[str, Any]) -> None:
     for name, shade in TRAINING.items():
         bars = [(begin, end - begin) for begin, end in result["training"][name]]
         axes.broken_barh(bars, (-2.4, 0.8), color=SHADES[shade], linewidth=0, label=name)
-    copies = [(begin, max(end - begin, 0.5)) for begin, end in result["copies"]]
+    copies = [(begin, max(end - begin, LEAST_MS)) for begin, end in result["copies"]]
     axes.broken_barh(copies, (-1.4, 0.8), color="black", linewidth=0)
     for row, (times, drawn_by) in enumerate(result["rollouts"]):
         y = 1 + 0.35 * row
