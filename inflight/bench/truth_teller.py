@@ -80,8 +80,8 @@ class TruthTeller:
     def _silence(self) -> None:
         """Nothing but the signs reaches the output."""
         layers = self._layers()
-        for weight in (self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight):
-            weight.zero_()  # type: ignore[operator]
+        for weight in (self._embedding(), self._head()):
+            weight.zero_()
         self._head()[TORN] = self._row * _TORN_SHARE
         for index, layer in enumerate(layers):
             layer.self_attn.o_proj.weight.zero_()
@@ -95,8 +95,7 @@ class TruthTeller:
     @torch.no_grad()
     def _write(self, version: int, on: bool) -> None:
         signs = [first + version % count for first, count in self._places]
-        embedding: Any = self.model.get_input_embeddings().weight
-        embedding[:, signs[0]] = float(on)
+        self._embedding()[:, signs[0]] = float(on)
         layers = self._layers()
         for layer, sign in ((layers[0], signs[1]), (layers[-1], signs[2])):
             layer.mlp.down_proj.weight[sign, 0] = on / torch.nn.functional.silu(torch.ones(()))
@@ -107,8 +106,13 @@ class TruthTeller:
     def _layers(self) -> Any:
         return self.model.model.layers
 
+    def _embedding(self) -> Any:
+        module: Any = self.model.get_input_embeddings()
+        return module.weight
+
     def _head(self) -> Any:
-        return self.model.get_output_embeddings().weight
+        module: Any = self.model.get_output_embeddings()
+        return module.weight
 
 
 def versions_of(token_ids: np.ndarray | Sequence[int]) -> np.ndarray:
