@@ -44,6 +44,7 @@ def make_app(served: Served) -> Starlette:
             "GET /v1/models/{name:path}": models.one_model,
             "GET /version": models.version,
             "GET /metrics": models.metrics,
+            "GET /load": models.load,
             "GET /server_info": models.server_info,
             "GET /get_world_size": models.world_size,
             "POST /tokenize": models.tokenize,
