@@ -11,6 +11,8 @@ it got at once the version that is live by then. Here nothing stops for an updat
 token which weights drew it.
 """
 
+# AReaL has an environment of its own.
+# pyright: reportMissingImports=false
 import os
 import subprocess
 from contextvars import ContextVar

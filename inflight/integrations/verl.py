@@ -16,6 +16,8 @@ Around an update verl aborts all requests, releases the KV cache, and resumes. H
 go on, and swap weights between two forward passes.
 """
 
+# verl has an environment of its own.
+# pyright: reportMissingImports=false
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -112,7 +114,7 @@ class InflightReplica(RolloutReplica):
         if self.rollout_mode is not RolloutMode.STANDALONE:
             raise ValueError("inflight serve has GPUs of its own: set actor_rollout_ref.hybrid_engine=False")
         url = _urls(self.config)[self.replica_rank].rstrip("/")
-        actor = ray.remote(num_cpus=0, max_concurrency=self.max_concurrency)(InflightServer)
+        actor = ray.remote(InflightServer).options(num_cpus=0, max_concurrency=self.max_concurrency)
         self._server_handle = actor.remote(url, self.config.prompt_length, self.config.response_length)
         self.servers, self._server_address = [self._server_handle], urlsplit(url).netloc
 

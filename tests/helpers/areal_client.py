@@ -12,7 +12,7 @@ from areal.api import ModelRequest, RolloutWorkflow, WeightUpdateMeta
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
 from areal.utils import name_resolve, names
 
-from inflight.integrations.areal import InflightEngine
+from inflight.integrations.areal import InflightBackend, InflightEngine
 
 
 class Draw(RolloutWorkflow):
@@ -50,6 +50,17 @@ def main(address: str, directory: str, *checkpoints: str) -> None:
     engine.submit({"prompt": [5, 6]}, workflow=Draw())
     engine.wait(1, timeout=120)
     engine.destroy()
+    backend, meta = InflightBackend(), WeightUpdateMeta(type="xccl")
+    for refused in (
+        lambda: backend.build_distributed_weight_update_requests(meta, []),
+        lambda: backend.build_init_weights_group_request(address, 0, meta),
+        lambda: backend.build_generation_request(ModelRequest(vision_msg_vllm=[[]]), False, 0),
+        lambda: engine.launch_server({}),
+    ):
+        try:
+            refused()
+        except NotImplementedError as error:
+            print(json.dumps({"refused": str(error)}), flush=True)
 
 
 def update(engine: InflightEngine, config: InferenceEngineConfig, version: int, path: str) -> None:

@@ -3,10 +3,12 @@ URL DIRECTORY CHECKPOINT…. Draws answers while the checkpoints are sent one af
 each answer as a line of JSON. DIRECTORY is for weights on their way."""
 
 import asyncio
+import dataclasses
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Awaitable
 from types import SimpleNamespace
 
 import ray
@@ -19,6 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
+from verl.workers.rollout.replica import RolloutMode
 
 
 class Trainer(Worker):
@@ -81,8 +84,24 @@ async def main(url: str, directory: str, *checkpoints: str) -> None:
         await asyncio.to_thread(asyncio.run, _update(updates, step))
     await asyncio.gather(*drawing)
     await asyncio.gather(*(draw(index, clients[index % 2]) for index in range(2)))
+    asked = {"sampling_params": {}, "prompt_ids": [5, 6]}
+    await tell_refusal(clients[0].generate("with an image", **asked, image_data=["image"]))
+    await tell_refusal(clients[0].generate("too long", **asked | {"prompt_ids": [5] * 600}))
+    replica = type(manager.get_replicas()[0])(
+        0, dataclasses.replace(rollout, checkpoint_engine=CheckpointEngineConfig()), None
+    )
+    await tell_refusal(replica.init_hybrid(trainers))
+    replica.rollout_mode = RolloutMode.STANDALONE
+    await tell_refusal(replica.launch_servers())
     ray.shutdown()
     shutil.rmtree(records, ignore_errors=True)
+
+
+async def tell_refusal(work: Awaitable) -> None:
+    try:
+        await work
+    except Exception as error:
+        print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), flush=True)
 
 
 async def _update(updates: CheckpointEngineManager, step: int) -> None:

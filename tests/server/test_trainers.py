@@ -110,13 +110,15 @@ def test_areal_knows_the_version_of_every_token(truth, tmp_path):
     engine, server, checkpoints = truth
     begin_again(server, checkpoints[0])
     swaps = engine.status().num_swaps_in_flight
-    answers = answers_of("areal_client.py", server.url.removeprefix("http://"), str(tmp_path), *checkpoints[1:])
-    assert len(answers) == 17
+    told = answers_of("areal_client.py", server.url.removeprefix("http://"), str(tmp_path), *checkpoints[1:])
+    answers, refused = told[:17], [answer["refused"] for answer in told[17:]]
     for answer in answers:
         assert answer["versions"] == proclaimed(answer["token_ids"])
         assert len(answer["token_ids"]) == len(answer["logprobs"]) == 400
         assert answer["stop_reason"] == "length"
     assert set(answers[-1]["versions"]) == {3}
+    for message, part in zip(refused, ("NCCL", "NCCL", "no images", "start `inflight serve`"), strict=True):
+        assert part in message
     assert any(len(set(answer["versions"])) > 1 for answer in answers), "some answer went on with new weights"
     assert engine.status().num_swaps_in_flight > swaps
 
@@ -125,8 +127,8 @@ def test_verl_updates_while_nothing_stops(truth, tmp_path):
     engine, server, checkpoints = truth
     begin_again(server, checkpoints[0])
     swaps = engine.status().num_swaps_in_flight
-    answers = answers_of("verl_client.py", server.url, str(tmp_path), *checkpoints[1:])
-    assert len(answers) == 20
+    told = answers_of("verl_client.py", server.url, str(tmp_path), *checkpoints[1:])
+    answers, refused = told[:20], [answer["refused"] for answer in told[20:]]
     for answer in answers:
         steps, told = proclaimed(answer["token_ids"]), answer["extra_fields"]
         assert told["min_global_steps"] == min(steps)
@@ -137,6 +139,8 @@ def test_verl_updates_while_nothing_stops(truth, tmp_path):
         assert len(answer["token_ids"]) == len(answer["log_probs"]) == 400
         assert answer["stop_reason"] in ("completed", "length"), "nothing was aborted"
     assert {answer["extra_fields"]["min_global_steps"] for answer in answers} >= {0, 3}
+    for message, part in zip(refused, ("no image_data", "answered 400", "hybrid_engine=False", "urls="), strict=True):
+        assert part in message
     assert any(len(set(answer["token_ids"])) > 1 for answer in answers), "some answer went on with new weights"
     assert engine.status().num_swaps_in_flight > swaps
 
