@@ -52,6 +52,7 @@ def make_app(served: Served) -> Starlette:
             "POST /v1/completions": serving.completions,
             "POST /v1/chat/completions": serving.chat,
             "POST /inference/v1/generate": serving.generate,
+            "POST /skyrl/v1/generate": serving.skyrl_generate,
             "GET /weight_info": control.weight_info,
             "GET /is_paused": control.is_paused,
             "GET /is_sleeping": control.is_sleeping,

@@ -45,7 +45,7 @@ class HttpServer:
             ws="none",
             lifespan="on",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what is no HTTP is told to its client, and could fill a log
             access_log=False,
             proxy_headers=False,  # a header must not make anybody a peer on the loopback
             server_header=False,

@@ -50,6 +50,7 @@ def main(address: str, directory: str, *checkpoints: str) -> None:
     engine.submit({"prompt": [5, 6]}, workflow=Draw())
     engine.wait(1, timeout=120)
     engine.destroy()
+    tell_of_adapters(InflightBackend())
     backend, meta = InflightBackend(), WeightUpdateMeta(type="xccl")
     for refused in (
         lambda: backend.build_distributed_weight_update_requests(meta, []),
@@ -61,6 +62,15 @@ def main(address: str, directory: str, *checkpoints: str) -> None:
             refused()
         except NotImplementedError as error:
             print(json.dumps({"refused": str(error)}), flush=True)
+
+
+def tell_of_adapters(backend: InflightBackend) -> None:
+    """The requests with LoRA: the model that draws before and after the first update, and that update."""
+    request = ModelRequest(input_ids=[5], gconfig=GenerationHyperparameters(lora_name="lora"))
+    models = [backend.build_generation_request(request, True, version).payload.get("model") for version in (0, 1, 2)]
+    meta = WeightUpdateMeta(type="disk", path="/weights", use_lora=True, lora_name="lora", version=2)
+    [loading] = backend.build_disk_weight_update_requests(meta).requests
+    print(json.dumps({"models": models, "endpoint": loading.endpoint, "payload": loading.payload}), flush=True)
 
 
 def update(engine: InflightEngine, config: InferenceEngineConfig, version: int, path: str) -> None:

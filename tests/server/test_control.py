@@ -247,7 +247,9 @@ def test_an_adapter_is_drawn_with_by_its_name(truth, tmp_path):
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path)
-    assert call(server, "POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(tmp_path)})[0] == 200
+    body = {"lora_name": "a", "lora_path": str(tmp_path), "weight_version": "with adapter"}
+    assert call(server, "POST", "/v1/load_lora_adapter", body)[0] == 200
+    assert {span["version"] for span in draw(server, 5, model="a")["weight_versions"]} == {"with adapter"}
     for name, adapter in (("a", "default"), ("", None)):
         rollout = answered([5], draw(server, 20, model=name, temperature=1.0, logprobs=0))
         assert error(model, rollout, adapter) < 2e-4

@@ -111,12 +111,17 @@ def test_areal_knows_the_version_of_every_token(truth, tmp_path):
     begin_again(server, checkpoints[0])
     swaps = engine.status().num_swaps_in_flight
     told = answers_of("areal_client.py", server.url.removeprefix("http://"), str(tmp_path), *checkpoints[1:])
-    answers, refused = told[:17], [answer["refused"] for answer in told[17:]]
+    answers, adapters, refused = told[:17], told[17], [answer["refused"] for answer in told[18:]]
     for answer in answers:
         assert answer["versions"] == proclaimed(answer["token_ids"])
         assert len(answer["token_ids"]) == len(answer["logprobs"]) == 400
         assert answer["stop_reason"] == "length"
     assert set(answers[-1]["versions"]) == {3}
+    assert adapters["models"] == [None, "lora", "lora"]
+    assert adapters["endpoint"] == "/v1/load_lora_adapter"
+    assert adapters["payload"] == {
+        "lora_name": "lora", "lora_path": "/weights", "load_inplace": True, "weight_version": "2",
+    }  # fmt: skip
     for message, part in zip(refused, ("NCCL", "NCCL", "no images", "start `inflight serve`"), strict=True):
         assert part in message
     assert any(len(set(answer["versions"])) > 1 for answer in answers), "some answer went on with new weights"
