@@ -4,6 +4,7 @@ else of inflight's but `inflight.integrations.directory`).
 verl finds it by its entry point, or with VERL_USE_EXTERNAL_MODULES=inflight.integrations.verl. The servers run by
 themselves, each with GPUs that verl knows nothing of:
 
+    actor_rollout_ref.hybrid_engine=False
     actor_rollout_ref.rollout.name=inflight
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.nnodes=1
@@ -73,7 +74,7 @@ class InflightServer:
         return TokenOutput(
             token_ids=choice["token_ids"],
             log_probs=None if told is None else [entry["logprob"] for entry in told["content"]],
-            stop_reason=_STOP_REASONS[choice["finish_reason"]],
+            stop_reason=_STOP_REASONS.get(choice["finish_reason"]),
             extra_fields={"global_steps": oldest, "min_global_steps": oldest, "max_global_steps": newest},
         )
 
@@ -113,7 +114,7 @@ class InflightReplica(RolloutReplica):
         """Reach the server that has this replica's place among the urls. Raises ValueError."""
         if self.rollout_mode is not RolloutMode.STANDALONE:
             raise ValueError("inflight serve has GPUs of its own: set actor_rollout_ref.hybrid_engine=False")
-        url = _urls(self.config)[self.replica_rank].rstrip("/")
+        url = _url(self.config, self.replica_rank)
         actor = ray.remote(InflightServer).options(num_cpus=0, max_concurrency=self.max_concurrency)
         self._server_handle = actor.remote(url, self.config.prompt_length, self.config.response_length)
         self.servers, self._server_address = [self._server_handle], urlsplit(url).netloc
@@ -200,12 +201,15 @@ class DirectoryEngine(CheckpointEngine):
             yield pair
 
 
-def _urls(config: Any) -> list[str]:
-    """Raises ValueError where the configuration names no servers."""
+def _url(config: Any, replica_rank: int) -> str:
+    """Raises ValueError where the configuration names too few servers."""
     urls = list(config.checkpoint_engine.engine_kwargs.get(NAME, {}).get("urls", ()))
-    if not urls:
-        raise ValueError("name the servers: rollout.checkpoint_engine.engine_kwargs.inflight.urls=[http://…]")
-    return urls
+    if replica_rank >= len(urls):
+        raise ValueError(
+            f"replica {replica_rank} has no server: rollout.checkpoint_engine.engine_kwargs.inflight.urls=[http://…] "
+            f"names {len(urls)}, and there are nnodes × n_gpus_per_node replicas"
+        )
+    return urls[replica_rank].rstrip("/")
 
 
 RolloutReplicaRegistry.register(NAME, lambda: InflightReplica)
