@@ -54,7 +54,7 @@ test-vllm: setup peers
 test-clients: setup .venv-clients/.installed
 	$(BIN)/python -m pytest -m clients -n 0
 
-# Of verl, AReaL and prime-rl only the parts that draw are run, without what else they ask for. prime-rl is not on PyPI.
+# Of verl, AReaL, SkyRL and prime-rl only the parts that draw are run, without what else they ask for. prime-rl is not on PyPI.
 .venv-clients/.installed: constraints/clients.txt constraints/clients-alone.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	$(CLIENTS_PIP) -r constraints/clients.txt

@@ -71,15 +71,16 @@ def test_verifiers_understands_every_token(served):
     assert min(min(answer["logprobs"]) for answer in answers) < -1
 
 
-def test_prime_rl_draws_and_updates(scripted_dir, tmp_path):
-    """Its client waits for the server, draws, and has weights and an adapter published; token for token."""
+@pytest.fixture(scope="module")
+def adapted(scripted_dir, tmp_path_factory):
+    """An engine with a place for an adapter, its server, other weights for it, and an adapter."""
+    weights, adapter = tmp_path_factory.mktemp("step_1"), tmp_path_factory.mktemp("adapter")
     model = AutoModelForCausalLM.from_pretrained(scripted_dir)
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    weights, adapter = tmp_path / "step_1", tmp_path / "adapter"
     model.save_pretrained(weights)
-    (weights / "STABLE").touch()
+    (weights / "STABLE").touch()  # prime-rl's mark of a whole checkpoint
     peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     for name, parameter in peft.named_parameters():
         if "lora_" in name:
@@ -88,22 +89,49 @@ def test_prime_rl_draws_and_updates(scripted_dir, tmp_path):
     with inflight.launch(
         scripted_dir, device="cpu", max_sequences=8, max_context=256, threads=1, lora_rank=4, adapters=("place-0",)
     ) as engine:
-        server = engine.serve(port=0)
-        answers = answers_of("prime_rl_client.py", server.url, scripted_dir, str(weights), str(adapter))
-        assert [answer["step"] for answer in answers] == [0] * 6 + [1] * 6 + [2] * 6
+        yield engine, engine.serve(port=0), str(weights), str(adapter)
 
-        def same(answer: dict, place: str | None) -> bool:
-            params = inflight.SamplingParams(**answer["asked"])
-            [[rollout]] = engine.generate([answer["prompt_ids"]], params, adapter=place)
-            assert np.allclose(answer["logprobs"], rollout.logprobs, atol=1e-5)
-            return answer["completion_ids"] == rollout.token_ids.tolist()
 
-        assert all(same(answer, "place-0") for answer in answers[12:])
-        assert all(same(answer, None) for answer in answers[6:12])
-        assert call(server, "POST", "/update_weights", {"weight_dir": scripted_dir})[0] == 200
-        assert all(same(answer, None) for answer in answers[:6])
+def test_prime_rl_draws_and_updates(adapted, scripted_dir):
+    """Its client waits for the server, draws, and has weights and an adapter published; token for token."""
+    engine, server, weights, adapter = adapted
+    begin_again(server, scripted_dir)
+    answers = answers_of("prime_rl_client.py", server.url, scripted_dir, weights, adapter)
+    assert [answer["step"] for answer in answers] == [0] * 6 + [1] * 6 + [2] * 6
+
+    def same(answer: dict, place: str | None) -> bool:
+        params = inflight.SamplingParams(**answer["asked"])
+        [[rollout]] = engine.generate([answer["prompt_ids"]], params, adapter=place)
+        assert np.allclose(answer["logprobs"], rollout.logprobs, atol=1e-5)
+        return answer["completion_ids"] == rollout.token_ids.tolist()
+
+    assert all(same(answer, "place-0") for answer in answers[12:])
+    assert all(same(answer, None) for answer in answers[6:12])
+    begin_again(server, scripted_dir)
+    assert all(same(answer, None) for answer in answers[:6])
     policies = {str([answer["logprobs"] for answer in answers[i : i + 6]]) for i in (0, 6, 12)}
     assert len(policies) == 3, "three steps had three policies"
+
+
+def test_skyrl_draws_and_loads_adapters(adapted, scripted_dir):
+    engine, server, weights, adapter = adapted
+    begin_again(server, weights)
+    *answers, sampled, world, refused = answers_of("skyrl_client.py", server.url, scripted_dir, adapter)
+    assert [answer["model"] for answer in answers] == [scripted_dir] * 3 + ["policy"] * 3
+    for answer in answers:
+        place = "place-0" if answer["model"] == "policy" else None
+        params = inflight.SamplingParams(max_tokens=12, seed=3)
+        [[rollout]] = engine.generate([answer["prompt_ids"]], params, adapter=place)
+        assert answer["token_ids"] == rollout.token_ids.tolist()
+        assert np.allclose(answer["logprobs"], rollout.logprobs, atol=1e-5)
+        assert answer["stop_reason"] == rollout.finish_reason
+        assert answer["text"] == engine.tokenizer.decode(answer["token_ids"])
+    assert [answer["logprobs"] for answer in answers[:3]] != [answer["logprobs"] for answer in answers[3:]]
+    [group] = engine.generate([[5, 6, 7]], inflight.SamplingParams(n=2, max_tokens=4, seed=1))
+    assert [sequence["tokens"] for sequence in sampled["sample"]["sequences"]] == [r.token_ids.tolist() for r in group]
+    assert [score is None for score in sampled["sample"]["prompt_logprobs"]] == [True, False, False]
+    assert world["world_size"] == [1, 1]
+    assert "NCCL" in refused["refused"]
 
 
 def test_areal_knows_the_version_of_every_token(truth, tmp_path):
