@@ -7,6 +7,8 @@ STAMP := .venv/.installed
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
+CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
+PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
 .PHONY: setup demo test test-all test-vllm test-clients lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
@@ -52,9 +54,13 @@ test-vllm: setup peers
 test-clients: setup .venv-clients/.installed
 	$(BIN)/python -m pytest -m clients -n 0
 
-.venv-clients/.installed: constraints/clients.txt
+# Of verl, AReaL, SkyRL and prime-rl only the parts that draw are run, without what else they ask for. prime-rl is not on PyPI.
+.venv-clients/.installed: constraints/clients.txt constraints/clients-alone.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(CLIENTS_PIP) -r constraints/clients.txt
+	$(CLIENTS_PIP) --no-deps -r constraints/clients-alone.txt
+	mkdir -p .venv-clients/prime-rl
+	curl -fsSL $(PRIME_RL) | tar xz -C .venv-clients/prime-rl --strip-components 1
 	touch $@
 
 lint: setup

@@ -24,8 +24,6 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure something; every benchmark prints one line of JSON last.", no_args_is_help=True)
 console = Console()
-_OTHER_FILES = 512
-"""Files that a server has open beside its connections."""
 
 
 def demo(options: DemoOptions, output: Output) -> None:
@@ -88,10 +86,11 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
     from inflight.session import LaunchedEngine
 
     try:
+        from inflight.server.connections import OTHER_FILES
         from inflight.server.http_server import HttpServer
     except ModuleNotFoundError as error:
         raise ValueError(f"serving needs {error.name}: pip install 'inflight[serve]'") from error
-    allow_files(options.max_connections + _OTHER_FILES)
+    allow_files(options.max_connections + OTHER_FILES)
     with console.status(f"loading {model.model}"):
         engine = LaunchedEngine(model.engine_options())
     with engine, HttpServer(engine, options) as server:

@@ -42,10 +42,11 @@ class Adapters:
         untouched = {name: adapter for name, adapter in self._trained.items() if name not in self._taken}
         return untouched | self.loaded
 
-    async def load(self, name: str, path: str, *, in_place: bool) -> Adapter:
+    async def load(self, name: str, path: str, *, in_place: bool, label: str | None = None) -> Adapter:
         """Load the adapter of a directory; requests that name it are drawn with it once this returns. in_place: one of
-        that name is replaced, and what is being drawn with it goes on with the new one. Raises ApiError, and
-        WeightFileError or LayoutMismatchError for files that do not fit."""
+        that name is replaced, and what is being drawn with it goes on with the new one. label: what clients call the
+        version that brings it. Raises ApiError, and WeightFileError or LayoutMismatchError for files that do not
+        fit."""
         if not self.places:
             raise ApiError(404, "this engine holds no adapters; start the server with --lora-rank")
         async with self._changing:
@@ -57,7 +58,9 @@ class Adapters:
             adapter = old or Adapter(name, path, self._free_place())
             self._taken[adapter.place] = adapter
             try:
-                adapter.version = await self._updates.publish_adapters(lambda files: files.load(adapter.place, path))
+                adapter.version = await self._updates.publish_adapters(
+                    lambda files: files.load(adapter.place, path), label
+                )
             except BaseException:
                 if old is None:
                     del self._taken[adapter.place]

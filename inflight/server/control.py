@@ -12,7 +12,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.server.adapters import Adapter
 from inflight.server.bodies import answer
 from inflight.server.errors import ApiError
 from inflight.server.requests import parse, read_bytes, read_fields
@@ -66,6 +65,8 @@ class _LoadAdapter(msgspec.Struct):
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None
+    weight_version: str | None = None
+    """What spans call the version that brings it; ours."""
 
 
 class _UnloadAdapter(msgspec.Struct):
@@ -80,6 +81,16 @@ async def init_weight_transfer(served: Served, request: Request) -> Response:
     fields = await _fields(request, _InitInfo)
     if fields.init_info and fields.init_info.get("backend") != "directory":
         raise ApiError(501, _NO_NCCL, param="init_info")
+    return _done("weights come from directories")
+
+
+async def no_collectives(served: Served, request: Request) -> Response:
+    """Refused: AReaL's and SkyRL's own names for tensors over NCCL."""
+    raise ApiError(501, _NO_NCCL)
+
+
+async def shut_down_transfer(served: Served, request: Request) -> Response:
+    """Nothing to do: nothing was met for."""
     return _done("weights come from directories")
 
 
@@ -149,13 +160,12 @@ async def weight_checker(served: Served, request: Request) -> Response:
 async def load_adapter(served: Served, request: Request) -> Response:
     """vLLM's: one of this name must not be there, unless `load_inplace`."""
     fields = await _fields(request, _LoadAdapter)
-    return _loaded(await served.adapters.load(fields.lora_name, fields.lora_path, in_place=bool(fields.load_inplace)))
+    return await _load(served, fields, in_place=bool(fields.load_inplace))
 
 
 async def reload_adapter(served: Served, request: Request) -> Response:
     """prime-rl's and SkyRL's: one of this name is replaced."""
-    fields = await _fields(request, _LoadAdapter)
-    return _loaded(await served.adapters.load(fields.lora_name, fields.lora_path, in_place=True))
+    return await _load(served, await _fields(request, _LoadAdapter), in_place=True)
 
 
 async def unload_adapter(served: Served, request: Request) -> Response:
@@ -165,7 +175,10 @@ async def unload_adapter(served: Served, request: Request) -> Response:
     return _done(f"the adapter {fields.lora_name} is not loaded any more")
 
 
-def _loaded(adapter: Adapter) -> Response:
+async def _load(served: Served, fields: _LoadAdapter, *, in_place: bool) -> Response:
+    adapter = await served.adapters.load(
+        fields.lora_name, fields.lora_path, in_place=in_place, label=fields.weight_version
+    )
     return _done(f"the adapter {adapter.name} is live", version=adapter.version)
 
 
@@ -242,6 +255,7 @@ ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
     "POST /wake_up": wake_up,
     "POST /reset_prefix_cache": reset_prefix_cache,
     "POST /init_weight_transfer_engine": init_weight_transfer,
+    "POST /shutdown_weight_transfer_engine": shut_down_transfer,
     "POST /start_weight_update": start_update,
     "POST /update_weights": update_weights,
     "POST /areal_update_weights": update_weights,
@@ -253,6 +267,12 @@ ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
     "POST /load_lora_adapter": reload_adapter,
     "POST /unload_lora_adapter": unload_adapter,
     "POST /skyrl/v1/load_lora_adapter": reload_adapter,
+    "POST /collective_rpc": no_collectives,
+    "POST /areal_init_weights_update_group": no_collectives,
+    "POST /areal_set_update_weight_meta": no_collectives,
+    "POST /areal_update_weights_xccl": no_collectives,
+    "POST /areal_set_update_weight_meta_lora": no_collectives,
+    "POST /areal_update_weights_lora_xccl": no_collectives,
 }
 """Maps methods and paths to what answers them."""
 

@@ -11,7 +11,7 @@ import uvicorn
 from inflight.core.errors import InflightError, ListenError
 from inflight.core.waiting import Wait
 from inflight.server.app import make_app
-from inflight.server.connections import bounded
+from inflight.server.connections import bounded, most_connections
 from inflight.server.engine import ServedEngine
 from inflight.server.options import ServerOptions
 from inflight.server.served import Served
@@ -35,18 +35,20 @@ class HttpServer:
             logger.warning("whoever reaches port %d may change the weights: there is no token", options.port)
         self._socket = _listen(options.host, options.port)
         self.host, self.port = options.host, int(self._socket.getsockname()[1])
+        most = most_connections(options.max_connections)
+        if most < options.max_connections:
+            logger.info("there may be %d connections at a time, as this process may have few files open", most)
         config = uvicorn.Config(
             make_app(Served(engine, options)),
-            http=bounded(options.receive_timeout_s),
+            http=bounded(most, options.receive_timeout_s),
             loop="asyncio",
             ws="none",
             lifespan="on",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what is no HTTP is told to its client, and could fill a log
             access_log=False,
             proxy_headers=False,  # a header must not make anybody a peer on the loopback
             server_header=False,
-            limit_concurrency=options.max_connections,
             timeout_keep_alive=int(options.keep_alive_s),
             timeout_graceful_shutdown=_GRACE_S,
             backlog=2048,

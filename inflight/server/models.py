@@ -39,6 +39,11 @@ async def metrics(served: Served, request: Request) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+async def load(served: Served, request: Request) -> Response:
+    """How many requests are being drawn for clients, which routers ask."""
+    return answer({"server_load": len(served.running)})
+
+
 async def list_models(served: Served, request: Request) -> Response:
     """The model under its names, and adapters."""
     return answer({"object": "list", "data": _cards(served)})

@@ -84,13 +84,22 @@ async def chat(served: Served, request: Request) -> Response:
 
 async def generate(served: Served, request: Request) -> Response:
     """/inference/v1/generate"""
+    return await _generate(served, request, experts_as_lists=False)
+
+
+async def skyrl_generate(served: Served, request: Request) -> Response:
+    """/skyrl/v1/generate: the same, but for the form of routed experts."""
+    return await _generate(served, request, experts_as_lists=True)
+
+
+async def _generate(served: Served, request: Request, *, experts_as_lists: bool) -> Response:
     fields = read_fields(await _body(served, request), GenerateRequest)
     sampling = fields.sampling_params
     asked = sampling.logprobs is not None and sampling.logprobs is not False
     # One log-probability is that of the drawn token, as in vLLM.
     top = 0 if isinstance(sampling.logprobs, bool) or sampling.logprobs in (None, 1) else sampling.logprobs
     params = sampling.params(max_tokens=_COMPLETION_TOKENS, top_logprobs=top)
-    shape = TokenShape(served, sampling, params, logprobs=asked)
+    shape = TokenShape(served, sampling, params, logprobs=asked, experts_as_lists=experts_as_lists)
     return await _respond(served, request, fields, shape, [fields.token_ids])
 
 

@@ -240,10 +240,13 @@ class TokenShape(Shape):
 
     kind, object = "gen", "inference.generate"
 
-    def __init__(self, served: Served, fields: SamplingFields, params: SamplingParams, *, logprobs: bool):
+    def __init__(
+        self, served: Served, fields: SamplingFields, params: SamplingParams, *, logprobs: bool, experts_as_lists: bool
+    ):
+        """experts_as_lists: SkyRL's form of routed experts; else they are a file of NumPy's in base64, as in vLLM."""
         super().__init__(served, fields, params)
         self.with_ids = self.with_versions = True
-        self._with_logprobs = logprobs
+        self._with_logprobs, self._experts_as_lists = logprobs, experts_as_lists
 
     def extras(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]}
@@ -252,10 +255,11 @@ class TokenShape(Shape):
         logprobs = None
         if self._with_logprobs:
             logprobs = chat_logprobs(piece.rollout, self.served.decoder, as_ids=True)
-        rollout = piece.rollout
+        experts = piece.rollout.routed_experts
+        as_lists = experts.tolist() if self._experts_as_lists and experts is not None else None
         return {"index": piece.index, "logprobs": logprobs} | self.common(piece) | {
-            "routed_experts": npy(rollout.routed_experts),
-            "sampling_mask": kept_tokens(rollout.sampling_mask),
+            "routed_experts": as_lists or npy(experts),
+            "sampling_mask": kept_tokens(piece.rollout.sampling_mask),
         }  # fmt: skip
 
     delta = choice

@@ -1,8 +1,9 @@
 """Weights and adapters that clients of a server have published: one publisher, in one thread."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,13 +33,13 @@ class Updates:
         """All adapters that are loaded: they are published together."""
 
     async def publish_directory(self, directory: str, label: str | None = None) -> int:
-        """Publish a checkpoint, which clients call `label`. Raises WeightFileError or LayoutMismatchError, which leave
+        """Publish a checkpoint, as a version of this name. Raises WeightFileError or LayoutMismatchError, which leave
         the weights as they are."""
-        return await self._run(lambda: self._publish("weights", directory, label))
+        return await self._run(lambda: self._publish(directory, label))
 
-    async def publish_adapters(self, change: Callable[[AdapterFiles], object]) -> int:
+    async def publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None = None) -> int:
         """Publish the adapters as they are after a change, or as they were if it raises."""
-        return await self._run(lambda: self._publish_adapters(change))
+        return await self._run(lambda: self._publish_adapters(change, label))
 
     def name_of(self, version: int) -> str:
         """What clients call a version."""
@@ -59,30 +60,37 @@ class Updates:
         """Call it in the thread of the publisher; a client that goes away does not stop it."""
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
 
-    def _publish(self, kind: str, directory: str, label: str | None) -> int:
+    def _publish(self, directory: str, label: str | None) -> int:
         if not Path(directory).is_absolute():
             raise WeightFileError(f"{directory[:300]} is no absolute path; the server reads weights from its own disk")
-        publisher = self._publisher_of(kind)
-        version = publisher.version + 1  # this thread alone publishes
-        if label is not None:  # the first tokens of a version come before the answer
-            self.label(version, label)
-        try:
+        publisher = self._publisher_of("weights")
+        with self._labelled(publisher, label):
             return self._live(publisher.publish(directory))
-        except BaseException:
-            self.labels.pop(version, None)
-            raise
 
-    def _publish_adapters(self, change: Callable[[AdapterFiles], object]) -> int:
+    def _publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None) -> int:
         publisher = self._publisher_of("adapters")
         before = self.files.copy()
         try:
             change(self.files)
-            version = publisher.publish()
-            publisher.wait_copied()
-            return self._live(version)
+            with self._labelled(publisher, label):
+                version = publisher.publish()
+                publisher.wait_copied()
+                return self._live(version)
         except BaseException:
             self.files.restore(before)
             raise
+
+    @contextmanager
+    def _labelled(self, publisher: Publisher, label: str | None) -> Iterator[None]:
+        """Name the next version before it goes live, so that no answer has its tokens under another name."""
+        version = publisher.version + 1
+        if label is not None:
+            self.label(version, label)
+        try:
+            yield
+        finally:
+            if publisher.version < version:  # it was refused, and another one will have this number
+                self.labels.pop(version, None)
 
     def _live(self, version: int) -> int:
         self._engine.wait_for_version(version)

@@ -166,7 +166,7 @@ def weights_of(path):
 
 
 def test_a_version_is_live_when_it_was_sent(path, tmp_path, url, engine, monkeypatch):
-    monkeypatch.setattr("inflight.integrations.trl_server._FILE_BYTES", 40_000)
+    monkeypatch.setattr("inflight.integrations.directory._FILE_BYTES", 40_000)
     transfer = DirectoryTransfer(url, tmp_path, dtype=torch.bfloat16)
     transfer.init_weight_transfer()
     for number in (1, 2):

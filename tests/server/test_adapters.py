@@ -202,7 +202,7 @@ def test_scales_are_those_of_peft(saved, options):
 
 def test_a_change_that_cannot_be_published_is_taken_back(saved):
     class Publisher:
-        closed = False
+        closed, version = False, 3
 
         def publish(self):
             raise inflight.InflightError("it cannot")
@@ -216,8 +216,9 @@ def test_a_change_that_cannot_be_published_is_taken_back(saved):
 
     updates = Updates(Engine())
     with pytest.raises(inflight.InflightError, match="it cannot"):
-        asyncio.run(updates.publish_adapters(lambda files: files.restore({"place-0": {}})))
+        asyncio.run(updates.publish_adapters(lambda files: files.restore({"place-0": {}}), "step-4"))
     assert updates.files.copy() == {}
+    assert updates.labels == {}, "another version will have the number"
     updates.close()
 
 

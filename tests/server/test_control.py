@@ -149,9 +149,34 @@ def test_weights_that_do_not_fit_change_nothing(truth, tmp_path):
     info = {"init_info": {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size": 2, "packed": True}}
     status, answer = call(server, "POST", "/init_weight_transfer_engine", info)
     assert (status, "NCCL" in answer["error"]["message"]) == (501, True)
+    for path in ("/collective_rpc", "/areal_init_weights_update_group", "/areal_update_weights_xccl"):
+        status, answer = call(server, "POST", path, {})
+        assert (status, "NCCL" in answer["error"]["message"]) == (501, True)
+    assert call(server, "POST", "/shutdown_weight_transfer_engine")[0] == 200
     assert call(server, "POST", "/weight_checker", {"action": "checksum"})[0] == 501
     assert engine.status().version == before
     assert draw(server, 3)["token_ids"] == [before + 1] * 3
+
+
+def test_a_name_that_comes_with_weights_is_that_of_all_their_tokens(truth):
+    engine, server, save = truth
+    choices, version = [], engine.status().version + 1
+    names = {str(version - 1): call(server, "GET", "/weight_info")[1]["weight_version"], str(version): "step-9"}
+    threads = [threading.Thread(target=lambda: choices.append(draw(server, 300))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: engine.status().num_running == 3)
+    refused = {"weight_dir": "/nowhere", "weight_version": "never"}
+    assert call(server, "POST", "/update_weights", refused)[0] == 422
+    body = {"weight_dir": save(version), "weight_version": "step-9"}
+    assert call(server, "POST", "/update_weights", body)[1] == {
+        "message": "the weights are live", "weight_version": "step-9", "version": version,
+    }  # fmt: skip
+    for thread in threads:
+        thread.join()
+    for choice in choices:
+        tokens, spans = proclaimed(choice)
+        assert [names[number] for number in tokens] == spans
 
 
 def test_a_pause_that_aborts_gives_clients_what_was_drawn(truth):
@@ -160,6 +185,7 @@ def test_a_pause_that_aborts_gives_clients_what_was_drawn(truth):
     thread = threading.Thread(target=lambda: answers.append(draw(server, 500)))
     thread.start()
     wait_until(lambda: engine.status().num_running == 1)
+    assert call(server, "GET", "/load")[1] == {"server_load": 1}
     assert call(server, "POST", "/pause?mode=abort")[1]["generating"] is False
     thread.join()
     assert answers[0]["finish_reason"] == "abort"
@@ -221,7 +247,9 @@ def test_an_adapter_is_drawn_with_by_its_name(truth, tmp_path):
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path)
-    assert call(server, "POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(tmp_path)})[0] == 200
+    body = {"lora_name": "a", "lora_path": str(tmp_path), "weight_version": "with adapter"}
+    assert call(server, "POST", "/v1/load_lora_adapter", body)[0] == 200
+    assert {span["version"] for span in draw(server, 5, model="a")["weight_versions"]} == {"with adapter"}
     for name, adapter in (("a", "default"), ("", None)):
         rollout = answered([5], draw(server, 20, model=name, temperature=1.0, logprobs=0))
         assert error(model, rollout, adapter) < 2e-4

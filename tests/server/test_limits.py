@@ -3,12 +3,18 @@
 import http.client
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
+import numpy as np
 import pytest
 from http_calls import call
 
 import inflight
+from inflight.server import connections
+from inflight.server.command import allow_files
 
 
 def wait_until(is_true, timeout_s=30):
@@ -38,6 +44,35 @@ def test_bodies_that_are_no_requests(served, body, status):
     found, answer = call(served.http, "POST", "/v1/completions", body)
     assert found == status, answer
     assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize", "/pause",
+        "/abort_requests", "/update_weights", "/finish_weight_update", "/update_weight_version",
+        "/v1/load_lora_adapter",
+    ],
+)  # fmt: skip
+def test_every_path_says_what_is_wrong_with_a_body(served, path):
+    for body, status in ((b'{"a": ', 400), (b"[]", 400), (b" " * ((1 << 20) + 1), 413)):
+        found, answer = call(served.http, "POST", path, body)
+        assert (found, answer["error"]["type"]) == (status, "invalid_request_error"), answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/inference/v1/generate", {"token_ids": [1]}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
+def test_a_model_that_does_not_exist(served, path, body):
+    status, answer = call(served.http, "POST", path, {"model": "other", **body})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+    assert "policy" in answer["error"]["message"], "it says which there are"
 
 
 def test_a_body_without_a_length_is_bounded_too(served):
@@ -91,6 +126,85 @@ def test_half_open_connections_keep_nobody_waiting_and_are_closed(served):
         assert call(server, "GET", "/health")[0] == 200
 
 
+@pytest.mark.slow
+def test_a_thousand_idle_and_half_open_connections_delay_no_forward_pass(served):
+    """Passes and streams go on while the connections are made, while they are there, and while they are closed. The
+    bounds are far above what a busy machine does to a pass of a millisecond, and far below a wait for a client."""
+    allow_files(4096)
+    beginnings = (
+        b"",
+        b"POST /v1/comp",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{",
+        b"\x16\x03\x01",
+    )
+    with served.engine.serve(port=0, receive_timeout_s=4.0, max_body_mib=0.25) as server, ExitStack() as crowd:
+        alone_ms = pass_times_ms(served.engine, server, until=lambda round_: round_ == 4)
+        halves: list[socket.socket] = []
+
+        def come() -> None:
+            for index in range(1000):
+                half = crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+                half.sendall(beginnings[index % len(beginnings)])
+                halves.append(half)
+
+        coming = threading.Thread(target=come)
+        coming.start()
+        crowded_ms = pass_times_ms(served.engine, server, until=lambda round_: not coming.is_alive() and round_ >= 4)
+        coming.join()
+        assert len(halves) == 1000
+        for path, body, status in (
+            ("/v1/completions", {"prompt": [1], "max_tokens": 4}, 200),
+            ("/v1/completions", {"model": "other", "prompt": [1]}, 404),
+            ("/v1/completions", b"{", 400),
+            ("/v1/completions", b"{" * 300_000, 413),
+            ("/update_weights", {"weight_dir": "relative"}, 422),
+        ):
+            assert call(server, "POST", path, body)[0] == status
+        leaving_ms = pass_times_ms(served.engine, server, until=lambda round_: round_ and all(map(is_closed, halves)))
+    for times_ms in (crowded_ms, leaving_ms):
+        assert np.median(times_ms) < 5 * np.median(alone_ms) + 5
+        assert times_ms.max() < alone_ms.max() + 1000
+
+
+def pass_times_ms(engine, server, *, until):
+    """The times between two tokens of one sample, each a forward pass of its own, while clients stream answers beside
+    it; all their answers come whole. until: is given the number of rounds that are over."""
+    times_ns, rounds = [], 0
+    deadline = time.monotonic() + 60
+    params = inflight.SamplingParams(max_tokens=200, ignore_eos=True)
+    with ThreadPoolExecutor(2) as clients:
+        while not until(rounds):
+            assert time.monotonic() < deadline
+            answers = [clients.submit(streamed, server) for _ in range(2)]
+            [[rollout]] = engine.generate([[1]], params)
+            times_ns.append(np.diff(rollout.sampled_at_ns))
+            assert all(answer.result(timeout=60).endswith(b"data: [DONE]\n\n") for answer in answers)
+            rounds += 1
+    return np.concatenate(times_ns) / 1e6
+
+
+def streamed(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    body = json.dumps({"prompt": [1], "max_tokens": 100, "ignore_eos": True, "stream": True}).encode()
+    connection.request("POST", "/v1/completions", body)
+    answer = connection.getresponse().read()
+    connection.close()
+    return answer
+
+
+def is_closed(half):
+    """Whether the server has closed a connection, perhaps after it said why."""
+    half.settimeout(0.001)
+    try:
+        while half.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
 def test_a_connection_that_is_used_again_has_the_same_bound(served):
     with served.engine.serve(port=0, receive_timeout_s=0.5) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -106,9 +220,27 @@ def test_more_connections_than_there_may_be(served):
     with served.engine.serve(port=0, max_connections=4) as server:
         open_ones = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(6)]
         wait_until(lambda: status_of(server) == 503)
+        status, answer = call(server, "GET", "/health")
+        assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
+        assert "4 connections" in answer["error"]["message"]
         for each in open_ones:
             each.close()
         wait_until(lambda: status_of(server) == 200)
+
+
+def test_connections_far_beyond_the_bound_are_closed_at_once(served):
+    with served.engine.serve(port=0, max_connections=4) as server, ExitStack() as crowd:
+        halves = [
+            crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            for _ in range(4 + 64 + 8)
+        ]
+        wait_until(lambda: sum(map(is_closed, halves)) == 8)
+
+
+def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch):
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (1024, 4096))
+    assert connections.most_connections(4096) == 512
+    assert connections.most_connections(100) == 100
 
 
 def status_of(server):

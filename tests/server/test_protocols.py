@@ -1,10 +1,14 @@
 """Requests as the clients of trainers send them, field by field, and the fields of the answers that they read."""
 
+import base64
+import io
 import math
 
 import numpy as np
 import pytest
 from http_calls import call
+
+import inflight
 
 
 def test_trl_asks_what_it_talks_to(served):
@@ -109,6 +113,24 @@ def test_the_sampling_mask_is_what_the_filters_left(served):
     [choice] = call(served.http, "POST", "/inference/v1/generate", body)[1]["choices"]
     assert [len(kept) for kept in choice["sampling_mask"]] == [3] * 5
     assert all(i in kept for i, kept in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
+
+
+@pytest.mark.slow
+def test_routed_experts_come_as_vllm_and_as_skyrl_have_them(model_dir):
+    options = {"device": "cpu", "max_sequences": 4, "max_context": 64, "threads": 1}
+    with inflight.launch(model_dir("qwen3-moe"), record_routed_experts=True, **options) as engine:
+        server = engine.serve(port=0)
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "seed": 1}}
+        [vllm] = call(server, "POST", "/inference/v1/generate", body)[1]["choices"]
+        [skyrl] = call(server, "POST", "/skyrl/v1/generate", body)[1]["choices"]
+        experts = np.load(io.BytesIO(base64.b64decode(vllm["routed_experts"])))
+        assert experts.shape[0] == 3 + len(vllm["token_ids"]) - 1, "all tokens but the last"
+        assert experts.shape[2] == 2, "each goes to two of them"
+        assert skyrl["token_ids"] == vllm["token_ids"]
+        assert skyrl["routed_experts"] == experts.tolist()
+        [[rollout]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=5, seed=1))
+        assert rollout.routed_experts is not None
+        assert (rollout.routed_experts == experts).all()
 
 
 @pytest.mark.parametrize("field", ["features", "kv_transfer_params"])

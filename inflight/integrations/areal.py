@@ -1,0 +1,107 @@
+"""AReaL at `inflight serve` (written against areal 1.0.4, in whose environment this module needs nothing else of
+inflight's).
+
+    from inflight.integrations.areal import InflightEngine
+
+    rollout = InflightEngine(config.rollout)          # where an AReaL script has RemotevLLMEngine(config.rollout)
+    rollout.initialize(addr=["10.0.0.7:8000"], train_data_parallel_size=1)
+
+AReaL's own engine for vLLM works too, but has the server drop every answer before an update, and gives all tokens that
+it got at once the version that is live by then. Here nothing stops for an update, and `output_versions` says of each
+token which weights drew it.
+"""
+
+# AReaL has an environment of its own.
+# pyright: reportMissingImports=false
+import os
+import subprocess
+from contextvars import ContextVar
+from typing import Any
+
+from areal.api import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from areal.api.cli_args import InferenceEngineConfig
+from areal.api.io_struct import HttpGenerationResult, HttpRequest, WeightUpdateRequests
+from areal.engine.vllm_remote import RemotevLLMEngine, VLLMBackend
+from areal.infra import RemoteInfEngine
+
+_NO_NCCL = (
+    "inflight serve receives no tensors over NCCL: take weights from a directory that trainer and server both see, "
+    'with weight_update_mode="disk"'
+)
+_versions: ContextVar[list[int]] = ContextVar("inflight_versions")
+"""Which weights drew each token of the request that this task waits for."""
+
+
+class InflightBackend(VLLMBackend):
+    """What AReaL asks of `inflight serve`; what is not here is as vLLM has it."""
+
+    def build_generation_request(self, req: ModelRequest, with_lora: bool, version: int) -> HttpRequest:
+        """As for vLLM, but an adapter has one name, under which each version follows the last one in flight. Before
+        the first update it is as good as none."""
+        if req.vision_msg_vllm:
+            raise NotImplementedError("inflight serve takes no images")
+        request = super().build_generation_request(req, with_lora, version)
+        request.payload["return_weight_versions"] = True
+        if with_lora and version:
+            request.payload["model"] = req.gconfig.lora_name
+        else:
+            request.payload.pop("model", None)
+        return request
+
+    def parse_generation_response(self, response: dict[str, Any]) -> HttpGenerationResult:
+        """Also notes the versions. Raises ValueError for weights that have a name which is no number of AReaL's."""
+        result = super().parse_generation_response(response)
+        for span in response["choices"][0]["weight_versions"]:
+            _versions.get([]).extend([int(span["version"])] * (span["end"] - span["start"]))
+        return result
+
+    def build_disk_weight_update_requests(self, meta: WeightUpdateMeta) -> WeightUpdateRequests:
+        """Publish the directory under AReaL's number of the version; the answer comes when it is live."""
+        path, label = os.path.abspath(str(meta.path)), None if meta.version is None else str(meta.version)
+        if meta.use_lora:
+            payload = {"lora_name": meta.lora_name, "lora_path": path, "load_inplace": True, "weight_version": label}
+            return WeightUpdateRequests([HttpRequest("/v1/load_lora_adapter", payload)])
+        return WeightUpdateRequests([HttpRequest("/update_weights", {"weight_dir": path, "weight_version": label})])
+
+    def build_distributed_weight_update_requests(
+        self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]
+    ) -> WeightUpdateRequests:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(_NO_NCCL)
+
+    def build_init_weights_group_request(self, addr: str, server_idx: int, meta: WeightUpdateMeta) -> HttpRequest:
+        """Raises NotImplementedError."""
+        raise NotImplementedError(_NO_NCCL)
+
+    def get_pause_request(self) -> HttpRequest:
+        """AReaL pauses around an update, for which nothing has to stop."""
+        return HttpRequest("/pause?mode=keep", {})
+
+    def get_resume_request(self) -> HttpRequest:
+        """The end of such a pause."""
+        return HttpRequest("/resume", {})
+
+    def launch_server(self, server_args: dict[str, Any]) -> subprocess.Popen:
+        """Raises NotImplementedError: inflight has another torch than AReaL."""
+        raise NotImplementedError(
+            "start `inflight serve` in an environment of its own, and give initialize its address"
+        )
+
+
+class _VersionedEngine(RemoteInfEngine):
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        token = _versions.set([])
+        try:
+            response = await super().agenerate(req)
+            response.output_versions = _versions.get()
+        finally:
+            _versions.reset(token)
+        return response
+
+
+class InflightEngine(RemotevLLMEngine):
+    """AReaL's engine for a remote server, over `inflight serve`."""
+
+    def __init__(self, config: InferenceEngineConfig):
+        super().__init__(config)
+        self._engine = _VersionedEngine(config, InflightBackend())

@@ -1,0 +1,129 @@
+"""Weights from a trainer to servers through a directory that all of them see."""
+
+import json
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import sleep
+
+import torch
+from safetensors.torch import save_file
+
+from inflight.core.errors import InflightError, WeightFileError
+from inflight.core.waiting import Wait
+
+_FILE_BYTES = 4 << 30
+_ASK_EVERY_S = 0.5
+
+
+class DirectoryTransfer:
+    """Writes each version of a trainer's weights as a checkpoint into a directory of its own, and has every server
+    publish it. It is a `weight_transfer` for TRL's AsyncGRPOTrainer.
+
+    `send_weights` returns when the version is live everywhere, or raises what a server says of it; then that one draws
+    with the weights that it had. The directory of a version is removed when the next one is live.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        timeout_s: float = 1800.0,
+        token: str = "",
+    ):
+        """url: of the server, or of several. directory: an absolute path, the same for all. dtype: what floating-point
+        tensors are written in, for example that of the server; None leaves them as they are. timeout_s: for a server's
+        answers. token: that of the servers, where they have one. Raises WeightFileError."""
+        self._urls = [each.rstrip("/") for each in ([url] if isinstance(url, str) else url)]
+        self._directory, self._dtype, self._timeout_s, self._token = Path(directory), dtype, timeout_s, token
+        if not self._directory.is_absolute():
+            raise WeightFileError(f"{directory} is no absolute path, by which the server could find it")
+        self._count = 0
+
+    def init_weight_transfer(self) -> None:
+        """Return when every server answers. Raises TimeoutError."""
+        wait = Wait()
+        for url in self._urls:
+            while not _answers(url):
+                if wait.waited_s > self._timeout_s:
+                    raise TimeoutError(f"no server answers at {url} after {self._timeout_s:g} s")
+                sleep(_ASK_EVERY_S)
+                wait.tick()
+                wait.tell(f"no server answers at {url} yet")
+
+    def pause(self) -> None:
+        """Do nothing: servers go on drawing."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
+        """Write the weights, and return when every server draws with them. version: what spans of weight versions are
+        to call it. Raises InflightError with what a server says, or OSError if they cannot be written."""
+        directory = self._directory / f"version-{self._count + 1:08d}"
+        shutil.rmtree(directory, ignore_errors=True)  # of a run before this one
+        directory.mkdir(parents=True)
+        try:
+            self._write(directory, iterator)
+            with ThreadPoolExecutor(len(self._urls)) as threads:
+                list(threads.map(lambda url: self._publish(url, directory, version), self._urls))
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        shutil.rmtree(self._directory / f"version-{self._count:08d}", ignore_errors=True)
+        self._count += 1
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def destroy(self) -> None:
+        """Leave the last version where it is; the servers have read it."""
+
+    def _write(self, directory: Path, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        num_files = num_bytes = 0
+        for name, tensor in iterator:
+            dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+            tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()  # PEFT unmerges at the end
+            num_bytes += tensors[name].nbytes
+            if num_bytes >= _FILE_BYTES:
+                save_file(tensors, directory / f"model-{num_files:05d}.safetensors")
+                tensors, num_files, num_bytes = {}, num_files + 1, 0
+        if tensors:
+            save_file(tensors, directory / f"model-{num_files:05d}.safetensors")
+
+    def _publish(self, url: str, directory: Path, version: str | None) -> None:
+        body = json.dumps({"weight_dir": str(directory), "weight_version": version}).encode()
+        headers = {"Content-Type": "application/json", **bearer(self._token)}
+        request = urllib.request.Request(f"{url}/update_weights", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s):
+                pass
+        except urllib.error.HTTPError as error:
+            raise InflightError(f"the server at {url} did not take the weights: {_told(error)}") from error
+        except OSError as error:
+            raise InflightError(f"the server at {url} does not answer: {error}") from error
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header that a server with a token wants."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_ASK_EVERY_S):
+            return True
+    except OSError:
+        return False
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    """The message of an error of inflight's server, or what else answered."""
+    text = error.read().decode(errors="replace")
+    try:
+        return json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {text[:300]}"

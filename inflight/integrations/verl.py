@@ -1,0 +1,216 @@
+"""`inflight serve` as the rollout of verl (written against verl 0.9.1, in whose environment this module needs nothing
+else of inflight's but `inflight.integrations.directory`).
+
+verl finds it by its entry point, or with VERL_USE_EXTERNAL_MODULES=inflight.integrations.verl. The servers run by
+themselves, each with GPUs that verl knows nothing of:
+
+    actor_rollout_ref.hybrid_engine=False
+    actor_rollout_ref.rollout.name=inflight
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
+    actor_rollout_ref.rollout.nnodes=1
+    actor_rollout_ref.rollout.n_gpus_per_node=2              # as many as there are servers
+    actor_rollout_ref.rollout.checkpoint_engine.backend=inflight
+    +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.inflight.urls=[http://a:8000,http://b:8000]
+    +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.inflight.directory=/shared/weights
+
+Around an update verl aborts all requests, releases the KV cache, and resumes. Here these do nothing: the generators
+go on, and swap weights between two forward passes.
+"""
+
+# verl has an environment of its own.
+# pyright: reportMissingImports=false
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.utils.device import get_device_name
+from verl.workers.rollout import base
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+from inflight.integrations.directory import DirectoryTransfer, bearer
+
+NAME = "inflight"
+_TOKEN = "INFLIGHT_TOKEN"
+"""The environment variable that has the servers' token, if they have one."""
+_TIMEOUT_S = 3600.0
+"""For one answer, as a bound against a server that hangs."""
+_STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
+
+
+class InflightServer:
+    """What verl sends the requests for one server to: an actor of Ray."""
+
+    def __init__(self, url: str, prompt_length: int, response_length: int):
+        """The lengths, in tokens, are those of verl's configuration."""
+        self._url, self._prompt_length, self._response_length = url, prompt_length, response_length
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], request_id: str, **media: Any
+    ) -> TokenOutput:
+        """One answer. `extra_fields` has the oldest and the newest step of the trainer whose weights drew a token of
+        it; `global_steps` is the oldest. Raises ValueError for images, audio or video, and RuntimeError with what the
+        server says."""
+        if given := [name for name, value in media.items() if value]:
+            raise ValueError(f"inflight serve takes no {', '.join(given)}")
+        sampling = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
+        sampling["logprobs"] = 1 if sampling.get("logprobs") else None
+        left = self._prompt_length + self._response_length - len(prompt_ids)
+        asked = sampling_params.get("max_tokens", sampling_params.get("max_new_tokens"))
+        sampling["max_tokens"] = max(1, min(self._response_length, left) if asked is None else asked)
+        body = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling}
+        answer = await self._post("/inference/v1/generate", body)
+        [choice] = answer["choices"]
+        steps = [int(span["version"]) for span in choice["weight_versions"]]
+        oldest, newest = (min(steps), max(steps)) if steps else (None, None)
+        told = choice["logprobs"]
+        return TokenOutput(
+            token_ids=choice["token_ids"],
+            log_probs=None if told is None else [entry["logprob"] for entry in told["content"]],
+            stop_reason=_STOP_REASONS.get(choice["finish_reason"]),
+            extra_fields={"global_steps": oldest, "min_global_steps": oldest, "max_global_steps": newest},
+        )
+
+    async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=bearer(os.environ.get(_TOKEN, "")),
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            )
+        async with self._session.post(f"{self._url}{path}", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{self._url} answered {response.status}: {(await response.text())[:1000]}")
+            return await response.json()
+
+
+class InflightReplica(RolloutReplica):
+    """A server, as verl's trainers hold it. It runs already; it has a worker without a GPU, whom verl tells of updates
+    and who has nothing to do then."""
+
+    async def init_standalone(self) -> None:
+        """Start that worker, and reach the server."""
+        self.rollout_mode = RolloutMode.STANDALONE
+        name = f"inflight_{self.replica_rank}{self.name_suffix}"
+        self.resource_pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, name_prefix=name)
+        group = RayWorkerGroup(
+            resource_pool=self.resource_pool,
+            ray_cls_with_init=self.get_ray_class_with_init_args(),
+            bin_pack=False,
+            name_prefix=name,
+            device_name=get_device_name(),
+        )
+        self.workers = group.workers
+        await self.launch_servers()
+
+    async def launch_servers(self) -> None:
+        """Reach the server that has this replica's place among the urls. Raises ValueError."""
+        if self.rollout_mode is not RolloutMode.STANDALONE:
+            raise ValueError("inflight serve has GPUs of its own: set actor_rollout_ref.hybrid_engine=False")
+        url = _url(self.config, self.replica_rank)
+        actor = ray.remote(InflightServer).options(num_cpus=0, max_concurrency=self.max_concurrency)
+        self._server_handle = actor.remote(url, self.config.prompt_length, self.config.response_length)
+        self.servers, self._server_address = [self._server_handle], urlsplit(url).netloc
+
+    def rollout_worker_use_gpu(self) -> bool:
+        return False
+
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """The server goes on."""
+
+    wake_up = sleep = abort_all_requests = resume_generation = _nothing
+    clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
+
+
+class ServerAdapter(base.BaseRollout):
+    """What the worker of a replica hands weights to; they have gone another way."""
+
+    replica_rank, is_leader_rank = -1, True
+
+    def __init__(self, *args: Any, replica_rank: int = -1, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.replica_rank = replica_rank
+
+    async def resume(self, tags: list[str]) -> None:
+        """Do nothing."""
+
+    async def release(self) -> None:
+        """Do nothing."""
+
+    async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **kwargs: Any) -> None:
+        """Take what comes: nothing."""
+        async for _ in weights:
+            raise ValueError('rollout "inflight" needs checkpoint_engine.backend=inflight')
+
+
+@CheckpointEngineRegistry.register(NAME)
+class DirectoryEngine(CheckpointEngine):
+    """Sends weights by way of a directory that the trainer's first rank and the servers see."""
+
+    def __init__(
+        self,
+        bucket_size: int,
+        *,
+        urls: Sequence[str],
+        directory: str,
+        is_master: bool = False,
+        timeout_s: float = 1800.0,
+    ):
+        """bucket_size: is verl's, and not needed. timeout_s: for a server's answers."""
+        self._transfer = None
+        if is_master:
+            token = os.environ.get(_TOKEN, "")
+            self._transfer = DirectoryTransfer(list(urls), directory, timeout_s=timeout_s, token=token)
+
+    def prepare(self) -> dict[str, Any]:
+        """There is nothing to meet for."""
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        return {}, {}
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def finalize(self) -> None:
+        """Do nothing."""
+
+    async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
+        """Publish them as those of this step; it returns when they are live on every server. Raises InflightError with
+        what a server says."""
+        if self._transfer is None:
+            for _ in weights:  # gathering a tensor is a collective
+                pass
+            return
+        self._transfer.send_weights(weights, None if global_steps is None else str(global_steps))
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Nothing: the servers read the directory."""
+        await asyncio.sleep(0)
+        for pair in ():
+            yield pair
+
+
+def _url(config: Any, replica_rank: int) -> str:
+    """Raises ValueError where the configuration names too few servers."""
+    urls = list(config.checkpoint_engine.engine_kwargs.get(NAME, {}).get("urls", ()))
+    if replica_rank >= len(urls):
+        raise ValueError(
+            f"replica {replica_rank} has no server: rollout.checkpoint_engine.engine_kwargs.inflight.urls=[http://…] "
+            f"names {len(urls)}, and there are nnodes × n_gpus_per_node replicas"
+        )
+    return urls[replica_rank].rstrip("/")
+
+
+RolloutReplicaRegistry.register(NAME, lambda: InflightReplica)
+base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.ServerAdapter"  # verl has no function for that
