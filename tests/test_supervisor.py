@@ -25,6 +25,7 @@ class Process:
 
     def __init__(self, options: EngineOptions):
         self.pid, self.dead = len(self.made), False
+        self.name = f"process {self.pid}"
         self.made.append(self)
         assert self.may_start.wait(10)
         if self.pid in self.fails:
