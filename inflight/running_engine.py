@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from inflight.core.rollout import Rollout
     from inflight.ranks.hub import Hub
+    from inflight.ranks.meeting import Outside
     from inflight.server.http_server import HttpServer
     from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.link import EngineEndpoint
@@ -456,7 +457,7 @@ class RunningEngine:
             wait.tick()
             wait.tell("the engine ends what it has before a pool takes it")
 
-    def _share(self, num_ranks: int) -> "Hub":
+    def _share(self, num_ranks: int, outside: "Outside | None" = None) -> "Hub":
         from inflight.ranks.hub import Hub
 
         with self._lock:
@@ -467,6 +468,7 @@ class RunningEngine:
                     submit=self._accept,
                     status=self.status,
                     first_version=lambda i: self._first_versions[i] if i < len(self._first_versions) else None,
+                    outside=outside,
                 )
                 self.stream.share_by(self._hub)
             return self._hub

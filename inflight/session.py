@@ -57,7 +57,9 @@ def launch(*model: str, **options: Any) -> "LaunchedEngine":
     if ranks.rank:
         attached: Any = ranks.attach(chosen)  # has the part of LaunchedEngine that every rank may use
         return attached
-    return ranks.announce(lambda: LaunchedEngine(chosen), lambda engine: engine._share(ranks.size).card)
+    return ranks.announce(
+        lambda: LaunchedEngine(chosen), lambda engine, outside: engine._share(ranks.size, outside).card
+    )
 
 
 def attach(

@@ -53,7 +53,7 @@ def on_every_rank(options: EngineOptions, launch: "Callable[[], Pool]") -> "Pool
     if ranks.rank:
         attached: Any = ranks.attach(options)  # has the part of a pool that every rank may use
         return attached
-    return ranks.announce(launch, lambda pool: pool._share(ranks.size).card)
+    return ranks.announce(launch, lambda pool, outside: pool._share(ranks.size, outside).card)
 
 
 @contextmanager
