@@ -1,9 +1,11 @@
 """A data-parallel trainer of two ranks under Ray Train: python ray_train_ranks.py ADDRESS MODEL
 
-Each rank takes its share of two batches and publishes in between. Prints what the ranks took, as JSON.
+Each rank takes its share of two batches and publishes in between. Prints what the ranks took, as JSON. They take each
+other for ranks of another machine, as Ray tells them apart by their nodes' addresses, of which this machine has one.
 """
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +20,11 @@ def train(config: dict[str, str]) -> None:
     from truth_teller import make_truth_teller
 
     import inflight.ray
+    from inflight.ranks import attached
 
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    attached.this_host = lambda: "another machine"
     rank, options = ray.train.get_context().get_world_rank(), inflight.EngineOptions(
         config["model"], device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256
     )  # fmt: skip
@@ -29,12 +35,13 @@ def train(config: dict[str, str]) -> None:
     ):
         params = inflight.SamplingParams(n=2, max_tokens=20)
         engine.submit([[1 + rank], [2 + rank], [3 + rank], [4 + rank]], params)
+        through = "" if rank == 0 else engine._client.endpoint
         taken: list[int] = []
         for batch in engine.stream.batches(rollouts=8, score=lambda rollout: float(rollout.sample)):
             taken += [rollout.group_id for rollout in batch.rollouts]
             publisher.publish()
             publisher.wait_copied()
-        share = {"rank": rank, "groups": taken, "version": publisher.version}
+        share = {"rank": rank, "groups": taken, "version": publisher.version, "through": through}
         (Path(config["out"]) / f"{rank}.json").write_text(json.dumps(share))
 
 
