@@ -17,6 +17,10 @@ _MOST_CALLS = 8
 """Methods of an actor that run at the same time: one tells of the engine's end, and the others are short."""
 
 
+_ENGINES_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Else Ray's worker kills the engine as it ends, and what the engine holds in shared memory would stay there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """What an engine needs of the node that it runs on, in Ray's terms."""
@@ -66,6 +70,7 @@ class Placement:
         options: dict[str, Any] = {
             "num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.resources),
             "scheduling_strategy": self.scheduling_strategy, "max_concurrency": _MOST_CALLS,
+            "runtime_env": {"env_vars": _ENGINES_END_BY_THEMSELVES},
         }  # fmt: skip
         return ray.remote(host).options(**options).remote()
 
