@@ -8,7 +8,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 
-.PHONY: setup demo test test-all test-vllm test-clients lint format bench chaos peers gpu-bundle gpu-check clean
+.PHONY: setup demo test test-all test-vllm test-clients lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,8 @@ help:
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
 	@echo 'make lint       formatting, lint rules and types'
+	@echo 'make docs       the documentation as a site, built and served on this machine'
+	@echo 'make wheel      the distribution, in dist/; make wheel-check installs it into an empty environment and runs it'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
 	@echo 'make chaos      kill, stop and starve trainer and engine for ten minutes, and check that nothing is lost'
 	@echo 'make peers      install vLLM, for inflight bench throughput --peer vllm (minutes)'
@@ -29,7 +31,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'inflight needs Python 3.11, 3.12 or 3.13 on the PATH (or PYTHON=/path/to/it)'; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,serve,trl,deepspeed,peft,ray,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,serve,bench,trl,deepspeed,peft,ray,docs,dev]'
 	touch $@
 
 demo: setup
@@ -64,6 +66,23 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Every page anew, as warnings of pages that did not change would not be told again.
+docs-build: setup
+	$(BIN)/python -m sphinx -j 2 --fail-on-warning --keep-going --quiet --fresh-env -c docs/site -d build/doctrees . build/site
+
+DOCS_PORT ?= 8000
+docs: docs-build
+	@echo 'the documentation is at http://127.0.0.1:$(DOCS_PORT)/ until Ctrl-C'
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)
+
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# Minutes, most of them to install torch: before a release.
+wheel-check: wheel
+	$(BIN)/python .ci/wheel_check.py
+
 bench: setup peers
 	$(BIN)/python benchmarks/run.py
 
@@ -97,4 +116,4 @@ gpu-check:
 	@$(GPU_PYTHON) benchmarks/gpu/check.py
 
 clean:
-	rm -rf .venv .venv-peers .gpu-bundle build dist *.egg-info
+	rm -rf .venv .venv-peers .venv-clients .gpu-bundle build dist *.egg-info

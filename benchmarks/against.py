@@ -18,8 +18,8 @@ from harness import finish, median_ratio
 
 HERE, PAIRS = Path(__file__).parents[1], 5
 RUNS = {
-    "throughput tiny": ("throughput --model tiny --sequences 64 --tokens 256 --pairs 1", ["tokens_per_s"]),
-    "throughput small": ("throughput --model small --sequences 16 --tokens 48 --pairs 1", ["tokens_per_s"]),
+    "throughput tiny": ("throughput --model tiny --sequences 64 --tokens 256 --pairs 7", ["tokens_per_s"]),
+    "throughput small": ("throughput --model small --sequences 16 --tokens 96 --pairs 3", ["tokens_per_s"]),
     "swap small": (
         "swap --model small --sequences 16 --tokens 256 --publishes 10",
         ["stall_ms.p50", "swap_ms.p50", "forward_ms.p50", "copy_gb_s"],

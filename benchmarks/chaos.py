@@ -1,6 +1,6 @@
 """Injects faults into a training loop at random moments, and counts what is lost: `make chaos`.
 
-    python benchmarks/chaos.py [FILE] [--minutes M] [--seed S] [--kills N] [--only FAULT …] [--mistake NAME]
+    python benchmarks/chaos.py [FILE] [--minutes M] [--seed S] [--kills N] [--only FAULT …] [--mistakes NAME …]
 
 A trainer (`chaos_trainer.py`) submits, publishes and consumes all the time, and checks every token. N times its engine
 is killed within M minutes, a fifth of these times while it loads; other faults come in proportion (FAULTS). After each
@@ -48,8 +48,8 @@ _POLL_S = 0.01
 class Trainer:
     """One life of the trainer, and what it reported."""
 
-    def __init__(self, model: str, seed: int, mistake: str, log: Path):
-        arguments = [model, str(seed), _MANY_RESTARTS, *([mistake] if mistake else [])]
+    def __init__(self, model: str, seed: int, mistakes: list[str], log: Path):
+        arguments = [model, str(seed), _MANY_RESTARTS, *mistakes]
         with open(log, "ab") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(_HERE / "chaos_trainer.py"), *arguments],
@@ -120,8 +120,8 @@ class Trainer:
 class Chaos:
     """Trainers one after another, and what is done to them."""
 
-    def __init__(self, seed: int, mistake: str, temporary: Path, *, mounted: bool, log: Path):
-        self._draw, self._mistake, self._temporary, self._log = random.Random(seed), mistake, temporary, log
+    def __init__(self, seed: int, mistakes: list[str], temporary: Path, *, mounted: bool, log: Path):
+        self._draw, self._mistakes, self._temporary, self._log = random.Random(seed), mistakes, temporary, log
         self._model = str(temporary / "model")
         self._mounted = mounted
         save_model(self._model)
@@ -248,7 +248,7 @@ class Chaos:
 
     def _start(self) -> Trainer:
         self.counts["trainers"] += 1
-        return Trainer(self._model, self._draw.randrange(1 << 30), self._mistake, self._log)
+        return Trainer(self._model, self._draw.randrange(1 << 30), self._mistakes, self._log)
 
     def _begin_trainer(self) -> None:
         self.trainer = self._start()
@@ -403,7 +403,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--only", nargs="*", choices=[*FAULTS], default=[*FAULTS], help="the faults to inject")
-    parser.add_argument("--mistake", default="", help="a mistake that the trainer makes, which must be found")
+    parser.add_argument("--mistakes", nargs="*", default=[], help="what the trainer does wrong, and must be found")
     options = parser.parse_args()
     enter_own_mounts()
     mounted = os.environ[_INSIDE] == "1"
@@ -417,7 +417,7 @@ def main() -> int:
         if mounted:
             mount(temporary, _TMP_BYTES)
             mount(_SHM, _SHM_BYTES)
-        chaos = Chaos(options.seed, options.mistake, temporary, mounted=mounted, log=log)
+        chaos = Chaos(options.seed, options.mistakes, temporary, mounted=mounted, log=log)
         began = time.monotonic()
         try:
             chaos.run(options.minutes, options.kills, options.only)

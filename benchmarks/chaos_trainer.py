@@ -124,10 +124,10 @@ def state_another_version() -> None:
 MISTAKES = {function.__name__: function for function in (forget_a_token, forget_a_group, state_another_version)}
 
 
-def main(model: str, seed: str, restarts: str, mistake: str = "") -> None:
+def main(model: str, seed: str, restarts: str, *mistakes: str) -> None:
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
-    if mistake:
+    for mistake in mistakes:
         MISTAKES[mistake]()
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "max_sequences": 12}
     options |= {"max_context": 256, "restarts": int(restarts), "answer_timeout_s": ANSWER_TIMEOUT_S}

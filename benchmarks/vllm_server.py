@@ -31,7 +31,12 @@ def vllm_server(model: str, *options: str, threads: int | None = None) -> Iterat
         "--port", str(port), "--dtype", "float32", "--logprobs-mode", "processed_logprobs",
         "--generation-config", "vllm", *options,
     ]  # fmt: skip
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, reload and resume
+    }
     if threads is not None:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile("w+") as log:

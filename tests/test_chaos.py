@@ -30,17 +30,12 @@ def test_nothing_is_lost_in_a_minute_of_faults(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mistake", "found"),
-    [
-        ("forget_a_token", "ended_as_errors"),
-        ("forget_a_group", "lost_groups"),
-        ("state_another_version", "misattributed_tokens"),
-    ],
-)
-def test_a_mistake_is_found(tmp_path, mistake, found):
-    options = ("--minutes", "0.3", "--kills", "1", "--seed", "0", "--only", "kill_engine", "--mistake", mistake)
-    status, result = chaos(tmp_path / "chaos.json", *options)
+def test_mistakes_are_found(tmp_path):
+    mistakes = ("--mistakes", "forget_a_token", "forget_a_group", "state_another_version")
+    status, result = chaos(
+        tmp_path / "chaos.json", "--minutes", "0.3", "--kills", "1", "--seed", "0", "--only", "kill_engine", *mistakes
+    )
     assert status == 1
-    assert result["found"][found] > 0
+    for found in ("ended_as_errors", "lost_groups", "misattributed_tokens"):
+        assert result["found"][found] > 0, found
     assert result["leftovers"] == []

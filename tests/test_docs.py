@@ -108,6 +108,11 @@ def test_options_name_what_a_server_takes():
     assert differences(table_of(OPTIONS, "serve"), defaults_of(ServerOptions)) == []
 
 
+def test_every_public_name_is_in_the_reference():
+    named = set(re.findall(r"\binflight\.(\w+)", (ROOT / "docs" / "api.md").read_text()))
+    assert [name for name in inflight.__all__ if name not in named] == []
+
+
 def test_staleness_rules_are_documented():
     page = (ROOT / "docs" / "staleness.md").read_text()
     assert differences(table_of(page, "Rules for what is too old"), defaults_of(inflight.StalenessRule)) == []
@@ -171,6 +176,16 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["page.md#b", "no.md"]
 
 
+def test_every_page_is_in_the_navigation_of_the_site():
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = [
+        line for tree in re.findall(r"```{toctree}\n(.*?)```", index, flags=re.DOTALL) for line in tree.split("\n")
+    ]
+    names = {re.sub(r".*<(.*)>", r"\1", line) for line in listed}
+    pages = {page.stem for page in PAGES if page.parent == ROOT / "docs" and page.name != "index.md"}
+    assert pages - names == set()
+
+
 def test_every_page_is_linked_from_another():
     linked = {
         (page.parent / link.partition("#")[0]).resolve()
@@ -212,12 +227,15 @@ def excerpts(text: str) -> Iterator[tuple[str, str]]:
 
 def is_excerpt(code: str, file: str) -> bool:
     """Whether a file holds these lines one after another, at any indentation."""
-    return any(textwrap.indent(code.strip("\n"), " " * depth) in file for depth in (0, 4, 8))
+    return any(textwrap.indent(code.strip("\n"), " " * depth) in file for depth in (0, 4, 8, 12))
 
 
-def test_code_that_extends_inflight_is_that_of_a_test():
-    for path, code in excerpts((ROOT / "docs" / "extending.md").read_text()):
-        assert path.startswith("tests/"), f"the first line names the test that runs the code, got {path!r}"
+@pytest.mark.parametrize(("page", "folder"), [("extending.md", "tests/"), ("quick-start.md", "examples/")])
+def test_code_is_that_of_a_file_which_a_test_runs(page, folder):
+    found = list(excerpts((ROOT / "docs" / page).read_text()))
+    assert found
+    for path, code in found:
+        assert path.startswith(folder), f"the first line names the file that the code is of, got {path!r}"
         assert is_excerpt(code, (ROOT / path).read_text()), f"{path} does not hold\n{code}"
 
 
@@ -237,3 +255,12 @@ def test_the_code_layout_names_files_that_exist():
     named = re.findall(r"`(?:[\w/]*/)?(\w+\.\w+)`", (ROOT / "docs" / "structure.md").read_text())
     assert len(named) > 60
     assert sorted({name for name in named if name.endswith((".py", ".c"))} - files) == []
+
+
+@pytest.mark.parametrize("page", ["failures.md", "numerics.md"])
+def test_what_a_page_says_is_tried_by_tests_that_exist(page):
+    """Rows of tables name test files in their last column."""
+    named = [re.findall(r"`([\w/]+\.py)`", row) for row in (ROOT / "docs" / page).read_text().splitlines()]
+    files = [file for names in named for file in names]
+    assert len(files) > 10
+    assert [file for file in files if not (ROOT / "tests" / file).exists()] == []

@@ -14,6 +14,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Progress = Callable[[str], Any]
 """What a benchmark tells about its progress is passed to such a function."""
 
+SERVER = "A server"
 PROMPT_HELP = "The length of every prompt, in tokens."
 THREADS_HELP = "CPU threads of each engine; 0 leaves torch's own choice."
 PAIRS_HELP = "How often the runs that are compared alternate."
@@ -73,7 +74,11 @@ class SwapOptions(BackendChoice):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessOptions(BackendChoice):
-    """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean."""
+    """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean.
+
+    With --target it asks the same of any server that can be updated, ours or another one: clients draw from it while a
+    trainer updates it at a fixed rate.
+    """
 
     sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=1)
     tokens: int = option(64, "Tokens drawn per sequence.", min=1)
@@ -81,6 +86,25 @@ class StalenessOptions(BackendChoice):
     steps: int = option(40, "Optimizer steps, each followed by a publish.", min=1)
     slots: int = option(2, "Copies of the weights that the engine holds.", min=1)
     seed: int = option(0, SEED_HELP, min=0)
+    target: str | None = option(
+        None, "The URL of a server to measure; it must serve the model in --weights.", metavar="URL", panel=SERVER
+    )
+    weights: str = option(
+        "runs/truth-teller",
+        "A directory that the server can read, for a model of this shape whose tokens tell the version of its weights. "
+        "It is written if it is not there.",
+        metavar="DIR",
+        panel=SERVER,
+    )
+    api: Literal["inflight", "vllm", "sglang"] = option("inflight", "How the server is updated.", panel=SERVER)
+    pause: str = option(
+        "",
+        "How the server is paused during an update: keep, wait or abort of inflight and vLLM; in_place, retract or "
+        "abort of SGLang. Only inflight needs none.",
+        shown="none",
+        panel=SERVER,
+    )
+    interval_ms: float = option(500.0, "Milliseconds between two updates, if the server keeps up.", min=1, panel=SERVER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

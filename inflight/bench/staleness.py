@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from inflight.training.objective.loss import policy_loss
 
 GROUP_SIZE = 4
 POINTS = ("p50", "p90", "p99", "max")
+SERVED = ("swap_ms", "update_ms", "stall_ms", "gap_ms", "gap_across_ms")
 
 
 def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
@@ -31,8 +33,10 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
     On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice
     as many are outstanding: a trainer slower than the generator lets it idle at that bound. The result holds
     {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms, version_lag {p50, max},
-    and the counts of tokens and swaps.
+    and the counts of tokens and swaps. With `settings.target` a server is measured (`served_staleness`).
     """
+    if settings.target is not None:
+        return _module_for_servers().measure(settings, progress)
     groups = max(1, settings.sequences // GROUP_SIZE)
     params = SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True)
     with engine_and_trainer(settings, slots=settings.slots, backend=settings.backend) as (engine, model):
@@ -79,6 +83,14 @@ def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> 
     return result
 
 
+def _module_for_servers() -> ModuleType:
+    try:
+        from inflight.bench import served_staleness
+    except ModuleNotFoundError as error:
+        raise ValueError(f"measuring a server needs {error.name}: pip install 'inflight[bench]'") from error
+    return served_staleness
+
+
 @contextmanager
 def engine_and_trainer(
     settings: StalenessOptions | TraceOptions, *, slots: int = 2, backend: str = "inflight"
@@ -106,12 +118,18 @@ def engine_and_trainer(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Show the distribution of every age."""
-    title = f"{result['model']}: {result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
-    shown = new_table(f"{title}{result['tokens_per_s']:,.0f} tokens/s", "", *POINTS, left="")
-    for name in ("swap_ms", "weight_lag_ms", "token_age_ms", "policy_age_ms", "version_lag"):
-        values = result[name] or {}
-        shown.add_row(name, *(f"{values[key]:,.2f}" if key in values else "" for key in POINTS))
+    """Show the distribution of every age, and the counts that a server is measured by."""
+    if result["target"] is None:
+        title = f"{result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
+    else:
+        title = f"{result['num_updates']} updates of {result['target']}, "
+    shown = new_table(f"{result['model']}: {title}{result['tokens_per_s']:,.0f} tokens/s", "", *POINTS, left="")
+    for name in (*SERVED, "weight_lag_ms", "token_age_ms", "policy_age_ms", "version_lag"):
+        values = result.get(name) or {}
+        if name in result:
+            shown.add_row(name, *(f"{values[key]:,.2f}" if key in values else "" for key in POINTS))
+    for name in (name for name in result if name.startswith("num_") and result["target"] is not None):
+        shown.add_row(name[4:].replace("_", " "), "not told" if result[name] is None else f"{result[name]:,}")
     return shown
 
 

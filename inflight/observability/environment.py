@@ -72,14 +72,15 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _commit() -> str | None:
+def _commit(directory: Path = Path(__file__).parent) -> str | None:
     """Return the commit of this package's own checkout, with "-dirty" if something other than what benchmarks write was
-    changed. Where there is only a copy, what INFLIGHT_COMMIT says."""
+    changed. Where there is only a copy, which may lie within another repository, what INFLIGHT_COMMIT says."""
 
-    git = partial(subprocess.run, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10)
+    git = partial(subprocess.run, capture_output=True, text=True, cwd=directory, timeout=10)
     written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
     try:
-        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
+        is_own = git(["git", "ls-files", "--error-unmatch", Path(__file__).name]).returncode == 0
+        commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip() if is_own else ""
         dirty = git(["git", "diff", "--quiet", "HEAD", "--", ":(top)", *written]).returncode == 1
     except (OSError, subprocess.TimeoutExpired):
         commit, dirty = "", False

@@ -99,9 +99,7 @@ async def update_weights(served: Served, request: Request) -> Response:
     if served.updates.staged is not None:
         served.updates.staged.append(directory)
         return _done("noted; /finish_weight_update publishes it")
-    version = await served.updates.publish_directory(directory)
-    if fields.weight_version is not None:
-        served.updates.label(version, fields.weight_version)
+    version = await served.updates.publish_directory(directory, fields.weight_version)
     return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
 
 
@@ -111,11 +109,12 @@ async def finish_update(served: Served, request: Request) -> Response:
     staged, served.updates.staged = served.updates.staged, None
     if staged is None:
         raise ApiError(400, "no update has begun; call /start_weight_update first")
-    version = await served.call(lambda: served.engine.status().version)
-    for directory in staged:
-        version = await served.updates.publish_directory(directory)
-    if fields.weight_version is not None:
+    if not staged and fields.weight_version is not None:
+        version = await served.call(lambda: served.engine.status().version)
         served.updates.label(version, fields.weight_version)
+    for directory in staged:
+        await served.updates.publish_directory(directory, fields.weight_version)
+    version = await served.call(lambda: served.engine.status().version)
     return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
 
 

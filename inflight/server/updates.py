@@ -31,9 +31,10 @@ class Updates:
         self.files = AdapterFiles()
         """All adapters that are loaded: they are published together."""
 
-    async def publish_directory(self, directory: str) -> int:
-        """Publish a checkpoint. Raises WeightFileError or LayoutMismatchError, which leave the weights as they are."""
-        return await self._run(lambda: self._publish("weights", directory))
+    async def publish_directory(self, directory: str, label: str | None = None) -> int:
+        """Publish a checkpoint, which clients call `label`. Raises WeightFileError or LayoutMismatchError, which leave
+        the weights as they are."""
+        return await self._run(lambda: self._publish("weights", directory, label))
 
     async def publish_adapters(self, change: Callable[[AdapterFiles], object]) -> int:
         """Publish the adapters as they are after a change, or as they were if it raises."""
@@ -58,10 +59,18 @@ class Updates:
         """Call it in the thread of the publisher; a client that goes away does not stop it."""
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
 
-    def _publish(self, kind: str, directory: str) -> int:
+    def _publish(self, kind: str, directory: str, label: str | None) -> int:
         if not Path(directory).is_absolute():
             raise WeightFileError(f"{directory[:300]} is no absolute path; the server reads weights from its own disk")
-        return self._live(self._publisher_of(kind).publish(directory))
+        publisher = self._publisher_of(kind)
+        version = publisher.version + 1  # this thread alone publishes
+        if label is not None:  # the first tokens of a version come before the answer
+            self.label(version, label)
+        try:
+            return self._live(publisher.publish(directory))
+        except BaseException:
+            self.labels.pop(version, None)
+            raise
 
     def _publish_adapters(self, change: Callable[[AdapterFiles], object]) -> int:
         publisher = self._publisher_of("adapters")

@@ -16,7 +16,7 @@ from inflight.core.rollout import Rollout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """The slots lie in shared memory, or in device memory shared by CUDA IPC."""
-NUM_VERSIONS = {"cpu": 2500, "cuda": 6000}
+NUM_VERSIONS = {"cpu": 1500, "cuda": 6000}
 NUM_KILLS = {"cpu": 50, "cuda": 10}  # each begins with a CUDA context of its own
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -76,8 +76,8 @@ def test_truth_teller(truth_teller_dir, slots, device):
         status = engine.status()
     assert publisher.wait() == 0
     assert status.version == num_versions
-    assert status.num_swaps_in_flight > (2000 if device == "cuda" else 1000)
-    assert len(seen) > 1000
+    assert status.num_swaps_in_flight > num_versions // 3
+    assert len(seen) > num_versions // 3
     assert spanning > 100
     print(
         f"slots={slots}: {num_tokens} tokens, {status.num_swaps} swaps, {status.num_swaps_in_flight} in flight, "

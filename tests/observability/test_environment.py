@@ -2,10 +2,11 @@
 
 import gzip
 import json
+import subprocess
 from pathlib import Path
 
 from inflight.bench import learning
-from inflight.observability.environment import write_json, write_result
+from inflight.observability.environment import _commit, write_json, write_result
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
 
@@ -28,6 +29,22 @@ def test_a_result_has_its_environment_and_its_series_beside_it(tmp_path):
     assert written.pop("environment")["versions"]["torch"]
     assert written == {"ratio": 2.0}
     assert json.loads(gzip.decompress((tmp_path / "curves-series.json.gz").read_bytes())) == series
+
+
+def test_a_copy_in_another_repository_is_of_no_commit_of_that(tmp_path, monkeypatch):
+    """As of an installed package whose environment lies in a user's own repository."""
+    monkeypatch.delenv("INFLIGHT_COMMIT", raising=False)
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org")
+    (tmp_path / ".gitignore").write_text("copy\n")
+    for command in (("init", "--quiet"), ("add", ".gitignore"), ("commit", "--quiet", "-m", "theirs")):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "environment.py").touch()
+    assert _commit(copy) is None
+    subprocess.run([*git, "add", "--force", "copy"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "ours"], cwd=tmp_path, check=True)
+    assert len(str(_commit(copy))) == 12
 
 
 def test_the_plots_of_learning_can_be_drawn_from_what_is_written(tmp_path):

@@ -313,7 +313,8 @@ def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_ma
         deadline = time.monotonic() + 20
         while not ready and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert ready == [1.0] and scoring.has_rewards(group, scorer)
+        assert ready == [1.0]
+        assert scoring.has_rewards(group, scorer)
     finally:
         never.set()
         scoring.close()
