@@ -61,7 +61,8 @@ class PlacedProcess(EngineAttachment):
 
     def kill(self) -> None:
         """End the process at once."""
-        self._actor.kill.remote()
+        if ray.is_initialized():  # else it has ended, and a call would make another cluster
+            self._actor.kill.remote()
 
     def remove(self) -> None:
         """Give back what a process that has ended held on its node: its memory, and its place there."""
@@ -81,7 +82,7 @@ class PlacedProcess(EngineAttachment):
 
     def _end_by(self, method: str) -> None:
         """End the engine by a method of the actor, which has a few seconds, and then the actor."""
-        if not self._over.acquire(blocking=False):
+        if not self._over.acquire(blocking=False) or not ray.is_initialized():
             return
         with contextlib.suppress(RayError):  # it is gone
             ray.wait([getattr(self._actor, method).remote()], timeout=_END_S)

@@ -185,7 +185,11 @@ def test_every_rank_under_ray_train_takes_its_share(cluster, options):
     until(lambda: not any(held().values()))
 
 
-def test_ray_has_to_be_initialised(options, tmp_path):
-    ray.shutdown()
+def test_ray_has_to_be_initialised_and_may_end_before_the_pool(cluster, options):
+    with EnginePool([options], allow_unencrypted=True) as pool:
+        [engine] = pool.engines
+        ray.shutdown()
+    assert not ray.is_initialized()
+    until(lambda: not runs(engine.process.pid))
     with pytest.raises(InflightError, match=r"call ray\.init\(\) first, or name the cluster"):
         EnginePool([options])
