@@ -1,6 +1,6 @@
 """Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 80 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|swap|vllm|kernels|scaling|staleness|loss|learning|handle|serve|fuzz|demo …]
+    python benchmarks/run.py [throughput|swap|vllm|kernels|scaling|staleness|loss|learning|handle|ray|serve|fuzz|demo …]
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -145,6 +145,10 @@ def kernels() -> None:
     script("cpu_kernels.py")
 
 
+def ray() -> None:
+    script("ray_pool.py")
+
+
 def handle() -> None:
     script("handle.py")
 
@@ -164,7 +168,22 @@ def script(name: str) -> None:
 
 
 if __name__ == "__main__":
-    runs = (throughput, swap, vllm, kernels, scaling, staleness, loss, learning, handle, serve, fuzz, demo, demo_vllm)
+    runs = (
+        throughput,
+        swap,
+        vllm,
+        kernels,
+        scaling,
+        staleness,
+        loss,
+        learning,
+        handle,
+        ray,
+        serve,
+        fuzz,
+        demo,
+        demo_vllm,
+    )
     benchmarks = {run.__name__: run for run in (*runs, throughput_vllm)}
     for name in sys.argv[1:] or [run.__name__ for run in runs]:
         if name not in benchmarks:

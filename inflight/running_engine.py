@@ -18,14 +18,12 @@ from inflight.core.messages import Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
-from inflight.engine.attachment import EngineAttachment
-from inflight.engine.launcher import EngineLauncher
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.observability.trace import Trace
 from inflight.stream.inbox import SILENCE_S
 from inflight.stream.journal import JournalWriter
-from inflight.supervisor import Snapshot, Supervisor
+from inflight.supervisor import Process, Snapshot, Supervisor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 
     from inflight.core.rollout import Rollout
     from inflight.ranks.hub import Hub
+    from inflight.ranks.meeting import Outside
     from inflight.server.http_server import HttpServer
     from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.link import EngineEndpoint
@@ -86,7 +85,7 @@ class RunningEngine:
         return self._launcher.welcome
 
     @property
-    def _launcher(self) -> EngineLauncher | EngineAttachment:
+    def _launcher(self) -> Process:
         return self._supervisor.launcher
 
     @cached_property
@@ -279,13 +278,12 @@ class RunningEngine:
         """What a Publisher to several engines needs to know of this one."""
         from inflight.weights.link import EngineEndpoint
 
-        client = self._launcher.client
         return EngineEndpoint(
-            client.endpoint,
+            self._launcher.client.endpoint,
             self._supervisor.check,
             self.staleness.published,
             comes_back=self.options.restarts > 0,
-            keys=client.keys,
+            keys=self._supervisor.keys_of,
             end=self._supervisor.kill,
             check_process=self._supervisor.check_process,
             living=self._supervisor.living,
@@ -313,7 +311,8 @@ class RunningEngine:
         from inflight.weights.publisher import Publisher
 
         with self._changing:
-            if self._is_elsewhere and (transport is None or transport.writes_to_slots):
+            transport = transport or self._own_transport
+            if self.is_elsewhere and (transport is None or transport.writes_to_slots):
                 raise ValueError(
                     "the engine was launched by another process, and its memory cannot be written to from here; "
                     "publish with transport=inflight.Files(directory), which both machines see, or "
@@ -366,6 +365,11 @@ class RunningEngine:
             self._lent, self._begin = False, None
             if self.options.restarts:
                 self.stream  # noqa: B018
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another process launched the engine, or one of them, so that its memory cannot be written to."""
+        return False
 
     @property
     def is_shared(self) -> bool:
@@ -427,9 +431,9 @@ class RunningEngine:
         return self.address
 
     @property
-    def _is_elsewhere(self) -> bool:
-        """Whether another process launched the engine, or one of them."""
-        return False
+    def _own_transport(self) -> "Transport | None":
+        """What a publisher sends by that is told nothing else. None: the engine's memory."""
+        return None
 
     def _check_not_lent(self) -> None:
         if self._lent:
@@ -453,7 +457,7 @@ class RunningEngine:
             wait.tick()
             wait.tell("the engine ends what it has before a pool takes it")
 
-    def _share(self, num_ranks: int) -> "Hub":
+    def _share(self, num_ranks: int, outside: "Outside | None" = None) -> "Hub":
         from inflight.ranks.hub import Hub
 
         with self._lock:
@@ -464,6 +468,7 @@ class RunningEngine:
                     submit=self._accept,
                     status=self.status,
                     first_version=lambda i: self._first_versions[i] if i < len(self._first_versions) else None,
+                    outside=outside,
                 )
                 self.stream.share_by(self._hub)
             return self._hub

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec
 
 import msgspec
 
+from inflight.core.keys import client_keys
 from inflight.core.options import EngineOptions
 from inflight.engine.attachment import EngineAttachment
 from inflight.engine.client import EngineClient
@@ -56,7 +57,9 @@ def launch(*model: str, **options: Any) -> "LaunchedEngine":
     if ranks.rank:
         attached: Any = ranks.attach(chosen)  # has the part of LaunchedEngine that every rank may use
         return attached
-    return ranks.announce(lambda: LaunchedEngine(chosen), lambda engine: engine._share(ranks.size).card)
+    return ranks.announce(
+        lambda: LaunchedEngine(chosen), lambda engine, outside: engine._share(ranks.size, outside).card
+    )
 
 
 def attach(
@@ -70,9 +73,11 @@ def attach(
     call waits then. Use it as a context manager, or `close()` it; the engine lives on. Raises KeysError,
     VersionMismatchError, or EngineHungError if nothing answers; who has the wrong keys gets no answer.
     """
-    connection = EngineAttachment(endpoint, keys=keys, timeout_s=timeout_s, answer_timeout_s=answer_timeout_s)
+    connection = EngineAttachment(
+        endpoint, keys=client_keys(keys), timeout_s=timeout_s, answer_timeout_s=answer_timeout_s
+    )
     options = EngineOptions(model, answer_timeout_s=answer_timeout_s)
-    return RemoteEngine(options, Supervisor(options, connection))
+    return RemoteEngine(options, Supervisor(options, lambda _: connection))
 
 
 class LaunchedEngine(RunningEngine):
@@ -116,5 +121,5 @@ class RemoteEngine(RunningEngine):
     _begin = None
 
     @property
-    def _is_elsewhere(self) -> bool:
+    def is_elsewhere(self) -> bool:
         return True

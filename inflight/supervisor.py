@@ -16,10 +16,10 @@ import msgspec
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.frames import GroupStart
-from inflight.core.messages import Prompt, Status, Unfinished
+from inflight.core.keys import ClientKeys
+from inflight.core.messages import Prompt, Status, Unfinished, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
-from inflight.engine.attachment import EngineAttachment
 from inflight.engine.client import EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.stream.held_groups import HeldGroup
@@ -37,13 +37,35 @@ _CHECK_S = 0.1
 _NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 _NONE: type[Any] = type(None)
 Value = TypeVar("Value")
-Process = EngineLauncher | EngineAttachment
 Expect = Callable[[list[int]], None]
 """Is told the ids of groups that were accepted."""
 Drawn = tuple[int, dict[int, list[int]]]
 """The id of the first request of a group, and the tokens so far of its unfinished requests by their ids."""
 Submitted = tuple[Prompt, tuple[int, int] | None]
 """A prompt, and the request and the number of its tokens that it is forked from."""
+
+
+class Process(Protocol):
+    """The process of an engine, on whichever machine: an EngineLauncher describes it."""
+
+    client: EngineClient
+    welcome: Welcome
+    """What the engine said of itself, with endpoints as they are reached from here."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    def check(self) -> None: ...
+    def kill(self) -> None: ...
+    def remove(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Start = Callable[[threading.Event], Process]
+"""Starts a process and returns it when it serves, or gives up soon after the event is set, when nobody needs it any
+more. Raises InflightError or OSError."""
 
 
 class Heir(Protocol):
@@ -94,10 +116,12 @@ class Supervisor:
     and go to the successor; once there is none any more they raise the EngineDiedError that tells of all deaths.
     """
 
-    def __init__(self, options: EngineOptions, engine: EngineAttachment | None = None):
-        """engine: one that another process launched; None: launch one."""
+    def __init__(self, options: EngineOptions, start: Start | None = None):
+        """start: where the process and its successors come from; None: they are launched here."""
         self._options = options
-        self.launcher: Process = engine or EngineLauncher(options)
+        self._start: Start = start or (lambda _: EngineLauncher(options))
+        self._closing = threading.Event()
+        self.launcher: Process = self._start(self._closing)
         """The process that lives, or the last one."""
         self._processes: dict[str, Process] = {self.launcher.client.endpoint: self.launcher}
         """Maps control sockets to processes, of all so far; each publisher knows one of them."""
@@ -116,7 +140,6 @@ class Supervisor:
         """Deaths in a row between which no token came."""
         self._tokens_at_death = 0
         self._gone: EngineDiedError | None = None
-        self._closing = threading.Event()
 
     @property
     def endpoints(self) -> frozenset[str]:
@@ -187,13 +210,17 @@ class Supervisor:
     def kill(self, endpoint: str) -> None:
         """End the process that answers at this endpoint, if it is the one that runs; it may have a successor."""
         launcher = self.launcher
-        if isinstance(launcher, EngineLauncher) and launcher.client.endpoint == endpoint:
+        if launcher.client.endpoint == endpoint:
             launcher.kill()
 
     def check_process(self, endpoint: str) -> None:
         """Raise EngineDiedError if the process that answered at this endpoint has ended."""
         if endpoint in self._processes:
             self._processes[endpoint].check()
+
+    def keys_of(self, endpoint: str) -> ClientKeys | None:
+        """With which keys the process at this endpoint is reached, where it is reached over TCP."""
+        return self._processes[endpoint].client.keys
 
     def living(self, endpoint: str = "") -> str:
         """Return the endpoint of the process that serves; while the engine is being restarted, wait for it. Raises
@@ -281,7 +308,7 @@ class Supervisor:
                 following = [publisher for publisher in list(self._followers) if not publisher.closed]
                 for publisher in following:
                     publisher.let_go(self._processes.keys())
-                launcher = EngineLauncher(self._options)
+                launcher = self._start(self._closing)
                 self._hand_over(launcher, stream, following)
             except Exception as error:  # whatever it is, those who wait for a successor must learn of it
                 if not isinstance(error, (InflightError, OSError)):
@@ -294,10 +321,10 @@ class Supervisor:
                 self.launcher = self._accepting = launcher
                 self._condition.notify_all()
             old.close()
-            logger.warning("the engine runs again, as process %d", launcher.pid)
+            logger.warning("the engine runs again, as %s", launcher.name)
             return launcher.welcome.stream_endpoint
 
-    def _hand_over(self, new: EngineLauncher, stream: Heir, publishers: Sequence["Publisher"]) -> None:
+    def _hand_over(self, new: Process, stream: Heir, publishers: Sequence["Publisher"]) -> None:
         self._processes[new.client.endpoint] = new
         for publisher in publishers:
             publisher.replace(self._processes.keys(), new.client.endpoint)
@@ -422,7 +449,7 @@ def in_parts(groups: list[Unfinished]) -> Iterable[list[Unfinished]]:
     yield part
 
 
-def _wait_for_version(launcher: EngineLauncher, version: int, timeout_s: float) -> None:
+def _wait_for_version(launcher: Process, version: int, timeout_s: float) -> None:
     deadline_ns = now_ns() + int(timeout_s * 1e9)
     while launcher.client.call("status", returns=Status).version < version:
         if now_ns() > deadline_ns:

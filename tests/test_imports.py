@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "session": {"core", "stream", "observability", "engine", "ranks", "supervisor", "running_engine"},
     "pool": {"core", "weights", "stream", "engine", "training", "ranks", "supervisor", "running_engine", "session"},
+    "ray": {"core", "weights", "engine", "supervisor", "running_engine", "pool"},
     "run": {"core", "weights", "stream", "training", "ranks", "supervisor", "running_engine"},
     "journal_replay": {"core", "stream", "observability", "engine", "training"},
     "integrations": {"core", "weights", "stream", "engine", "training", "running_engine"},

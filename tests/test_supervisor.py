@@ -25,6 +25,7 @@ class Process:
 
     def __init__(self, options: EngineOptions):
         self.pid, self.dead = len(self.made), False
+        self.name = f"process {self.pid}"
         self.made.append(self)
         assert self.may_start.wait(10)
         if self.pid in self.fails:
@@ -189,3 +190,24 @@ def test_those_who_follow_a_process_that_serves_are_told_of_its_successors(make)
     assert not closed.told
     assert not supervisor.follow(Follower(), "control 0")
     assert supervisor.follow(Follower(), "control 2")
+
+
+def test_processes_come_from_where_the_supervisor_is_told_and_keys_are_those_of_each(make):
+    make(restarts=1)  # has processes noted
+    told = []
+
+    def start(closing: threading.Event) -> Any:
+        told.append(closing)
+        process = Process(EngineOptions("tiny"))
+        process.client.keys = f"keys of {process.pid}"
+        return process
+
+    supervisor, follower = Supervisor(EngineOptions("tiny", restarts=1), start), Follower()
+    first, second = (f"control {process}" for process in (len(Process.made) - 1, len(Process.made)))
+    assert supervisor.follow(follower, first)
+    die(supervisor, Stream())
+    assert follower.told[-1] == second
+    assert [supervisor.keys_of(endpoint)[-1] for endpoint in (first, second)] == [first[-1], second[-1]]
+    supervisor.close()
+    assert len(told) == 2
+    assert all(closing.is_set() for closing in told)

@@ -122,6 +122,10 @@ class EngineDiedError(InflightError):
     """The engine process ended while it was still needed."""
 
 
+class PlacementError(InflightError, TimeoutError):
+    """Ray found no node for an engine within a bound; the message says what was asked for and what the nodes have."""
+
+
 class EngineHungError(InflightError, TimeoutError):
     """The engine process lives and did not answer within a bound; the message gives the bound and how to set it."""
 

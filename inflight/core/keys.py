@@ -50,6 +50,17 @@ def make_keys(directory: Path) -> None:
         raise KeysError(f"keys cannot be written to {directory}: {error}") from error
 
 
+def make_engine_keys(directory: Path, client: bytes) -> bytes:
+    """Make a key pair for an engine in a new directory, readable by this user alone, so that the holder of one client's
+    public key is let in. Returns the engine's public key, as it is written in files. Raises OSError."""
+    directory.mkdir(mode=0o700)
+    _, secret = zmq.auth.create_certificates(directory, "engine")
+    (directory / "client.key").write_text(f'curve\n    public-key = "{client.decode()}"\n')
+    for path in directory.iterdir():
+        path.chmod(0o600)
+    return zmq.auth.load_certificate(secret)[0]
+
+
 def engine_keys(directory: str) -> EngineKeys:
     """Read what an engine needs. Raises KeysError, also where others could read its secret or let themselves in."""
     _, secret = _read(Path(directory) / "engine.key_secret")

@@ -27,12 +27,13 @@ class ControlSocket:
     """Messages of any number of clients, each with the address of its sender. Only `wake` may be called from another
     thread than the one that reads."""
 
-    def __init__(self, endpoint: str, *, max_clients: int = 1024):
+    def __init__(self, endpoint: str, *, max_clients: int = 1024, context: zmq.Context | None = None):
+        """context: another one than that of the process."""
         self._max_clients = max_clients
         self._clients: set[bytes] = set()
         """Addresses of clients, of which some may be gone."""
         self._looked_ns = 0
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
         self._socket.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
         self._socket.linger = 2000

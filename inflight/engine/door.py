@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -29,10 +29,11 @@ class Door:
     thread of its authenticator during the handshake, before anything that a client says reaches this process; where
     that thread does not answer, nobody comes in."""
 
-    def __init__(self, keys: str):
-        """keys: the directory of keys. Raises KeysError."""
-        self._keys = engine_keys(keys)
-        self._authenticator = ThreadAuthenticator()
+    def __init__(self, secret: bytes, lets_in: Callable[[bytes], bool], context: zmq.Context | None = None):
+        """secret: the key of this end. lets_in: whether the holder of a public key may connect, asked in a thread of
+        its own. context: that of the sockets, which has one door; None: that of the process."""
+        self._secret, self._lets_in = secret, lets_in
+        self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(_DOMAIN, self)
 
@@ -40,7 +41,7 @@ class Door:
         """Have a socket, which is bound locally, listen on TCP too. What is set here holds for what it binds from now
         on alone. Returns the endpoint with its port. Raises ListenError."""
         prepare_tcp(socket, endpoint)
-        socket.curve_server, socket.curve_secretkey = True, self._keys.secret
+        socket.curve_server, socket.curve_secretkey = True, self._secret
         socket.zap_domain, socket.handshake_ivl = _DOMAIN.encode(), _HANDSHAKE_MS
         socket.maxmsgsize = min(socket.maxmsgsize, _MAX_WIRE_BYTES)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -52,7 +53,7 @@ class Door:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by the authenticator: whether the holder of a public key may connect."""
-        known = key in self._keys.clients
+        known = self._lets_in(key)
         if not known:
             logger.warning("refused a client whose key is not known: %s", key.decode())
         return known
@@ -71,7 +72,8 @@ def opened(listen: str, keys: str, control: ControlSocket, stream: StreamWriter)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stranger's connection takes one for a few seconds
     host, _, port = listen.rpartition(":")
-    with contextlib.closing(Door(keys)) as door:
+    known = engine_keys(keys)
+    with contextlib.closing(Door(known.secret, known.clients.__contains__)) as door:
         control_endpoint = control.listen(lambda socket: door.open(socket, listen))
         next_port = port if port == "*" else str(int(port) + 1)
         stream_endpoint = stream.listen(lambda socket: door.open(socket, f"{host}:{next_port}"))

@@ -64,6 +64,11 @@ class EngineLauncher:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"process {self.pid}"
+
     def check(self) -> None:
         """Raise EngineDiedError, with the end of its log, if the process has ended."""
         code = self._process.poll()

@@ -15,11 +15,9 @@ import msgspec
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Ids, Prompt, Status
 from inflight.core.waiting import Wait
-from inflight.engine.attachment import EngineAttachment
-from inflight.engine.launcher import EngineLauncher
 from inflight.pool.frames import EngineFrames
 from inflight.pool.member import Group, Member
-from inflight.supervisor import Expect, Snapshot, seeded
+from inflight.supervisor import Expect, Process, Snapshot, seeded
 
 if TYPE_CHECKING:
     from inflight.training.data.rollout_stream import RolloutStream
@@ -73,7 +71,7 @@ class Dispatcher:
     # ---- what a running engine calls ----------------------------------------------------------------------------
 
     @property
-    def launcher(self) -> EngineLauncher | EngineAttachment:
+    def launcher(self) -> Process:
         """The process of one of the engines that serve, or of one that served."""
         return next(iter(self.usable), self.members[0]).supervisor.launcher
 

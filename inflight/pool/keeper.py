@@ -61,7 +61,7 @@ class Keeper:
             self._dispatcher.check,
             self._published,
             comes_back=True,
-            keys=supervisor.launcher.client.keys,
+            keys=supervisor.keys_of,
             end=self._dispatcher.kill,
             check_process=supervisor.check_process,
             living=supervisor.living,

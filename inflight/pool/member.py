@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from inflight.core.errors import EngineDiedError
 from inflight.core.messages import Ids, Prompt, Unfinished
-from inflight.engine.launcher import EngineLauncher
 from inflight.pool.frames import EngineFrames
 from inflight.running_engine import RunningEngine
 from inflight.supervisor import Drawn, Supervisor
@@ -49,13 +48,11 @@ class Member:
     @property
     def name(self) -> str:
         """What messages call it."""
-        launcher = self.supervisor.launcher
-        return f"process {launcher.pid}" if isinstance(launcher, EngineLauncher) else launcher.client.endpoint
+        return self.supervisor.launcher.name
 
     def kill(self) -> None:
-        """End its process, if it is one of this machine's."""
-        if isinstance(self.supervisor.launcher, EngineLauncher):
-            self.supervisor.launcher.kill()
+        """End its process, if it is ours to end."""
+        self.supervisor.launcher.kill()
 
 
 @dataclass(slots=True, eq=False)

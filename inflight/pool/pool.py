@@ -1,8 +1,10 @@
 """Several engines that look like one: what a user holds."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -16,13 +18,15 @@ from inflight.pool.member import Member
 from inflight.pool.placer import Placer
 from inflight.ranks.launching import TrainerRanks
 from inflight.running_engine import RunningEngine
-from inflight.session import LaunchedEngine, RemoteEngine
+from inflight.session import LaunchedEngine
 
 if TYPE_CHECKING:
     from inflight.weights.link import EngineEndpoint
     from inflight.weights.publisher import Publisher
 
 _CLOSE_S = 2.0
+Pool = TypeVar("Pool", bound="EnginePool")
+Engine = TypeVar("Engine", bound=RunningEngine)
 
 
 def launch_pool(engines: Sequence[EngineOptions]) -> "EnginePool":
@@ -33,21 +37,33 @@ def launch_pool(engines: Sequence[EngineOptions]) -> "EnginePool":
     """
     if not engines:
         raise ValueError("a pool needs the options of one engine at least")
+
+    def launch() -> EnginePool:
+        with started([partial(LaunchedEngine, options) for options in engines]) as launched:
+            return EnginePool(launched)
+
+    return on_every_rank(engines[0], launch)
+
+
+def on_every_rank(options: EngineOptions, launch: "Callable[[], Pool]") -> "Pool":
+    """Launch a pool on rank 0 of a trainer, and attach to that on the others. options: those of its first engine."""
     ranks = TrainerRanks.of_this_process()
     if ranks is None:
-        return _launch_all(engines)
+        return launch()
     if ranks.rank:
-        attached: Any = ranks.attach(engines[0])  # has the part of a pool that every rank may use
+        attached: Any = ranks.attach(options)  # has the part of a pool that every rank may use
         return attached
-    return ranks.announce(lambda: _launch_all(engines), lambda pool: pool._share(ranks.size).card)
+    return ranks.announce(launch, lambda pool, outside: pool._share(ranks.size, outside).card)
 
 
-def _launch_all(options: Sequence[EngineOptions]) -> "EnginePool":
-    with ThreadPoolExecutor(len(options), thread_name_prefix="inflight-launch") as executor:
-        starting = [executor.submit(LaunchedEngine, each) for each in options]
+@contextmanager
+def started(starts: "Sequence[Callable[[], Engine]]") -> "Iterator[list[Engine]]":
+    """Start engines, all at once, and yield them. They are closed if one does not start, or what follows raises."""
+    with ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch") as executor:
+        starting = [executor.submit(start) for start in starts]
     engines = [engine.result() for engine in starting if engine.exception() is None]
     try:
-        return EnginePool([engine.result() for engine in starting])
+        yield [engine.result() for engine in starting]
     except BaseException:
         for engine in engines:
             engine.close()
@@ -156,8 +172,8 @@ class EnginePool(RunningEngine):
         return [keeper.address for keeper in self._keepers if keeper.member.engine in serving]
 
     @property
-    def _is_elsewhere(self) -> bool:
-        return any(isinstance(engine, RemoteEngine) for engine in self.engines)
+    def is_elsewhere(self) -> bool:
+        return any(engine.is_elsewhere for engine in self.engines)
 
     def _open_stream(self) -> None:
         from inflight.training.data.rollout_stream import RolloutStream

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.errors import EngineHungError, InflightError, ProtocolError, RankLostError, from_wire
+from inflight.core.keys import ClientKeys
 from inflight.core.messages import Status
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
@@ -41,26 +42,33 @@ class AttachedEngine:
     Every call raises RankLostError if rank 0 has ended, has closed the engine or does not answer.
     """
 
-    def __init__(self, card: Card, rank: int | None = None):
-        """rank: None for a process that is no rank of the trainer and looks on."""
-        if card.host != this_host():
+    def __init__(self, card: Card, rank: int | None = None, own_keys: tuple[bytes, bytes] | None = None):
+        """rank: None for a process that is no rank of the trainer and looks on. own_keys: the public and the secret key
+        by which rank 0 knows a rank of another machine."""
+        self._is_elsewhere = card.host != this_host()
+        if self._is_elsewhere and not (card.endpoint and own_keys):
             raise RankLostError(
-                "this process is on another machine than rank 0, which holds the engine; the ranks that share a stream "
-                "are on one machine"
+                "this process is on another machine than rank 0, which holds the engine and listens to its own machine "
+                "alone. Ranks that torchrun or Ray Train starts on several machines find each other, as these set "
+                "LOCAL_WORLD_SIZE and MASTER_ADDR; processes that look on are on the machine of rank 0"
             )
         self.options, self.rank = card.options, rank
         self._socket = Path(card.directory) / SOCKET
         self._name = secrets.token_hex(8)
-        self._rank_0 = Process(card.pid)
+        self._rank_0 = None if self._is_elsewhere else Process(card.pid)
         self._num_publishers = 0
         self._publishers: list[ShardSender] = []
         self._tokenizer_lock = threading.Lock()
         self._client = EngineClient(
-            f"ipc://{self._socket}", check_engine=self._check, answer_timeout_s=card.options.answer_timeout_s
+            card.endpoint if self._is_elsewhere else f"ipc://{self._socket}",
+            check_engine=self._check,
+            answer_timeout_s=card.options.answer_timeout_s,
+            keys=ClientKeys(*own_keys, card.key) if self._is_elsewhere and own_keys else None,
         )
         self._closed = False
         try:
-            joined = self._call("join", {"client": self._name, "rank": rank, "pid": os.getpid()}, Joined)
+            whoever = {"client": self._name, "rank": rank, "pid": os.getpid(), "host": this_host()}
+            joined = self._call("join", whoever, Joined)
         except BaseException:
             self._client.close()
             raise
@@ -131,7 +139,8 @@ class AttachedEngine:
         with suppress(InflightError):  # rank 0 is gone
             self._call("leave", {"client": self._name}, timeout_s=_LEAVE_S)
         self._client.close()
-        self._rank_0.close()
+        if self._rank_0 is not None:
+            self._rank_0.close()
 
     def __enter__(self) -> "AttachedEngine":
         return self
@@ -149,9 +158,12 @@ class AttachedEngine:
             return self._client.call(verb, arguments, returns, timeout_s=timeout_s)
         except EngineHungError as error:
             bound_s = self._client.answer_timeout_s if timeout_s is None else timeout_s
-            raise RankLostError(f"rank 0 lives and did not answer {verb} within {bound_s:g} s") from error
+            who = "rank 0, on another machine," if self._is_elsewhere else "rank 0 lives and"
+            raise RankLostError(f"{who} did not answer {verb} within {bound_s:g} s") from error
 
     def _check(self) -> None:
+        if self._rank_0 is None:  # nobody here can know
+            return
         if self._rank_0.ended:
             raise RankLostError(f"rank 0 (process {self._rank_0.pid}), which holds the engine, has ended")
         if not self._socket.exists():

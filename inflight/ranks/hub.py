@@ -1,11 +1,13 @@
 """Rank 0's end: the batches of its stream, split over the ranks of a data-parallel trainer.
 
-The hub listens on a socket in a directory that only this user may enter. Shares are pulled: a rank asks for its share
-of a batch, reads it in parts, and says that it has it.
+The hub listens on a socket in a directory that only this user may enter, and where there are ranks on other machines
+over TCP too, for the holders of their keys alone. Shares are pulled: a rank asks for its share of a batch, reads it in
+parts, and says that it has it.
 """
 
 import os
 import shutil
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,14 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import msgspec
+import zmq
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, ProtocolError, RankLostError
+from inflight.core.errors import InflightError, ListenError, ProtocolError, RankLostError
 from inflight.core.messages import Call, FromEngine, Prompt, Result, Status, decode_to_engine, read, to_raw
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.directory import make_directory
+from inflight.engine.door import Door
 from inflight.engine.verbs import Verbs, verb
 from inflight.ranks.meeting import (
     CARD,
@@ -30,6 +34,7 @@ from inflight.ranks.meeting import (
     Card,
     Joined,
     Offer,
+    Outside,
     Process,
     Take,
     this_host,
@@ -42,15 +47,19 @@ _CHECK_S = 0.1
 _ASK_AGAIN_S = 1.0
 """How long the hub waits at most with the answer to a rank that asks for a batch which is not there."""
 _PART_BYTES = 16 << 20
+_LOOK_EVERY_NS = 1_000_000_000
 _TAKE = msgspec.msgpack.Decoder(Take)
 
 
 class _Client:
     """A process that has joined: a rank, or, where `rank` is None, somebody who looks on."""
 
-    def __init__(self, rank: int | None, pid: int):
-        self.rank, self.process = rank, Process(pid)
+    def __init__(self, rank: int | None, name: str, process: Process | None):
+        """process: None on another machine, where nobody here can watch over it."""
+        self.rank, self.name, self.process = rank, name, process
         self.left = False
+        self.address = b""
+        """Where it has asked from last."""
         self.asked_ns = 0
         """When it asked for a batch last."""
         self.data = b""
@@ -72,20 +81,28 @@ class Hub:
         submit: Callable[[list[Prompt]], list[int]],
         status: Callable[[], Status],
         first_version: Callable[[int], int | None],
+        outside: Outside | None = None,
     ):
         """first_version: returns the version that the publisher with this index began with, None if there is no such
-        publisher yet."""
+        publisher yet. outside: None if all ranks are on this machine. Raises ListenError."""
         self._num_ranks, self._timeout_s = num_ranks, options.rank_timeout_s
         self._ask_again_ns = int(min(_ASK_AGAIN_S, options.answer_timeout_s / 4) * 1e9)
         self._submit, self._status, self._first_version = submit, status, first_version
         self._directory, self._lock_file = make_directory()
-        self.card = Card(options, str(self._directory), os.getpid(), this_host())
+        self._context = zmq.Context() if outside is not None else None  # each has one door
+        self._socket = ControlSocket(f"ipc://{self._directory / SOCKET}", context=self._context)
+        self._door: Door | None = None
+        endpoint, key = ("", b"") if outside is None else self._open(outside)
+        self.card = Card(options, str(self._directory), os.getpid(), this_host(), endpoint, key)
         """What others need to know to attach."""
-        self._socket = ControlSocket(f"ipc://{self._directory / SOCKET}")
         (self._directory / CARD).write_bytes(msgspec.json.encode(self.card))
         self._verbs = Verbs(self)
         self._condition = threading.Condition(threading.RLock())
         self._clients: dict[str, _Client] = {}
+        self._caller = b""
+        """The address of whoever is being answered."""
+        self._looked_ns = 0
+        """When it was looked last whether ranks on other machines are there."""
         self._number = 0
         """The newest batch; batches count from 1."""
         self._kind: Literal["share", "end", "error"] = "share"
@@ -148,11 +165,35 @@ class Hub:
             self._closing = True  # from here on nobody wakes the thread
         self._thread.join()
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self._socket.close()
+        self._end_sockets()
         for client in self._clients.values():
-            client.process.close()
+            if client.process is not None:
+                client.process.close()
         shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock_file)
+
+    def _open(self, outside: Outside) -> tuple[str, bytes]:
+        """Listen for ranks on other machines. Returns where, and with which public key."""
+        public, secret = zmq.curve_keypair()
+        self._door = door = Door(secret, outside.lets_in, self._context)
+        try:
+            number = socket.getaddrinfo(outside.address, 0, type=socket.SOCK_STREAM)[0][4][0]
+            wanted = f"tcp://[{number}]:*" if ":" in str(number) else f"tcp://{number}:*"
+            return self._socket.listen(lambda bound: door.open(bound, wanted)), public
+        except OSError as error:
+            self._end_sockets()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock_file)
+            raise ListenError(
+                f"rank 0 cannot listen for ranks on other machines on {outside.address!r}, its MASTER_ADDR: {error}"
+            ) from error
+
+    def _end_sockets(self) -> None:
+        self._socket.close()
+        if self._door is not None:
+            self._door.close()
+        if self._context is not None:
+            self._context.term()
 
     @property
     def _looked_on(self) -> bool:
@@ -213,16 +254,20 @@ class Hub:
     # ---- what the others call -------------------------------------------------------------------------------------
 
     @verb()
-    def join(self, client: str, rank: int | None, pid: int) -> Joined:
+    def join(self, client: str, rank: int | None, pid: int, host: str) -> Joined:
         """A process attaches. It begins with the newest batch if nobody has taken its rank's share of that, else with
-        the next one."""
+        the next one. host: its machine, as `this_host` calls it."""
         with self._condition:
             if rank is not None and not 0 < rank < self._num_ranks:
                 raise ProtocolError(f"rank {rank} cannot attach: the trainer has ranks 0 to {self._num_ranks - 1}")
             others = [other for other in self._clients.values() if other.rank == rank and not other.left]
             if rank is not None and others:
-                raise ProtocolError(f"rank {rank} is attached already, as process {others[0].process.pid}")
-            self._clients[client] = _Client(rank, pid)
+                raise ProtocolError(f"rank {rank} is attached already, as {others[0].name}")
+            if host == this_host():
+                self._clients[client] = _Client(rank, f"process {pid}", Process(pid))
+            else:
+                self._clients[client] = _Client(rank, f"process {pid} of another machine", None)
+            self._clients[client].address = self._caller
             return Joined(self._number if rank is not None and rank not in self._taken else self._number + 1)
 
     @verb()
@@ -264,6 +309,7 @@ class Hub:
     def _client(self, name: str) -> _Client:
         if name not in self._clients:
             raise ProtocolError("this process has not joined")
+        self._clients[name].address = self._caller
         return self._clients[name]
 
     # ---- the thread -----------------------------------------------------------------------------------------------
@@ -282,7 +328,7 @@ class Hub:
                 return
 
     def _take_call(self, sender: bytes, parts: list[bytes]) -> None:
-        call = None
+        call, self._caller = None, sender
         try:
             [data] = parts
             call = decode_to_engine(data)
@@ -319,14 +365,20 @@ class Hub:
         self._answers.append((sender, self._socket.refusal(ticket, told)))
 
     def _look_for_the_dead(self) -> None:
+        looks = now_ns() - self._looked_ns > _LOOK_EVERY_NS
+        self._looked_ns = now_ns() if looks else self._looked_ns
         with self._condition:
             for name, client in list(self._clients.items()):
-                if not client.process.ended:
+                if client.process is None:  # its machine closes the connection when it ends
+                    ended = looks and not client.left and not self._socket.reaches(client.address)
+                else:
+                    ended = client.process.ended
+                if not ended:
                     continue
                 if client.rank is not None and not client.left:
-                    self._lose(RankLostError(f"rank {client.rank} (process {client.process.pid}) has ended"))
+                    self._lose(RankLostError(f"rank {client.rank} ({client.name}) has ended"))
                 client.left = True
-                if client.rank is None:
+                if client.rank is None and client.process is not None:
                     client.process.close()
                     del self._clients[name]
 

@@ -5,15 +5,17 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import zmq
 
 from inflight.core.errors import InvalidRequestError, RankLostError, from_wire
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
-from inflight.ranks.meeting import Card
+from inflight.ranks.meeting import Card, Outside
 
 if TYPE_CHECKING:
     from inflight.ranks.attached import AttachedEngine
@@ -55,13 +57,13 @@ class TrainerRanks:
             )
         return None
 
-    def announce(self, start: Callable[[], Launched], card_of: Callable[[Launched], Card]) -> Launched:
+    def announce(self, start: Callable[[], Launched], card_of: Callable[[Launched, Outside | None], Card]) -> Launched:
         """Called on rank 0: start an engine, and tell the others of it, or what it failed with. They need not be there
-        yet."""
+        yet. card_of: is also told of ranks on other machines, if there are any."""
         key = self._next_key()
         try:
             started = start()
-            card = card_of(started)
+            card = card_of(started, self._outside(key))
         except BaseException as error:
             kind = type(error).__name__
             self._store.set(key, msgspec.json.encode(_Refusal(kind, str(error) or f"rank 0 was ended by {kind}")))
@@ -75,7 +77,9 @@ class TrainerRanks:
 
         key, wait = self._next_key(), Wait()
         bound_s = options.timeout_s + options.rank_timeout_s
+        public, secret = zmq.curve_keypair()
         try:
+            self._store.set(_name_of_key(key, self.rank), public)
             while not self._store.check([key]):
                 sleep(_CHECK_S)
                 wait.tick()
@@ -97,9 +101,29 @@ class TrainerRanks:
                 f"rank {self.rank} launches {options.model!r} where rank 0 launched {card.options.model!r}; every rank "
                 "calls launch() in the same order"
             )
-        return AttachedEngine(card, self.rank)
+        return AttachedEngine(card, self.rank, (public, secret))
+
+    def _outside(self, key: str) -> Outside | None:
+        """The ranks on other machines, if whoever started them all says that there are some."""
+        if int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) >= self.size or "MASTER_ADDR" not in os.environ:
+            return None
+        return Outside(os.environ["MASTER_ADDR"], partial(self._lets_in, key))
+
+    def _lets_in(self, key: str, public: bytes) -> bool:
+        """Whether a rank that attaches to this launch has this public key. It has said so before it comes."""
+        names = [_name_of_key(key, rank) for rank in range(1, self.size)]
+        try:
+            return any(self._store.check([name]) and self._store.get(name) == public for name in names)
+        except RuntimeError as error:
+            logger.warning("the store of the process group cannot be asked for the keys of ranks: %s", error)
+            return False
 
     @classmethod
     def _next_key(cls) -> str:
         cls._num_launches += 1
         return f"inflight/engine/{cls._num_launches}"
+
+
+def _name_of_key(launch: str, rank: int) -> str:
+    """What the public key of a rank is called in the store."""
+    return f"{launch}/key-of-rank-{rank}"

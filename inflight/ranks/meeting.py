@@ -3,7 +3,9 @@
 import os
 import platform
 import select
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +26,20 @@ class Card(msgspec.Struct, frozen=True):
     directory: str
     pid: int
     host: str
+    endpoint: str = ""
+    """Where rank 0 listens for ranks on other machines, if there are any."""
+    key: bytes = b""
+    """The public key of that."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Ranks on other machines, as rank 0 knows them."""
+
+    address: str
+    """That of rank 0's machine, as they reach it: a name or a number."""
+    lets_in: Callable[[bytes], bool]
+    """Whether one of them holds the secret of a public key."""
 
 
 class Joined(msgspec.Struct, frozen=True):

@@ -63,8 +63,8 @@ class EngineEndpoint:
     """Called with every publish."""
     comes_back: bool = False
     """An engine that ends has a successor, which `Publisher.replace` is told of, until `check` raises."""
-    keys: ClientKeys | None = None
-    """For an endpoint of TCP."""
+    keys: Callable[[str], ClientKeys | None] = lambda endpoint: None
+    """Returns the keys for an endpoint of TCP: this one, or that of a successor."""
     end: Callable[[str], None] = lambda endpoint: None
     """Called with the endpoint of an engine that comes back and is sent nothing more, as it did not answer."""
     check_process: Callable[[str], None] = lambda endpoint: None
@@ -100,7 +100,9 @@ class EngineLink:
         self._given_up = False
         self._keeps_slots_because = ""
         """What the engine's last status says about its slots."""
-        self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS, keys=address.keys)
+        self._connection = Connection(
+            address.endpoint, self._take, linger_ms=_LINGER_MS, keys=address.keys(address.endpoint)
+        )
         self._lock_file: int | None = None
         self._alive_file: int | None = None
         self._files = threading.Lock()

@@ -13,11 +13,13 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from inflight.core.errors import ProtocolError, SharedMemoryError
 from inflight.core.messages import SharedMemoryDescriptor
+
+if TYPE_CHECKING:
+    import torch  # which a process that only launches engines need not load
 
 logger = logging.getLogger("inflight.weights")
 
@@ -35,13 +37,15 @@ def default_directory() -> Path:
 class SharedMemorySlot:
     """A slot of shared memory that this process made, or a part of one: `buffer`, u8[n]."""
 
-    def __init__(self, path: Path, buffer: torch.Tensor, unlink: Callable[[], object]):
+    def __init__(self, path: Path, buffer: "torch.Tensor", unlink: Callable[[], object]):
         """unlink: removes the name of the file; the memory lives until the last process unmaps it."""
         self.path, self.buffer, self.unlink = path, buffer, unlink
 
     @classmethod
     def create(cls, nbytes: int, *, directory: Path | None = None) -> "SharedMemorySlot":
         """Make a slot. Raises SharedMemoryError, with the size needed and the size left, if it does not fit."""
+        import torch
+
         if directory is None:
             directory = default_directory()
             if directory != _SHM:
@@ -64,8 +68,10 @@ class SharedMemorySlot:
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
 
     @staticmethod
-    def attach(descriptor: SharedMemoryDescriptor) -> torch.Tensor:
+    def attach(descriptor: SharedMemoryDescriptor) -> "torch.Tensor":
         """Map a slot of another process, u8[nbytes]. Raises ProtocolError if the file is not as described."""
+        import torch
+
         try:
             file = os.open(descriptor.path, os.O_RDWR | os.O_CLOEXEC)
         except (OSError, ValueError) as error:  # ValueError: no file can be called that

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from inflight.core.errors import KeysError
-from inflight.core.keys import client_keys, engine_keys, make_keys, prepare_client
+from inflight.core.keys import client_keys, engine_keys, make_engine_keys, make_keys, prepare_client
 
 
 @pytest.fixture
@@ -31,6 +31,19 @@ def test_a_pair_fits_and_is_for_its_owner_alone(tmp_path):
     modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "keys", *(tmp_path / "keys").iterdir()]}
     files = ("client.key", "client.key_secret", "engine.key", "engine.key_secret")
     assert modes == {"keys": 0o700} | dict.fromkeys(files, 0o600)
+
+
+def test_keys_of_an_engine_alone_let_in_the_client_whose_public_key_is_known(tmp_path):
+    client, _ = zmq.curve_keypair()
+    before = os.umask(0)
+    try:
+        public = make_engine_keys(tmp_path / "keys", client)
+    finally:
+        os.umask(before)
+    engine = engine_keys(str(tmp_path / "keys"))
+    assert zmq.curve_public(engine.secret) == public
+    assert engine.clients == {client}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "keys").iterdir()} == {0o600}
 
 
 def test_secrets_are_in_no_text_that_is_logged(directory):

@@ -17,7 +17,7 @@ from tiny_models import make_model
 
 import inflight
 from inflight.core.errors import EngineHungError, KeysError, ListenError, ProtocolError
-from inflight.core.keys import ClientKeys, client_keys, make_keys, prepare_client
+from inflight.core.keys import ClientKeys, client_keys, engine_keys, make_keys, prepare_client
 from inflight.core.messages import Call, Hello, encode, to_raw
 from inflight.engine.door import Door
 from inflight.stream.wire import Subscribe
@@ -383,7 +383,8 @@ def test_where_nobody_can_be_asked_nobody_comes_in(keys):
     with contextlib.ExitStack() as at_end:
         kinds = (zmq.ROUTER, zmq.DEALER, zmq.DEALER)
         socket, *friends = (at_end.enter_context(zmq.Context.instance().socket(kind)) for kind in kinds)
-        door = Door(str(keys))
+        known = engine_keys(str(keys))
+        door = Door(known.secret, known.clients.__contains__)
         endpoint = door.open(socket, "tcp://127.0.0.1:*")
         for friend in friends:
             friend.linger = 0

@@ -46,7 +46,7 @@ def main(rank: int, size: int, store: str) -> None:
     ranks = TrainerRanks.of_this_process()
     assert ranks is not None
     if rank == 0:
-        shared = ranks.announce(make_hub, lambda hub: hub.card)
+        shared = ranks.announce(make_hub, lambda hub, _: hub.card)
         shares = shared.shares(whole_batches(), SimpleNamespace(last_reward=0.0, dropped=Dropped()))
     else:
         shared = ranks.attach(EngineOptions("tiny"))

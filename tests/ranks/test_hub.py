@@ -12,15 +12,18 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+import zmq
 from made_batches import make_rollouts
 
 import inflight
-from inflight.core.errors import InflightError, InvalidRequestError, ProtocolError, RankLostError
+from inflight.core.errors import InflightError, InvalidRequestError, ListenError, ProtocolError, RankLostError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
+from inflight.ranks import attached
 from inflight.ranks import hub as hub_module
 from inflight.ranks.attached import AttachedEngine
 from inflight.ranks.hub import Hub
+from inflight.ranks.meeting import Outside
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 
@@ -33,7 +36,7 @@ BOUND_S = 20.0
 class Trainer:
     """A hub and the engines of other ranks, each with a thread to call it in."""
 
-    def __init__(self, num_ranks: int, **options: float):
+    def __init__(self, num_ranks: int, outside: Outside | None = None, **options: float):
         self.submitted: list[Prompt] = []
         self.first_versions: dict[int, int] = {}
         self.hub = Hub(
@@ -42,6 +45,7 @@ class Trainer:
             submit=self.submit,
             status=lambda: None,
             first_version=self.first_versions.get,
+            outside=outside,
         )
         self.threads = ThreadPoolExecutor(max_workers=num_ranks + 1)
         self.engines: list[AttachedEngine] = []
@@ -73,8 +77,8 @@ class Trainer:
 def trainer():
     made = []
 
-    def make(num_ranks: int, **options: float) -> Trainer:
-        made.append(Trainer(num_ranks, **options))
+    def make(num_ranks: int, outside: Outside | None = None, **options: float) -> Trainer:
+        made.append(Trainer(num_ranks, outside, **options))
         return made[-1]
 
     yield make
@@ -335,6 +339,44 @@ def spawn():
     for process in processes:
         process.kill()
         process.wait(10)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Whoever attaches is on another machine. Returns its keys."""
+    monkeypatch.setattr(attached, "this_host", lambda: "another machine")
+    return zmq.curve_keypair()
+
+
+def test_a_rank_of_another_machine_takes_its_share_and_nobody_without_its_key(trainer, elsewhere):
+    two = trainer(2, Outside("localhost", elsewhere[0].__eq__), answer_timeout_s=1.0)
+    with AttachedEngine(two.hub.card, 1, elsewhere) as engine:
+        engine.submit([[1, 2]])
+        assert [prompt.token_ids for prompt in two.submitted] == [[1, 2]]
+        shares, theirs = two.shares(three_batches()), engine.stream.batches()
+        taken = [sorted(ids_of(batch) + ids_of(next(theirs))) for batch in shares]
+        assert taken == [ids_of(batch) for batch in three_batches()]
+        assert list(theirs) == []
+    with pytest.raises(RankLostError, match=r"rank 0, on another machine, did not answer join within 1 s"):
+        AttachedEngine(two.hub.card, 1, zmq.curve_keypair())
+    with pytest.raises(RankLostError, match="listens to its own machine alone"):
+        two.attach(1)
+
+
+def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere):
+    two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__), rank_timeout_s=600.0)
+    engine = AttachedEngine(two.hub.card, 1, elsewhere)
+    shares = two.shares(three_batches())
+    next(shares)
+    waiting = two.start(next, shares)
+    engine._client.close()  # as the kernel closes its connection
+    with pytest.raises(RankLostError, match=r"rank 1 \(process \d+ of another machine\) has ended"):
+        waiting.result(BOUND_S)
+
+
+def test_an_address_that_is_not_this_machines_is_named():
+    with pytest.raises(ListenError, match=r"on '192\.0\.2\.77', its MASTER_ADDR"):
+        Trainer(2, Outside("192.0.2.77", bytes.isdigit))
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def test_what_keeps_rank_0_from_launching_is_raised_by_all(first_launch):
 def test_another_launch_than_rank_0s_is_refused(first_launch):
     store = Store()
     other = launching.Card(EngineOptions("small"), "/nowhere", 1, "here")
-    TrainerRanks(0, 2, store).announce(lambda: other, lambda card: card)
+    TrainerRanks(0, 2, store).announce(lambda: other, lambda card, _: card)
     first_launch()
     with pytest.raises(InvalidRequestError, match="rank 1 launches 'tiny' where rank 0 launched 'small'"):
         TrainerRanks(1, 2, store).attach(OPTIONS)
@@ -85,6 +85,31 @@ def test_a_launch_that_rank_0_never_makes_is_waited_for_within_a_bound():
         TrainerRanks(1, 2, Store()).attach(OPTIONS)
     with pytest.raises(RankLostError, match="rank 0 cannot be reached: connection reset by peer"):
         TrainerRanks(1, 2, LostStore()).attach(OPTIONS)
+
+
+def test_ranks_of_several_machines_come_in_by_the_keys_that_they_put_into_the_store(first_launch, monkeypatch):
+    """Rank 0 is told by who started it that there are others, and listens for them on its own address."""
+    store, opened = Store(), []
+
+    def open_hub(_, outside) -> launching.Card:
+        opened.append(outside)
+        return launching.Card(EngineOptions("small"), "/nowhere", 1, "here")
+
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    for ranks_here in ("2", "1"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        first_launch()
+        TrainerRanks(0, 2, store).announce(lambda: None, open_hub)
+    nobody, outside = opened
+    assert nobody is None
+    assert outside.address == "10.0.0.1"
+    assert not outside.lets_in(b"a stranger's")
+    first_launch()
+    with pytest.raises(InvalidRequestError):  # it was launched with another model; it has put its key there by then
+        TrainerRanks(1, 2, store).attach(OPTIONS)
+    [key] = [value for name, value in store.items() if "key" in name]
+    assert outside.lets_in(key)
+    assert not outside.lets_in(b"a stranger's")
 
 
 def test_torchrun_without_a_process_group_is_told(monkeypatch, caplog):

@@ -1,0 +1,36 @@
+"""Engines on the nodes of a Ray cluster, behind one stream.
+
+Ray chooses the node of each engine, gives it CPUs and GPUs, and tells of its end. Prompts, tokens and weights travel
+over inflight's own connections. It needs `inflight[ray]`. Names are loaded when they are first used, so that actors,
+which import this package too, stay light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+try:
+    import ray as _ray  # noqa: F401
+except ImportError as error:
+    raise ImportError("inflight.ray needs Ray: pip install 'inflight[ray]'") from error
+
+if TYPE_CHECKING:
+    from inflight.ray.placement import Placement as Placement
+    from inflight.ray.pool import EnginePool as EnginePool
+    from inflight.ray.pool import PlacedEngine as PlacedEngine
+    from inflight.ray.pool import launch_pool as launch_pool
+
+_HOME = {
+    "Placement": "inflight.ray.placement",
+    "EnginePool": "inflight.ray.pool",
+    "PlacedEngine": "inflight.ray.pool",
+    "launch_pool": "inflight.ray.pool",
+}
+"""Maps each public name to the module that it is loaded from."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'inflight.ray' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

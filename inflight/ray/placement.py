@@ -1,0 +1,129 @@
+"""Where Ray is to run an engine, and how long it is waited for that."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError
+
+from inflight.core.errors import EngineDiedError, InflightError, PlacementError
+from inflight.core.waiting import Wait
+
+_CHECK_S = 0.1
+_AGAIN_S = 0.5
+_MOST_CALLS = 8
+"""Methods of an actor that run at the same time: one tells of the engine's end, and the others are short."""
+
+
+_ENGINES_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
+"""Else Ray's worker kills the engine as it ends, and what the engine holds in shared memory would stay there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What an engine needs of the node that it runs on, in Ray's terms."""
+
+    num_cpus: float = 1
+    """CPUs that are the engine's alone. Ray also has its process compute with so many threads (OMP_NUM_THREADS), unless
+    the engine's option `threads` says otherwise."""
+    num_gpus: float = 0
+    """GPUs that are the engine's alone, the only ones that it sees. 0: it sees none, and computes on CPUs."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Other resources that the cluster's nodes were started with, by name."""
+    scheduling_strategy: Any = "DEFAULT"
+    """"DEFAULT", "SPREAD", or one of `ray.util.scheduling_strategies`. With "DEFAULT" it is not in the placement group
+    of the trainer, if that has one: engines would find no room there."""
+    timeout_s: float = 120.0
+    """How long Ray may take to find a node for an engine, and to start a process there; in a cluster that grows by
+    itself, how long that takes."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_cpus, self.num_gpus, *self.resources.values()) < 0:
+            raise ValueError(f"an engine needs at least 0 of each resource, got {self}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    def place(self, host: type, closing: threading.Event) -> Any:
+        """Have Ray run an actor of this class, and return it when it runs. Raises PlacementError if none does within
+        `timeout_s`, EngineDiedError if Ray says that none ever will, and InflightError when `closing` is set."""
+        waited = Wait()
+        while waited.waited_s <= self.timeout_s:
+            actor = self._begin(host)
+            try:
+                what = f"Ray finds a node with {self.wanted}"
+                answer_of(actor.address.remote(), self.timeout_s, closing, what, waited)
+                return actor
+            except TimeoutError:
+                ray.kill(actor)
+            except EngineDiedError as error:  # Ray places actors on a node that has ended, until it notices
+                if isinstance(error.__cause__, ActorUnschedulableError):
+                    raise
+            except BaseException:
+                ray.kill(actor)
+                raise
+            closing.wait(_AGAIN_S)
+        raise PlacementError(self._why_not())
+
+    def _begin(self, host: type) -> Any:
+        options: dict[str, Any] = {
+            "num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.resources),
+            "scheduling_strategy": self.scheduling_strategy, "max_concurrency": _MOST_CALLS,
+            "runtime_env": {"env_vars": _ENGINES_END_BY_THEMSELVES},
+        }  # fmt: skip
+        return ray.remote(host).options(**options).remote()
+
+    @property
+    def wanted(self) -> str:
+        """What is asked for, in words."""
+        return self._of(self._asked) or "room for a process"
+
+    @property
+    def _asked(self) -> dict[str, float]:
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: count for name, count in asked.items() if count}
+
+    def _why_not(self) -> str:
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        fit = [node for node in nodes.values() if self._fits(node["Resources"])]
+        if fit:
+            why = f"{len(fit)} of {len(nodes)} nodes have {self.wanted}, which something else holds"
+            if self.scheduling_strategy != "DEFAULT":
+                why += ", or the scheduling strategy allows none of them"
+        else:
+            why = f"no node of the cluster has {self.wanted}"
+        have = "; ".join(f"{node['NodeManagerAddress']} has {self._of(node['Resources'])}" for node in nodes.values())
+        return (
+            f"Ray has placed no engine within {self.timeout_s:g} s: {why} ({have}). Ask for less in inflight.ray."
+            "Placement, free or add nodes, or wait longer with its timeout_s"
+        )
+
+    def _fits(self, resources: Mapping[str, float]) -> bool:
+        return all(resources.get(name, 0) >= count for name, count in self._asked.items())
+
+    def _of(self, resources: Mapping[str, float]) -> str:
+        return " and ".join(f"{resources.get(name, 0):g} {name}" for name in self._asked)
+
+
+def answer_of(
+    asked: "ray.ObjectRef", timeout_s: float, closing: threading.Event, what: str, waited: Wait | None = None
+) -> Any:
+    """What a method of an actor returns. what: says what is waited for. waited: counts to the bound. Raises what the
+    method raises, EngineDiedError if the actor has ended, TimeoutError, and InflightError when `closing` is set."""
+    waited = waited or Wait()
+    while True:
+        waited.tick()
+        if ray.wait([asked], timeout=_CHECK_S)[0]:
+            break
+        waited.tell(what)
+        if closing.is_set():
+            raise InflightError("the engine is not needed any more")
+        if waited.waited_s > timeout_s:
+            raise TimeoutError(f"{what}, and has not within {timeout_s:g} s")
+    try:
+        return ray.get(asked)
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, InflightError) else error) from None
+    except RayError as error:
+        raise EngineDiedError(f"Ray has ended the actor of the engine: {error}") from error

@@ -1,0 +1,94 @@
+"""The process of an engine that Ray has placed, as the trainer's side sees it."""
+
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+import zmq
+from ray.exceptions import RayError
+
+from inflight.core.errors import EngineDiedError, EngineHungError
+from inflight.core.keys import ClientKeys
+from inflight.core.options import EngineOptions
+from inflight.engine.attachment import EngineAttachment
+from inflight.ray.host import EngineHost, Launched
+from inflight.ray.placement import Placement, answer_of
+
+_CONNECT_S = 30.0
+_END_S = 20.0
+"""Bound for an actor to end an engine, which has half of that to end by itself."""
+
+
+class PlacedProcess(EngineAttachment):
+    """A process on a node that Ray has chosen. An actor there launches it, tells of its end, and ends with it; the
+    actor ends with this process.
+
+    The key of the client is made here and that of the engine there, and each sends the other its public part alone.
+    Raises PlacementError if Ray finds no node for it, and what `inflight.launch` raises.
+    """
+
+    def __init__(self, options: EngineOptions, placement: Placement, closing: threading.Event):
+        self._over = threading.Lock()
+        """Is taken when the actor has been ended."""
+        public, secret = zmq.curve_keypair()
+        self._actor = placement.place(EngineHost, closing)
+        try:
+            launched = self._launch(options, public, closing)
+            self._end: Future[str] = self._actor.wait.remote().future()
+            keys = ClientKeys(public, secret, launched.key)
+            super().__init__(
+                launched.endpoint, keys=keys, timeout_s=_CONNECT_S, answer_timeout_s=options.answer_timeout_s
+            )
+        except BaseException:
+            self._end_actor()
+            raise
+        self.pid = launched.pid
+        """Process id of the engine on its node."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"process {self.pid} at {self.client.endpoint}"
+
+    def check(self) -> None:
+        """Raise EngineDiedError if the process, its actor or its node has ended, as far as Ray knows."""
+        if not self._end.done():
+            return
+        lost = self._end.exception()
+        raise EngineDiedError(self._end.result() if lost is None else f"Ray has lost the actor of the engine: {lost}")
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if ray.is_initialized():  # else it has ended, and a call would make another cluster
+            self._actor.kill.remote()
+
+    def remove(self) -> None:
+        """Give back what a process that has ended held on its node: its memory, and its place there."""
+        self._end_by("remove")
+
+    def close(self) -> None:
+        """Ask the engine to end, for a few seconds, then make it. Safe to call twice."""
+        self._end_by("close")
+        super().close()
+
+    def _launch(self, options: EngineOptions, public: bytes, closing: threading.Event) -> Launched:
+        try:
+            asked = self._actor.launch.remote(options, public)
+            return answer_of(asked, options.timeout_s + _CONNECT_S, closing, "an engine that Ray has placed starts")
+        except TimeoutError as error:
+            raise EngineHungError(f"an engine that Ray has placed did not start in time: {error}") from error
+
+    def _end_by(self, method: str) -> None:
+        """End the engine by a method of the actor, which has a few seconds, and then the actor."""
+        if not self._over.acquire(blocking=False) or not ray.is_initialized():
+            return
+        with contextlib.suppress(RayError):  # it is gone
+            ray.wait([getattr(self._actor, method).remote()], timeout=_END_S)
+        self._end_actor()
+
+    def _end_actor(self) -> None:
+        actor: Any = self._actor
+        with contextlib.suppress(RayError):
+            ray.kill(actor)

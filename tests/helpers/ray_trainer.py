@@ -1,0 +1,22 @@
+"""A trainer that is no Ray program: python ray_trainer.py ADDRESS MODEL
+
+It has an engine placed, prints a list of its process id, and trains until it is killed.
+"""
+
+import json
+import sys
+
+from truth_load import Load
+
+from inflight.core.options import EngineOptions
+from inflight.ray import EnginePool, Placement
+
+address, model = sys.argv[1:]
+options = EngineOptions(model, device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256)
+pool = EnginePool([options], Placement(resources={"left": 1}), address=address, allow_unencrypted=True)
+load = Load(pool, seed=1, groups=6, publish_every_s=0.1)
+while load.judge.verdict.rollouts < 10:
+    load.check()
+print(json.dumps([engine.process.pid for engine in pool.engines]), flush=True)
+while True:
+    load.check()

@@ -1,0 +1,195 @@
+"""Engines on two nodes of a Ray cluster: a node may be lost, a trainer killed, and nothing else is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from truth_load import Load, save_model
+
+import inflight.ray
+from inflight.core.errors import EngineDiedError, InflightError, ModelLoadError, PlacementError
+from inflight.core.options import EngineOptions
+from inflight.ray import EnginePool, Placement
+
+pytestmark = pytest.mark.slow
+PROGRAMS = Path(__file__).parents[1] / "helpers"
+LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
+
+
+def until(true, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def slots_of(pid: int) -> set[str]:
+    """The files in shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[5] for line in lines if "inflight-slot-" in line}
+
+
+def program(name: str, *arguments: str) -> subprocess.Popen:
+    """One of the helpers, as a program of its own."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, PROGRAMS / name, *arguments], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A cluster of three raylets: that of this process, which runs no engine, and two that do."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which workers take over
+    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(num_cpus=4, resources={"left": 4})
+        cluster.right = cluster.add_node(num_cpus=2, resources={"right": 1})
+        ray.init(cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory) -> EngineOptions:
+    """Those of an engine whose tokens proclaim the version of its weights."""
+    directory = str(tmp_path_factory.mktemp("truth"))
+    save_model(directory)
+    return EngineOptions(
+        directory, device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256, restarts=1
+    )
+
+
+def held() -> dict[str, float]:
+    """CPUs and the like of the cluster that something holds."""
+    free = ray.available_resources()
+    return {name: total - free.get(name, 0) for name, total in ray.cluster_resources().items() if name != "memory"}
+
+
+def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, options, caplog):
+    right = next(node["NodeID"] for node in ray.nodes() if "right" in node["Resources"])
+    anywhere = Placement(scheduling_strategy=NodeAffinitySchedulingStrategy(right, soft=True))
+    with EnginePool([options] * 2, [anywhere, LEFT], allow_unencrypted=True) as pool:
+        load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
+        lost, joined = pool.engines[0].process, pool.launch(placement=LEFT)
+        until(lambda: joined.status().num_tokens > 0)
+        assert all(status.num_swaps and status.num_tokens for status in pool.statuses().values())
+
+        cluster.remove_node(cluster.right, allow_graceful=False)  # kills its raylet
+        until(lambda: "leaves the pool" in caplog.text)
+        tokens = pool.stream.num_tokens
+        until(lambda: pool.stream.num_tokens > tokens + 500)
+        until(lambda: len(pool.statuses()) == 3)  # another one was placed where there was room
+        assert pool.engines[0].process is not lost
+        assert not runs(lost.pid)
+
+        pool.remove(joined)
+        joined.close()
+        assert not runs(joined.process.pid)
+        until(lambda: pool.stream.num_tokens > tokens + 2000)
+        load.finish()
+        load.check()
+        verdict = load.judge.verdict
+        assert not any(verdict.faults.values()), verdict
+        assert not verdict.refused
+        assert verdict.distinct_versions > 10
+        pids = [engine.process.pid for engine in pool.engines]
+    assert len(pids) == 2
+    until(lambda: not any(held().values()))
+    assert not any(map(runs, pids))
+
+
+class Other:
+    """An actor of somebody else's."""
+
+    def is_there(self) -> bool:
+        return True
+
+
+def test_what_keeps_ray_from_placing_an_engine_is_said(cluster, options):
+    with pytest.raises(PlacementError, match=r"within 1 s: no node of the cluster has 1 CPU and 9 left \(.* 4 left"):
+        EnginePool([options], Placement(resources={"left": 9}, timeout_s=1))
+    other = ray.remote(num_cpus=0, resources={"left": 4})(Other).remote()
+    assert ray.get(other.is_there.remote(), timeout=60)
+    with pytest.raises(PlacementError, match=r"1 of \d nodes have 1 CPU and 1 left, which something else holds"):
+        EnginePool([options], Placement(resources={"left": 1}, timeout_s=1))
+    ray.kill(other)
+    with pytest.raises(EngineDiedError, match="Ray has ended the actor"):
+        EnginePool([options], Placement(scheduling_strategy=NodeAffinitySchedulingStrategy("0" * 56, soft=False)))
+    with pytest.raises(ModelLoadError, match="/no/such/model"):
+        EnginePool([msgspec.structs.replace(options, model="/no/such/model")])
+    until(lambda: not any(held().values()))
+
+
+def test_what_a_pool_is_not_made_of(options):
+    with pytest.raises(ValueError, match="one engine at least"):
+        EnginePool([])
+    with pytest.raises(ValueError, match="2 engines need one placement, or 2, got 3"):
+        EnginePool([options] * 2, [LEFT] * 3)
+    with pytest.raises(ValueError, match="listen and keys cannot be chosen"):
+        inflight.ray.PlacedEngine(msgspec.structs.replace(options, listen="tcp://127.0.0.1:*", keys="keys"))
+
+
+def test_a_trainer_that_is_no_ray_program_is_killed_and_leaves_nothing(cluster, options):
+    with program("ray_trainer.py", cluster.address, options.model) as trainer:
+        try:
+            assert trainer.stdout is not None
+            engines = json.loads(trainer.stdout.readline())
+            slots = {path for pid in engines for path in slots_of(pid)}
+            assert len(slots) >= 1
+            assert held()["left"] == 1
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+    until(lambda: not any(map(runs, engines)))
+    until(lambda: not any(held().values()))
+    assert not any(map(os.path.exists, slots))
+
+
+def test_every_rank_under_ray_train_takes_its_share(cluster, options):
+    with program("ray_train_ranks.py", cluster.address, options.model) as trainer:
+        output, _ = trainer.communicate(timeout=200)
+    assert trainer.returncode == 0
+    shares = json.loads(output.splitlines()[-1])
+    assert [share["rank"] for share in shares] == [0, 1]
+    assert shares[1]["through"].startswith("tcp://")
+    groups = [set(share["groups"]) for share in shares]
+    assert groups[0]
+    assert groups[1]
+    assert not groups[0] & groups[1]
+    assert groups[0] | groups[1] == set(range(8))
+    assert all(share["version"] == 2 for share in shares)
+    until(lambda: not any(held().values()))
+
+
+def test_ray_has_to_be_initialised_and_may_end_before_the_pool(cluster, options):
+    with EnginePool([options], allow_unencrypted=True) as pool:
+        [engine] = pool.engines
+        ray.shutdown()
+    assert not ray.is_initialized()
+    until(lambda: not runs(engine.process.pid))
+    with pytest.raises(InflightError, match=r"call ray\.init\(\) first, or name the cluster"):
+        EnginePool([options])

@@ -1,0 +1,14 @@
+"""What is said where Ray is not installed, and what a placement says of itself."""
+
+import importlib
+import sys
+
+import pytest
+
+
+def test_the_error_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("inflight.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'inflight\[ray\]'"):
+        importlib.import_module("inflight.ray")
