@@ -267,8 +267,7 @@ class _Run:
             last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
             accuracy = None
             if report.step % EVALUATE_EVERY == 0 and report.step < options.steps:
-                with span("evaluation"):
-                    accuracy = held_out_accuracy(engine, task, task.held_out[:QUICK_EVALUATION])
+                accuracy = held_out_accuracy(engine, task, task.held_out[:QUICK_EVALUATION])
                 recorder.log(report.step, {"accuracy": accuracy})
             self._record(engine, report, tokens / seconds, accuracy)
             yield report
@@ -373,8 +372,9 @@ def tracker(options: DemoOptions, task: str) -> Iterator[list[Logger]]:
 def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
     """Return the share of these prompts whose greedy answer scores 1."""
     params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
-    groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
-    return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
+    with span("evaluation"):
+        groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
+        return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
 
 
 def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -74,7 +74,9 @@ class Engine(_Event, frozen=True, kw_only=True, tag="engine"):
     """What the engine was doing."""
 
     states: dict[str, float]
-    """Shares of the time since the event before, by what the engine said that it did: "generating", "idle", …"""
+    """Shares of the time since the event before, by what the engine did: "generating", "idle" (it has no prompts),
+    "waits for weights", "waits for the trainer", "paused", "asleep", "restarting", "silent" (it does not answer),
+    "closed"."""
     version: int | None = None
     num_running: int | None = None
     """Sequences that decode: batch rows in use."""

@@ -1,5 +1,6 @@
 """Several engines that look like one: what a user holds."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -199,9 +200,13 @@ def _summed(parts: Sequence[Status]) -> Status:
     names = [field.name for field in msgspec.structs.fields(Status) if field.type is int]
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}
     counts["version"] = min(part.version for part in parts)
+    seconds: Counter[str] = Counter()
+    for part in parts:
+        seconds.update(part.seconds_by_state)
     return Status(
         **counts,
         paused=all(part.paused for part in parts),
         asleep=all(part.asleep for part in parts),
         versions=sorted({version for part in parts for version in part.versions}),
+        seconds_by_state=dict(seconds),
     )

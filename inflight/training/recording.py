@@ -41,8 +41,6 @@ from inflight.training.objective import observers
 
 logger = logging.getLogger("inflight")
 
-_LOOK_EVERY_S = 0.05
-"""Time between two looks at what the engine says that it does, which asks nobody."""
 _WRITE_EVERY_S = 1.0
 """Time between two writes, before each of which the engine is asked for its counters."""
 _SAMPLE_EVERY_S = 5.0
@@ -121,6 +119,7 @@ class RunRecorder:
         self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
         self._sampled_s = 0.0
         self._logged_ns: int | None = None
+        self._seconds_by_state: Counter[str] = Counter()
         self._to_unix_s = time.time() - now_ns() / 1e9
         self._put(
             Began(
@@ -249,14 +248,10 @@ class RunRecorder:
 
     def _run(self) -> None:
         try:
-            closing = False
-            while not closing:
-                states, deadline = Counter[str](), now_ns() + int(_WRITE_EVERY_S * 1e9)
-                while now_ns() < deadline and not closing:
-                    states[self._stream.state] += 1
-                    closing = self._closing.wait(_LOOK_EVERY_S)
-                self._put(self._engine_now(states, ask=not closing))
+            while not self._closing.wait(_WRITE_EVERY_S):
+                self._put(self._engine_now())
                 self._write_out()
+            self._write_out()
             self._file.append([Ended(time=self._now(), num_lost=self._num_lost)])
         except RunError as error:
             logger.warning("the run goes on without a record: %s", error)
@@ -283,19 +278,20 @@ class RunRecorder:
             ]
         self._file.append(events)
 
-    def _engine_now(self, states: Counter[str], *, ask: bool) -> Engine:
-        """What the engine was seen to do, and its counters if it is in a state to be asked."""
-        shares = {state: _rounded(count / states.total()) for state, count in states.items()}
-        now = self._now()
-        if not ask or self._stream.state in ("restarting", "silent", "closed"):
-            return Engine(time=now, states=shares)
+    def _engine_now(self) -> Engine:
+        """The counters of the engine, or what is known of one that is in no state to be asked."""
+        state = self._stream.state
+        if state in ("restarting", "silent", "closed"):
+            return Engine(time=self._now(), states={state: 1.0})
         try:
             status = self._engine.status()
         except (InflightError, TimeoutError):  # its end is told to those who wait for rollouts
-            return Engine(time=now, states=shares)
+            return Engine(time=self._now(), states={"silent": 1.0})
+        before, self._seconds_by_state = self._seconds_by_state, Counter(status.seconds_by_state)
+        spent = self._seconds_by_state - before  # nothing of an engine that was just started again
         return Engine(
-            time=now,
-            states=shares,
+            time=self._now(),
+            states={name: _rounded(seconds / spent.total()) for name, seconds in spent.items()},
             version=status.version,
             num_running=status.num_running,
             num_waiting=status.num_waiting,

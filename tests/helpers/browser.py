@@ -19,7 +19,9 @@ def chromium() -> Iterator[Browser]:
     """A browser without a profile. Raises FileNotFoundError if none is installed."""
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
-        raise FileNotFoundError("no Chromium was found; install it (apt-get install chromium) or set CHROMIUM to its path")
+        raise FileNotFoundError(
+            "there is no Chromium: install it (apt-get install chromium), or set CHROMIUM to its path"
+        )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(_QUIET))
         try:

@@ -1,6 +1,8 @@
 // Charts in SVG: lines with bands over time, stacks, histograms. Each can be read with the mouse and with the arrow keys.
 
-const MARGIN = { left: 46, right: 58, top: 18, bottom: 22 };
+const MARGIN = { left: 46, top: 24, bottom: 22 };
+const LETTER_PX = 6.9;
+const GAP = 12; // A line is broken where two points are so many times as far apart as they usually are.
 const LABEL_PX = 12;
 
 /** A number in few digits, as people write it. */
@@ -28,7 +30,7 @@ export function clock(seconds) {
 }
 
 /** At most `most` points [x, y, …] in which neighbours are averaged. */
-export function thin(points, most = 240) {
+export function thin(points, most = 130) {
   if (points.length <= most) return points;
   const size = points.length / most;
   const found = [];
@@ -42,7 +44,7 @@ export function thin(points, most = 240) {
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
   const found = [];
   for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step * 1e-9; value += step) found.push(value);
   return found;
@@ -94,7 +96,8 @@ export class Chart {
     const lines = (data.lines ?? []).filter((line) => line.points.length);
     const stack = data.stack;
     const isEmpty = !lines.length && !(stack && stack.rows.length);
-    const right = lines.some((line) => line.name) || stack ? MARGIN.right : 14;
+    const named = [...lines.filter((line) => !line.unlabelled).map((line) => line.name), data.rule?.name ?? ""];
+    const right = 14 + LETTER_PX * Math.max(...named.map((name) => name.length));
     const inner = { x0: MARGIN.left, x1: width - right, y0: height - MARGIN.bottom, y1: MARGIN.top };
     this.xs = this.positions(lines, stack);
     const [xLow, xHigh] = data.x ?? extent(this.xs);
@@ -107,7 +110,7 @@ export class Chart {
       parts.push(`<line class="grid" x1="${inner.x0}" x2="${inner.x1}" y1="${at}" y2="${at}"/>`);
       parts.push(`<text class="axis" x="${inner.x0 - 6}" y="${at}" text-anchor="end" dy="0.32em">${escaped(options.yText(y))}</text>`);
     }
-    parts.push(`<text class="unit" x="2" y="9">${escaped(options.unit)}</text>`);
+    parts.push(`<text class="unit" x="2" y="11">${escaped(options.unit)}</text>`);
     if (!isEmpty) {
       for (const x of options.xTicks(xLow, xHigh, Math.max(2, Math.floor(width / 110)))) {
         parts.push(`<text class="axis" x="${px(x).toFixed(1)}" y="${height - 6}" text-anchor="middle">${escaped(options.xText(x))}</text>`);
@@ -172,7 +175,7 @@ export class Chart {
     let high = options.max ?? Math.max(...values, options.atLeast ?? 0);
     if (!(high > low)) high = low + 1;
     if (options.max === undefined) high += (high - low) * 0.06;
-    return { low, high, yTicks: ticks(low, high, 4), py: (y) => inner.y0 - ((y - low) / (high - low)) * (inner.y0 - inner.y1) };
+    return { low, high, yTicks: ticks(low, high, 5), py: (y) => inner.y0 - ((y - low) / (high - low)) * (inner.y0 - inner.y1) };
   }
 
   drawLine(line, px, py, inner, parts) {
@@ -187,8 +190,10 @@ export class Chart {
       parts.push(`<polygon points="${[...up, ...down].join(" ")}" fill="${color}" class="band"/>`);
     }
     let path = "";
+    const apart = GAP * middle(points.slice(1).map(([x], i) => x - points[i][0]));
     points.forEach(([x, y], i) => {
-      if (i === 0) path = `M${x.toFixed(1)},${y.toFixed(1)}`;
+      const isGap = i > 0 && !line.dots && x - points[i - 1][0] > apart;
+      if (i === 0 || isGap) path += `M${x.toFixed(1)},${y.toFixed(1)}`;
       else if (line.steps) path += `H${x.toFixed(1)}V${y.toFixed(1)}`;
       else path += `L${x.toFixed(1)},${y.toFixed(1)}`;
     });
@@ -297,6 +302,10 @@ function nearest(sorted, x) {
   let best = sorted[0];
   for (const one of sorted) if (Math.abs(one - x) < Math.abs(best - x)) best = one;
   return best;
+}
+
+function middle(values) {
+  return [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)] ?? 0;
 }
 
 function extent(values) {

@@ -33,6 +33,7 @@ const ENGINE = [
   ["generates", "blue", ["generating"]],
   ["has no prompts", "orange", ["idle"]],
   ["waits for weights", "red", ["waits for weights"]],
+  ["is held back for the trainer", "sky", ["waits for the trainer"]],
   ["is paused", "purple", ["paused", "asleep"]],
   ["is away", "grey", ["restarting", "silent", "closed"]],
 ];
@@ -101,7 +102,7 @@ function build() {
     const element = make("section", { id: section.id, "aria-labelledby": `${section.id}-title` });
     const heading = make("div", { class: "heading" });
     heading.append(make("h2", { id: `${section.id}-title` }, section.title), make("p", {}, section.note));
-    const grid = make("div", { class: "grid-of-panels" });
+    const grid = make("div", { class: `grid-of-panels of-${section.panels.length}` });
     for (const panel of section.panels) grid.append(panelOf(panel));
     element.append(heading, grid);
     $("sections").append(element);
@@ -437,15 +438,13 @@ function cardOf(sample, rollout) {
 
 function colourTokens() {
   const byVersion = document.querySelector('input[name="colour"]:checked').value === "version";
-  const versions = new Set();
-  for (const token of document.querySelectorAll(".token")) {
-    const version = Number(token.dataset.version);
-    versions.add(version);
-    token.style.background = byVersion ? `var(--v${((version % 6) + 6) % 6})` : tint(token.dataset.ratio);
-  }
+  const tokens = [...document.querySelectorAll(".token")];
+  const versions = [...new Set(tokens.map((token) => Number(token.dataset.version)))].sort((a, b) => b - a);
+  const ground = (version) => `var(--v${versions.indexOf(version) % 6})`;
+  for (const token of tokens) token.style.background = byVersion ? ground(Number(token.dataset.version)) : tint(token.dataset.ratio);
   const legend = $("legend");
   if (byVersion) {
-    legend.replaceChildren(...[...versions].sort((a, b) => a - b).slice(-8).map((version) => make("b", { style: `background:var(--v${((version % 6) + 6) % 6})` }, `v${version}`)));
+    legend.replaceChildren(...versions.slice(0, 12).map((version) => make("b", { style: `background:${ground(version)}` }, `v${version}`)));
     return;
   }
   const steps = [-1, -0.3, -0.03, 0.03, 0.3, 1];
@@ -466,7 +465,7 @@ function drawHead() {
   const newest = run.newest;
   const version = run.engine.findLast((one) => one.version != null)?.version;
   const facts = [];
-  if (run.model) facts.push(run.model.split("/").slice(-2).join("/"));
+  if (run.model && !run.model.startsWith("/")) facts.push(run.model);
   if (newest) facts.push(`step ${newest.step}`);
   if (version !== undefined) facts.push(`version ${version} is live`);
   if (run.began !== null) facts.push(`${clock(run.last - run.began)} since it began`);
