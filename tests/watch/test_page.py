@@ -4,6 +4,8 @@
 
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -57,12 +59,12 @@ def shown(browser, tmp_path) -> Iterator[Callable[..., Page]]:
 
 
 def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> list[Event]:
-    """The events of a run whose reward rises to 0.75, one step a second until now."""
+    """The events of a run whose reward rises to 1, one step a second until now."""
     rng, began = random.Random(0), time.time() - steps
     events: list[Event] = [Began(time=began, title=title, model="tiny", max_sequences=64)]
     for step in range(1, steps + 1):
         now = began + step
-        numbers = {"reward": 0.75 * step / steps, "ratio/ess": 0.9, "mean_length": 8.0, "stale/logprob_diff": 0.04}
+        numbers = {"reward": step / steps, "ratio/ess": 0.9, "mean_length": 8.0, "stale/logprob_diff": 0.04}
         numbers |= {"accuracy": 0.5} if step % 5 == 0 else {}
         counts = [0] * 42
         counts[20:22] = [600, 400]
@@ -114,12 +116,13 @@ def test_every_chart_is_drawn_and_nothing_scrolls_sideways(shown, tmp_path, widt
 def test_figures_are_those_of_the_run(shown, tmp_path):
     EventFile(tmp_path / "run").append(made_run(30))
     page = shown()
+    expect(page.locator("h1")).to_have_text("a made run")
     tiles = page.locator(".tile").all_inner_texts()
     values = {lines[0]: lines[1] for lines in (re.split(r"\n+", tile) for tile in tiles)}
     assert values["swap_ms"].startswith("12")
     assert values["Throughput"].startswith("5,000")
     assert values["Held-out accuracy"] == "0.5"
-    assert values["Reward"] == "0.638"  # the mean of the last ten steps
+    assert values["Reward"] == "0.85"  # the mean of the last ten steps
     label = page.locator("#panel-trainer-waits svg").get_attribute("aria-label")
     assert re.search(r"trains 50 %, waits for rollouts 30 %, waits for the copy 10 %, .* does other things 10 %", label)
     assert "generates 80 %, has no prompts 20 %" in page.locator("#panel-engine-waits svg").get_attribute("aria-label")
@@ -240,3 +243,24 @@ def test_the_server_of_the_page_may_come_back(browser, tmp_path):
     with PageServer(source, port=server.port):
         expect(page.locator("#notice")).to_be_hidden()
     page.close()
+
+
+def test_the_demo_is_shown_and_the_one_after_it_takes_its_place(shown, tmp_path):
+    page = shown()
+    for seed in ("1", "2"):
+        sizes = ("--steps", "4", "--warmup-steps", "100", "--groups-per-step", "8", "--save-every", "0", "--seed", seed)
+        command = [sys.executable, "-m", "inflight.cli", "demo", *sizes, "--web", "--web-port", "0"]
+        demo = subprocess.Popen([*command, "--out", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+        try:
+            expect(page.locator("#status")).to_have_text("live", timeout=90_000)
+            expect(page.locator("h1")).to_have_text("spell_backward, 0.6 M parameters, inflight")
+            expect(page.locator("#facts")).to_contain_text("step 4", timeout=60_000)
+            output, _ = demo.communicate(timeout=120)
+        finally:
+            demo.kill()
+        assert demo.returncode == 0
+        assert re.search(r"the page of this run is at http://127\.0\.0\.1:\d+", output)
+        expect(page.locator("#status")).to_have_text("the run has ended")
+        assert page.locator(".sample").count() > 0
+        for panel in ("reward", "swap_ms", "token_age_ms", "ess", "trainer-waits", "lives"):
+            expect(page.locator(f"#panel-{panel} svg .empty")).to_have_count(0)

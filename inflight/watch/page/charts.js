@@ -2,7 +2,7 @@
 
 const MARGIN = { left: 46, top: 24, bottom: 22 };
 const LETTER_PX = 6.9;
-const GAP = 12; // A line is broken where two points are so many times as far apart as they usually are.
+const GAP = 6; // A line is broken where two points are so many times as far apart as they usually are.
 const LABEL_PX = 12;
 
 /** A number in few digits, as people write it. */

@@ -8,6 +8,7 @@ const ASK_HIDDEN_MS = 5000;
 const ANSWER_MS = 8000;
 const QUIET_S = 8;
 const VERSIONS_SHOWN = 60;
+const HINT = "Point at a token, or use the arrow keys.";
 
 const run = new Run();
 const $ = (id) => document.getElementById(id);
@@ -147,6 +148,7 @@ function make(tag, attributes = {}, content = "") {
 
 function percent(value) {
   const share = 100 * value;
+  if (share > 0 && share < 0.01) return "below 0.01 %";
   return `${share >= 1 || share === 0 ? Math.round(share) : text(share)} %`;
 }
 
@@ -412,14 +414,14 @@ function cardOf(sample, rollout) {
     words.append(make("span", { class: "token", "data-version": rollout.versions[i], "data-ratio": rollout.log_ratios[i] ?? "" }, shown));
   });
   if (total > rollout.tokens.length) words.append(` … ${total - rollout.tokens.length} more`);
-  const about = make("p", { class: "about", "aria-live": "polite" }, "");
+  const about = make("p", { class: "about", "aria-live": "polite" }, HINT);
   card.append(meta, words, about);
   const tokens = [...card.querySelectorAll(".token")];
   let at = -1;
   const show = (index) => {
     tokens[at]?.classList.remove("at");
     at = index;
-    if (at < 0) return (about.textContent = "");
+    if (at < 0) return (about.textContent = HINT);
     const { version, ratio } = tokens[at].dataset;
     about.textContent = `token ${at + 1}: version ${version}, log ρ ${ratio === "" ? "not in the loss" : Number(ratio).toFixed(4).replace("-", "−")}`;
   };
@@ -453,7 +455,7 @@ function colourTokens() {
 
 function tint(ratio) {
   if (ratio === "" || Number.isNaN(Number(ratio))) return "none";
-  const strength = Math.min(1, Math.sqrt(Math.abs(Number(ratio)))) * 0.75;
+  const strength = Math.min(1, Math.cbrt(Math.abs(Number(ratio)))) * 0.75;
   return `rgb(var(--${Number(ratio) > 0 ? "above" : "below"}) / ${strength.toFixed(3)})`;
 }
 
