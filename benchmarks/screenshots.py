@@ -1,14 +1,14 @@
-"""Takes pictures of the live page of a run, light and dark, for the docs.
+"""Takes pictures of the live page of a run, for the docs.
 
     python benchmarks/screenshots.py [RUN [DIRECTORY]]
 
-RUN is the directory of a run; without it the demo is run first, for some minutes. The pictures go to DIRECTORY (docs):
-watch-light.png and watch-dark.png, the top of the page, and watch-rollouts.png, its end. `make screenshots` runs this.
+RUN is the directory of a run; without it the demo is run first, into runs/watch, for some minutes. The pictures go to
+DIRECTORY (docs): watch-light.png, the upper half of the page, watch-dark.png, the lower half, and watch-rollouts.png,
+its end. `make screenshots` runs this.
 """
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from playwright.sync_api import Page
@@ -19,32 +19,38 @@ from browser import chromium
 from inflight.watch.server import PageServer
 from inflight.watch.sources import RunDirectory
 
-WIDTH, HEIGHT = 1280, 1500
+WIDTH, HEIGHT = 1280, 900
+_DEMO_S = 1200
+_EDGE = 14
 
 
 def main(run: Path | None, directory: Path) -> None:
-    with tempfile.TemporaryDirectory() as made:
-        if run is None:
-            run = Path(made) / "demo"
-            command = [sys.executable, "-m", "inflight.cli", "demo", "--steps", "200", "--out", str(run)]
-            subprocess.run(command, check=True, timeout=900)
-        with PageServer(RunDirectory(run)) as server, chromium() as browser:
-            for theme in ("light", "dark"):
-                context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
-                page = context.new_page()
-                page.goto(server.url)
-                page.select_option("#theme", theme)
-                page.wait_for_selector(".sample")
-                page.screenshot(path=directory / f"watch-{theme}.png")
-                if theme == "light":
-                    picture_of_rollouts(page, directory / "watch-rollouts.png")
-                context.close()
+    if run is None:
+        run = Path("runs/watch")
+        command = [sys.executable, "-m", "inflight.cli", "demo", "--out", str(run)]
+        subprocess.run(command, check=True, timeout=_DEMO_S)
+    with PageServer(RunDirectory(run)) as server, chromium() as browser:
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        page.goto(server.url)
+        page.wait_for_selector(".sample")
+        page.add_style_tag(content="nav { position: static !important; }")
+        page.check('input[value="ratio"]')
+        page.select_option("#theme", "light")
+        engine, rollouts = top_of(page, "#engine"), top_of(page, "#rollouts")
+        take(page, directory / "watch-light.png", 0, engine)
+        take(page, directory / "watch-rollouts.png", rollouts, top_of(page, "footer"))
+        page.select_option("#theme", "dark")
+        take(page, directory / "watch-dark.png", engine, rollouts)
     print(f"{directory}/watch-light.png, watch-dark.png and watch-rollouts.png show {run}")
 
 
-def picture_of_rollouts(page: Page, path: Path) -> None:
-    page.check('input[value="ratio"]')
-    page.locator("#rollouts").screenshot(path=path)
+def top_of(page: Page, selector: str) -> float:
+    """Where an element begins, in pixels from the top of the page."""
+    return page.locator(selector).evaluate("(one) => one.getBoundingClientRect().top + window.scrollY") - _EDGE
+
+
+def take(page: Page, path: Path, top: float, bottom: float) -> None:
+    page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": WIDTH, "height": bottom - top})
 
 
 if __name__ == "__main__":

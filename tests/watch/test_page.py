@@ -109,7 +109,7 @@ def test_every_chart_is_drawn_and_nothing_scrolls_sideways(shown, tmp_path, widt
     assert page.locator("svg").evaluate_all("all => all.every((one) => one.querySelector('path, rect'))")
     assert not scrolls(page)
     overflowing = "all => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id)"
-    assert page.locator(".panel").evaluate_all(overflowing) == []
+    assert page.locator(".panel, .tile, .sample").evaluate_all(overflowing) == []
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
 
 
@@ -246,14 +246,16 @@ def test_the_server_of_the_page_may_come_back(browser, tmp_path):
 
 
 def test_the_demo_is_shown_and_the_one_after_it_takes_its_place(shown, tmp_path):
-    page = shown()
+    page, rng, data = shown(), random.Random(0), tmp_path / "letters.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i} ", "answer": "{rng.choice("ab")}"}}\n' for i in range(64)))
+    sizes = ("--data", str(data), "--max-tokens", "3", "--steps", "4", "--warmup-steps", "30", "--groups-per-step", "8")
     for seed in ("1", "2"):
-        sizes = ("--steps", "4", "--warmup-steps", "100", "--groups-per-step", "8", "--save-every", "0", "--seed", seed)
-        command = [sys.executable, "-m", "inflight.cli", "demo", *sizes, "--web", "--web-port", "0"]
+        command = [sys.executable, "-m", "inflight.cli", "demo", *sizes, "--save-every", "0", "--seed", seed]
+        command += ["--web", "--web-port", "0"]
         demo = subprocess.Popen([*command, "--out", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
         try:
             expect(page.locator("#status")).to_have_text("live", timeout=90_000)
-            expect(page.locator("h1")).to_have_text("spell_backward, 0.6 M parameters, inflight")
+            expect(page.locator("h1")).to_have_text("letters.jsonl, 0.6 M parameters, inflight")
             expect(page.locator("#facts")).to_contain_text("step 4", timeout=60_000)
             output, _ = demo.communicate(timeout=120)
         finally:

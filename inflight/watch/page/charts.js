@@ -51,7 +51,7 @@ function ticks(low, high, count) {
 }
 
 function timeTicks(low, high, count) {
-  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
   const step = steps.find((n) => (high - low) / n <= count) ?? 86400 * Math.ceil((high - low) / count / 86400);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
@@ -112,7 +112,7 @@ export class Chart {
     }
     parts.push(`<text class="unit" x="2" y="11">${escaped(options.unit)}</text>`);
     if (!isEmpty) {
-      for (const x of options.xTicks(xLow, xHigh, Math.max(2, Math.floor(width / 110)))) {
+      for (const x of options.xTicks(xLow, xHigh, Math.max(3, Math.floor(width / 95)))) {
         parts.push(`<text class="axis" x="${px(x).toFixed(1)}" y="${height - 6}" text-anchor="middle">${escaped(options.xText(x))}</text>`);
       }
       if (options.xName) {

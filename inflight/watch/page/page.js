@@ -34,7 +34,7 @@ const ENGINE = [
   ["generates", "blue", ["generating"]],
   ["has no prompts", "orange", ["idle"]],
   ["waits for weights", "red", ["waits for weights"]],
-  ["is held back for the trainer", "sky", ["waits for the trainer"]],
+  ["is held back", "sky", ["waits for the trainer"]],
   ["is paused", "purple", ["paused", "asleep"]],
   ["is away", "grey", ["restarting", "silent", "closed"]],
 ];
@@ -363,14 +363,14 @@ function tiles() {
   const accuracy = run.accuracies.length ? last(run.accuracies[0], 1)[0] : null;
   const first = run.accuracies.length ? run.numbers(run.accuracies[0])[0][1] : null;
   return [
-    ["Reward", text(mean(last("reward", 10))), "", "mean of 10 steps"],
+    ["Reward", text(mean(last("reward", 10))), "", "mean, 10 steps"],
     ["Held-out accuracy", text(accuracy), "", first === null || first === undefined ? "not measured" : `${text(first)} at first`],
     ["Throughput", text(mean(rate)), "tokens/s", "last 10 s"],
-    ["swap_ms", text(median(swaps.map((swap) => swap.swap_ms))), "ms", "median of 50 swaps"],
-    ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50 swaps"],
-    ["token_age_ms", text(measure("token_age_ms")), "ms", "median of 10 steps"],
-    ["version_lag", text(measure("version_lag")), "versions", "median of 10 steps"],
-    ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean of 10 steps"],
+    ["swap_ms", text(median(swaps.map((swap) => swap.swap_ms))), "ms", "median of 50"],
+    ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50"],
+    ["token_age_ms", text(measure("token_age_ms")), "ms", "median, 10 steps"],
+    ["version_lag", text(measure("version_lag")), "versions", "median, 10 steps"],
+    ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean, 10 steps"],
   ];
 }
 
