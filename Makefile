@@ -65,7 +65,7 @@ screenshots: setup chromium
 	$(BIN)/python benchmarks/screenshots.py
 
 chromium:
-	@test -n "$$CHROMIUM" || command -v chromium chromium-browser google-chrome >/dev/null || \
+	@test -n "$$CHROMIUM" || command -v chromium || command -v chromium-browser || command -v google-chrome || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
 	  { echo 'there is no Chromium: install it, or set CHROMIUM to its path'; exit 1; }
 

@@ -209,13 +209,12 @@ class RunRecorder:
 
     def _observe(self, batch: PackedBatch, rows: torch.Tensor, log_ratios: torch.Tensor) -> None:
         logs = log_ratios.float().cpu().numpy()
-        bins = np.clip(np.floor((logs - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
-        own = np.zeros(len(logs), bool)
-        if batch.trainer_version is not None:
+        if batch.trainer_version is not None:  # else nobody can tell mismatch from staleness
+            bins = np.clip(np.floor((logs - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
             own = (batch.weight_versions[rows] >= batch.trainer_version).cpu().numpy()
-        with self._lock:
-            self._mismatch += np.bincount(bins[own], minlength=_NUM_BINS)
-            self._stale += np.bincount(bins[~own], minlength=_NUM_BINS)
+            with self._lock:
+                self._mismatch += np.bincount(bins[own], minlength=_NUM_BINS)
+                self._stale += np.bincount(bins[~own], minlength=_NUM_BINS)
         if batch.rollouts and now_ns() / 1e9 - self._sampled_s > _SAMPLE_EVERY_S:
             self._sampled_s = now_ns() / 1e9
             of_rows = np.full(len(batch.input_ids), np.nan, np.float32)

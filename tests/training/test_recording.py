@@ -18,6 +18,7 @@ from inflight.core.messages import Status
 from inflight.core.spans import span
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import (
+    LOG_RATIO_EDGES,
     Began,
     Consumed,
     Ended,
@@ -118,33 +119,59 @@ def test_a_step_has_its_numbers_and_the_time_of_this_threads_spans(recorded):
     assert second.seconds is not None
 
 
-def test_ratios_are_counted_by_cause_and_rollouts_show_theirs_in_any_order_of_micro_batches(recorded):
+def test_ratios_are_counted_by_cause(recorded):
+    _, recorder, events = recorded
+    batch = make_batch()
+    model = make_model("qwen3")
+    policy_loss(model, batch)  # of a trainer whose version is not known
+    recorder.log(1, {})
+    batch.trainer_version = 3
+    _, stats = policy_loss(model, batch)
+    recorder.log(2, {})
+    recorder.log(3, {})
+    unknown, known, nothing = events(Step)
+    assert (sum(known.mismatch), sum(known.stale)) == (stats.mismatch.num_tokens, stats.stale.num_tokens)
+    assert min(stats.mismatch.num_tokens, stats.stale.num_tokens) > 0
+    assert unknown.mismatch == unknown.stale == nothing.mismatch == nothing.stale == []
+
+
+def test_log_ratios_lie_in_the_bins_that_are_documented(recorded):
+    _, recorder, events = recorded
+    batch = make_batch()
+    batch.trainer_version = 0  # no version is older
+    rows = batch.drawn[:5]
+    recorder._observe(batch, rows, torch.tensor([-7.0, -1.99, 0.05, 1.95, 2.5]))
+    recorder.log(1, {})
+    [step] = events(Step)
+    assert [index for index, count in enumerate(step.mismatch) if count] == [0, 1, 21, 40, 41]
+    assert LOG_RATIO_EDGES[20] == 0
+
+
+def test_rollouts_show_their_own_ratios_also_in_micro_batches(recorded):
     _, recorder, events = recorded
     batch = make_batch()
     batch.trainer_version = 3
     model = make_model("qwen3")
-    _, whole = policy_loss(model, batch)
     parts = batch.micro_batches(60)
     assert len(parts) > 1
     for part in parts:
+        recorder._sampled_s = 0.0
         policy_loss(model, part)
-    recorder.log(1, {})
-    recorder.log(2, {})
-    first, second = events(Step)
-    assert sum(first.mismatch) == 2 * whole.mismatch.num_tokens > 0
-    assert sum(first.stale) == 2 * whole.stale.num_tokens > 0
-    assert second.mismatch == second.stale == []
-    [samples] = events(Samples)  # of the first loss alone, as one in five seconds is enough
-    assert samples.trainer_version == 3
-    rollouts = [batch.rollouts[0], batch.rollouts[-1]]
-    for shown, rollout in zip((samples.rollouts[0], samples.rollouts[-1]), rollouts, strict=True):
-        assert shown.tokens == [f"<{token}>" for token in rollout.token_ids]
-        assert shown.versions == rollout.weight_versions.tolist()
-        assert len(shown.log_ratios) == shown.num_tokens == len(rollout.token_ids)
+        policy_loss(model, part)  # one sample in five seconds is enough
     with torch.no_grad():
-        logs = token_logprobs(model, batch) - batch.behavior_logprobs[batch.drawn]
-    length = len(rollouts[0].token_ids)
-    assert samples.rollouts[0].log_ratios == pytest.approx(logs[:length].tolist(), rel=1e-3, abs=1e-4)
+        logs = (token_logprobs(model, batch) - batch.behavior_logprobs[batch.drawn]).tolist()
+    expected = {}
+    for rollout in batch.rollouts:
+        length = len(rollout.token_ids)
+        expected[tuple(f"<{token}>" for token in rollout.token_ids)] = (rollout, logs[:length])
+        del logs[:length]
+    found = events(Samples)
+    assert [event.trainer_version for event in found] == [3] * len(parts)
+    for shown in (one for event in found for one in event.rollouts):
+        rollout, ratios = expected[tuple(shown.tokens)]
+        assert shown.log_ratios == pytest.approx(ratios, rel=1e-3, abs=1e-4)
+        assert shown.versions == rollout.weight_versions.tolist()
+        assert shown.num_tokens == len(rollout.token_ids)
 
 
 def test_tokens_that_are_taken_and_not_trained_on_are_told_by_version():
