@@ -10,14 +10,16 @@ its end. `make screenshots` runs this.
 import subprocess
 import sys
 from pathlib import Path
-
-from playwright.sync_api import Page
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from browser import chromium
 
 from inflight.watch.server import PageServer
 from inflight.watch.sources import RunDirectory
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 WIDTH, HEIGHT = 1280, 900
 _DEMO_S = 1200
@@ -44,12 +46,12 @@ def main(run: Path | None, directory: Path) -> None:
     print(f"{directory}/watch-light.png, watch-dark.png and watch-rollouts.png show {run}")
 
 
-def top_of(page: Page, selector: str) -> float:
+def top_of(page: "Page", selector: str) -> float:
     """Where an element begins, in pixels from the top of the page."""
     return page.locator(selector).evaluate("(one) => one.getBoundingClientRect().top + window.scrollY") - _EDGE
 
 
-def take(page: Page, path: Path, top: float, bottom: float) -> None:
+def take(page: "Page", path: Path, top: float, bottom: float) -> None:
     page.screenshot(path=path, full_page=True, clip={"x": 0, "y": top, "width": WIDTH, "height": bottom - top})
 
 

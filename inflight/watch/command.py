@@ -7,7 +7,8 @@ from rich.console import Console
 
 from inflight.core.errors import InflightError
 from inflight.watch.options import WatchOptions
-from inflight.watch.sources import RunDirectory, Source, source_of
+from inflight.watch.remote import Remote, RemoteRun
+from inflight.watch.sources import RunDirectory, Source, directory_of
 
 if TYPE_CHECKING:
     from inflight.watch.server import PageServer
@@ -15,9 +16,15 @@ if TYPE_CHECKING:
 
 def watch(options: WatchOptions, console: Console) -> None:
     """Serve the page until Ctrl-C."""
-    with _serve(source_of(options.run), options.host, options.port) as server:
+    source = source_of(options.run, token=options.token)
+    with _serve(source, options.host, options.port) as server:
         _print_address(console, f"{options.run} is shown at {server.url}")
         server.wait()
+
+
+def source_of(run: str, *, token: str = "") -> Source:
+    """What RUN_OR_URL names. Raises ValueError for what is neither."""
+    return RemoteRun(Remote(run, token=token)) if "://" in run else directory_of(run)
 
 
 def page_of(directory: Path, *, port: int, console: Console) -> "PageServer":

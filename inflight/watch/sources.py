@@ -1,10 +1,6 @@
-"""Where the page's events come from: the file of a run on this machine, or a page that another machine serves."""
+"""Where the page's events come from: the file of a run on this machine, or what another machine serves."""
 
-import http.client
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Protocol
 
@@ -12,9 +8,6 @@ import msgspec
 
 from inflight.observability.event_file import read_piece
 from inflight.observability.events import EVENTS_FILE, RunError
-
-_ANSWER_S = 5.0
-_MAX_ANSWER = 8 << 20
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,37 +63,8 @@ class RunDirectory:
         )
 
 
-class RemotePage:
-    """Asks another page for what it is told. Raises ValueError for an address that is none."""
-
-    def __init__(self, url: str):
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"expected http://HOST:PORT, got {url!r}")
-        self._url = url.rstrip("/")
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
-
-    def news(self, cursor: str) -> News:
-        address = f"{self._url}/events?{urllib.parse.urlencode({'cursor': cursor})}"
-        try:
-            with self._opener.open(address, timeout=_ANSWER_S) as answer:
-                data = answer.read(_MAX_ANSWER + 1)
-            if len(data) > _MAX_ANSWER:
-                raise ValueError(f"it answered with more than {_MAX_ANSWER:,} bytes")
-            return msgspec.json.decode(data, type=News)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            return News(there=False, now=time.time(), place=self._url, why=f"{self._url} does not serve a run: {error}")
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def source_of(run: str) -> Source:
-    """What RUN_OR_URL names. Raises ValueError for what is neither."""
-    if "://" in run:
-        return RemotePage(run)
+def directory_of(run: str) -> RunDirectory:
+    """The run of that directory, or of the record in it. Raises ValueError for another file."""
     directory = Path(run)
     if directory.name == EVENTS_FILE:
         directory = directory.parent

@@ -1,11 +1,15 @@
-"""A headless Chromium, driven by Playwright: the one of this machine, as Playwright's own is a download."""
+"""A headless Chromium, driven by Playwright: the one of this machine, as Playwright's own is a download.
+
+Playwright is imported when it is used, since machines that have none collect the tests too."""
 
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from playwright.sync_api import Browser, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _QUIET = (
@@ -15,8 +19,10 @@ _QUIET = (
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium() -> "Iterator[Browser]":
     """A browser without a profile. Raises FileNotFoundError if none is installed."""
+    from playwright.sync_api import sync_playwright
+
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         raise FileNotFoundError(
@@ -28,3 +34,10 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+def expect(what: Any) -> Any:
+    """Playwright's assertions on a page or an element, which wait for some seconds."""
+    from playwright.sync_api import expect
+
+    return expect(what)

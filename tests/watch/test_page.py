@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from browser import chromium
-from playwright.sync_api import Browser, Page, expect
+from browser import chromium, expect
 
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import (
@@ -29,23 +29,26 @@ from inflight.observability.events import (
 from inflight.watch.server import PageServer
 from inflight.watch.sources import RunDirectory
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
 pytestmark = pytest.mark.browser
 MEASURES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser() -> "Iterator[Browser]":
     with chromium() as browser:
         yield browser
 
 
 @pytest.fixture
-def shown(browser, tmp_path) -> Iterator[Callable[..., Page]]:
+def shown(browser, tmp_path) -> "Iterator[Callable[..., Page]]":
     """Opens the page of tmp_path / "run"; at the end its console must have been silent."""
     complaints: list[str] = []
     with PageServer(RunDirectory(tmp_path / "run")) as server:
 
-        def show(width: int = 1024, **context) -> Page:
+        def show(width: int = 1024, **context) -> "Page":
             page = browser.new_context(viewport={"width": width, "height": 800}, **context).new_page()
             page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
             page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -92,7 +95,7 @@ def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> l
     return [*events, Ended(time=began + steps)] if ended else events
 
 
-def scrolls(page: Page) -> bool:
+def scrolls(page: "Page") -> bool:
     return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
 
 

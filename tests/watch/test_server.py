@@ -3,17 +3,16 @@
 import http.client
 import json
 import re
-import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from inflight.core.errors import ListenError
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import Began, Step
+from inflight.watch.command import source_of
 from inflight.watch.server import PAGE, PageServer
-from inflight.watch.sources import RemotePage, RunDirectory, source_of
+from inflight.watch.sources import RunDirectory
 
 
 @pytest.fixture
@@ -70,46 +69,6 @@ def test_other_paths_and_names_of_other_sites_are_refused(server):
 def test_a_port_that_is_taken_is_named(server):
     with pytest.raises(ListenError, match=f"cannot listen on 127.0.0.1 port {server.port}: .*--port takes another one"):
         PageServer(RunDirectory(PAGE), port=server.port)
-
-
-def test_a_page_shows_what_another_page_is_told(server, tmp_path):
-    remote = source_of(server.url + "/")
-    assert remote.news("").there is False
-    EventFile(tmp_path / "run").append([Began(time=1.0, title="far away")])
-    news = remote.news("")
-    assert json.loads(bytes(news.events[0]))["title"] == "far away"
-    assert remote.news(news.cursor).events == []
-    server.close()
-    assert "does not serve a run" in remote.news(news.cursor).why
-
-
-class _Foreign(BaseHTTPRequestHandler):
-    answers = {"/a": (200, b"<html>"), "/b": (200, b'{"there": 1}'), "/c": (302, b""), "/d": (500, b"")}
-
-    def do_GET(self):
-        status, body = self.answers[self.path[:2]]
-        self.send_response(status)
-        self.send_header("Location", "http://127.0.0.1:1/")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        """Say nothing."""
-
-
-def test_a_server_of_something_else_is_no_run():
-    foreign = HTTPServer(("127.0.0.1", 0), _Foreign)
-    thread = threading.Thread(target=foreign.serve_forever)
-    thread.start()
-    try:
-        for path in _Foreign.answers:
-            news = RemotePage(f"http://127.0.0.1:{foreign.server_port}{path}").news("")
-            assert news.there is False
-            assert "does not serve a run" in news.why
-    finally:
-        foreign.shutdown()
-        thread.join(10)
-        foreign.server_close()
 
 
 def test_what_names_no_run_is_refused(tmp_path):
