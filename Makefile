@@ -10,7 +10,7 @@ PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
-.PHONY: setup demo test test-all test-vllm test-clients lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
+.PHONY: chromium setup demo test test-all test-vllm test-clients test-browser screenshots lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
+	@echo 'make test-browser  the tests of the live page in a headless Chromium'
+	@echo 'make screenshots   a run of the demo, and pictures of its page under docs/'
 	@echo 'make lint       formatting, lint rules and types'
 	@echo 'make docs       the documentation as a site, built and served on this machine'
 	@echo 'make wheel      the distribution, in dist/; make wheel-check installs it into an empty environment and runs it'
@@ -40,11 +42,11 @@ demo: setup
 	$(BIN)/inflight demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not clients' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not clients and not browser' -n 2 --dist loadfile
 
 # Three at a time, since many of them wait.
 test-all: test
-	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients' -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients and not browser' -n 3 --dist worksteal
 
 # Beside `make test-all`, as installing vLLM takes longer than its tests.
 test-vllm: setup peers
@@ -62,6 +64,18 @@ test-clients: setup .venv-clients/.installed
 	mkdir -p .venv-clients/prime-rl
 	curl -fsSL $(PRIME_RL) | tar xz -C .venv-clients/prime-rl --strip-components 1
 	touch $@
+
+# Playwright's own browsers are a download; this takes the machine's, and where apt-get may, installs Debian's.
+test-browser: setup chromium
+	$(BIN)/python -m pytest -m browser -n 0
+
+screenshots: setup chromium
+	$(BIN)/python benchmarks/screenshots.py
+
+chromium:
+	@test -n "$$CHROMIUM" || command -v chromium || command -v chromium-browser || command -v google-chrome || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
+	  { echo 'there is no Chromium: install it, or set CHROMIUM to its path'; exit 1; }
 
 lint: setup
 	$(BIN)/ruff check .

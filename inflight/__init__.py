@@ -28,6 +28,7 @@ _HOME = {
     "pack": "inflight.training.data.batch",
     "GRPOConfig": "inflight.training.config",
     "grpo": "inflight.training.grpo",
+    "RunRecorder": "inflight.training.recording",
     "AttachedEngine": "inflight.ranks.attached",
     "attach_local": "inflight.ranks.attached",
     "score_tokens": "inflight.training.model.forward",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.objective.objective import Objective as Objective
     from inflight.training.objective.probe import VersionProbe as VersionProbe
     from inflight.training.objective.statistics import LossStats as LossStats
+    from inflight.training.recording import RunRecorder as RunRecorder
     from inflight.training.step import clip_and_step as clip_and_step
     from inflight.weights.publisher import Publisher as Publisher
     from inflight.weights.sharded import ShardSender as ShardSender

@@ -15,6 +15,7 @@ from inflight.command_line import Output, PlottedOutput, add_command, argument, 
 from inflight.demo.options import DemoOptions
 from inflight.server.command import ServedModel, allow_files
 from inflight.server.options import ServerOptions
+from inflight.watch.options import WatchOptions
 
 app = typer.Typer(
     help="Reinforcement learning of language models in which the generator never stops.",
@@ -98,6 +99,12 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
         server.wait()
 
 
+def watch(options: WatchOptions) -> None:
+    from inflight.watch.command import watch
+
+    watch(options, console)
+
+
 def doctor() -> None:
     """Say what this machine can do, and what to change."""
     from inflight.doctor import print_report
@@ -143,6 +150,7 @@ for name, options, output in (
 ):
     add_command(bench, name, benchmark(name), options, output)
 add_command(app, "replay", replay, ReplayOptions, Output)
+add_command(app, "watch", watch, WatchOptions)
 add_command(app, "serve", serve, ServedModel, ServerOptions)
 app.command()(doctor)
 app.command()(keys)

@@ -99,6 +99,11 @@ def test_options_name_what_a_scorer_takes():
     assert differences(table_of(OPTIONS, "Scorer"), parameters_of(inflight.Scorer)) == []
 
 
+def test_what_a_recorder_takes_is_documented():
+    page = (ROOT / "docs" / "watch.md").read_text()
+    assert differences(table_of(page, "Record a loop of your own"), parameters_of(inflight.RunRecorder)) == []
+
+
 @pytest.mark.parametrize("kind", [inflight.Rewards, inflight.Evaluation])
 def test_options_name_what_is_given_to(kind):
     assert differences(table_of(OPTIONS, kind.__name__), parameters_of(kind)) == []

@@ -244,6 +244,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of frames in the engine's memory that the trainer has not acknowledged."""
     num_spilled_bytes: int
     """Bytes of such frames beyond the bound on that memory, in files."""
+    seconds_by_state: dict[str, float] = {}
+    """For how long it has done what since it began: "generating", "idle", … (`RolloutStream.state` has them all)."""
 
 
 class Failed(_Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Named spans of time, for traces: noted while one is taken, and next to free otherwise."""
+"""Named spans of time: noted while a trace is taken, added up while a run is recorded, and next to free otherwise."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -33,21 +33,28 @@ class Span(msgspec.Struct):
 
     def __exit__(self, *_: object) -> None:
         self.ended_ns = now_ns()
+        if (totals := _totals) is not None:
+            key = self.thread, self.name
+            totals[key] = totals.get(key, 0) + self.ended_ns - self.began_ns
 
 
 _spans: list[Span] | None = None
 """The spans of the trace that is being taken of this process, if one is."""
+_totals: dict[tuple[int, str], int] | None = None
+"""Nanoseconds by (thread, name), if the time of this process is added up."""
 _threads: dict[int, Thread] = {}
 _NOTHING = nullcontext()
 
 
 def span(name: str, **details: Any) -> AbstractContextManager[None]:
-    """`with span("decode", version=3):` shows the block in a trace, under this name and with these details."""
+    """`with span("decode", version=3):` shows the block in a trace, under this name and with these details, and in
+    `inflight watch` as what the trainer spends its time on."""
     spans = _spans
-    if spans is None:
+    if spans is None and _totals is None:
         return _NOTHING
     opened = Span(name, _this_thread(), now_ns(), 0, details)
-    spans.append(opened)
+    if spans is not None:
+        spans.append(opened)
     return opened
 
 
@@ -89,6 +96,27 @@ def stop_noting() -> tuple[list[Span], dict[int, Thread]]:
     for thread in threading.enumerate():
         _threads[thread.native_id or 0] = Thread(thread.name, thread.ident or 0)
     return [msgspec.structs.replace(span, ended_ns=span.ended_ns or now) for span in list(spans)], dict(_threads)
+
+
+def start_adding_up() -> None:
+    """Add up, from now on, how long spans of this process last. Raises InflightError if that is done already."""
+    global _totals
+    if _totals is not None:
+        raise InflightError("a run of this process is being recorded already; close that recorder first")
+    _totals = {}
+
+
+def added_up() -> dict[str, float]:
+    """Seconds by the name of the span, of those of this thread that have ended since it asked last."""
+    totals, thread = _totals or {}, threading.get_native_id()
+    mine = [key for key in list(totals) if key[0] == thread]
+    return {key[1]: totals.pop(key) / 1e9 for key in mine}
+
+
+def stop_adding_up() -> None:
+    """Forget the sums, and add up no more."""
+    global _totals
+    _totals = None
 
 
 def _this_thread() -> int:

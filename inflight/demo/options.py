@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from inflight.command_line import SEED_HELP, ModelChoice, option
+from inflight.watch.options import PORT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,13 @@ class DemoOptions(ModelChoice):
     restarts: int = option(3, "How often an engine that ends is replaced by another one.", min=0)
     out: Path | None = option(
         None,
-        "The directory for steps.jsonl, summary.json and demo.png.",
+        "The directory for steps.jsonl, events.jsonl, summary.json and demo.png.",
         shown="runs/TASK-MODE-TIME",
         panel="Output",
+    )
+    web: bool = option(False, "Show the run on a page that keeps up with it, on this machine.", panel="Output")
+    web_port: int = option(
+        PORT, "The port of that page; 0 lets the system choose one.", min=0, max=65535, panel="Output"
     )
     save_every: int = option(
         20,
@@ -52,7 +57,7 @@ class DemoOptions(ModelChoice):
     resume: Path | None = option(
         None,
         "The directory of a run that was killed or interrupted, to go on from its newest checkpoint. All other options "
-        "are those of that run, but for --device and --json.",
+        "are those of that run, but for --device, --web and --json.",
         metavar="DIR",
         panel="Output",
     )

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from inflight.command_line import DeviceName
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.sampling import SamplingParams
+from inflight.core.spans import span
 from inflight.demo.checkpoints import OPTIONS_FILE, checkpoints, newest_checkpoint, remove_checkpoints, save_checkpoint
 from inflight.demo.display import Display, StepRecord, plot, print_summary
 from inflight.demo.options import DemoOptions
@@ -37,11 +37,14 @@ from inflight.demo.trainer import (
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, replacing, write_json
+from inflight.observability.events import EVENTS_FILE
 from inflight.observability.loggers import Logger, TensorBoard, Trackio, WandB
 from inflight.run import Run
 from inflight.session import LaunchedEngine, launch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
+from inflight.training.recording import RunRecorder
+from inflight.watch.command import page_of
 
 EVALUATE_EVERY = 25
 """Optimizer steps between two evaluations."""
@@ -61,7 +64,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     disable_progress_bar()  # of Transformers; the run has its own
     checkpoint = newest_checkpoint(options.resume) if options.resume else None
     if checkpoint is not None:
-        options = _options_of(checkpoint, options.device)
+        options = _options_of(checkpoint, options)
     task = _make_task(options)
     mode = "sync" if options.sync else "inflight"
     out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -80,7 +83,11 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         highlight=False,
         soft_wrap=True,
     )
-    with tracker(replace(options, out=out), task.name) as loggers, Display(title, console=console) as display:
+    with (
+        page_of(out, port=options.web_port, console=console) if options.web else nullcontext(),
+        tracker(replace(options, out=out), task.name) as loggers,
+        Display(title, console=console) as display,
+    ):
         warmup_steps = options.warmup_steps
         if warmup_steps is None:
             warmup_steps = WARMUP_STEPS if options.model in SHAPES else 0
@@ -88,7 +95,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
             display.phase("warm-up", warmup_steps)
             for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=warmup_steps, seed=options.seed)):
                 display.advance(f"loss {loss:.3f}")
-        run = _Run(task, replace(options, out=out), display, steps_file, tokenizer, loggers)
+        run = _Run(task, replace(options, out=out), title, display, steps_file, tokenizer, loggers)
         with (
             saved(model, tokenizer, out / "start") as directory,
             torch_threads(threads.trainer),
@@ -120,21 +127,23 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         if run.records and run.accuracy_before is not None:
             plot(out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
     print_summary(console, summary)
-    console.print(f"written            {out}/steps.jsonl, summary.json, demo.png")
+    console.print(f"written            {out}/steps.jsonl, events.jsonl, summary.json, demo.png")
+    console.print(f"to look at it      inflight watch {out}", highlight=False)
     if run.interrupted and checkpoints(out):
         console.print(f"to go on           inflight demo --resume {out}")
     return summary
 
 
-def _options_of(checkpoint: Path, device: DeviceName) -> DemoOptions:
-    """The options of the run that the checkpoint is of, which goes on in its directory."""
+def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
+    """The options of the run that the checkpoint is of, which goes on in its directory; those of this machine are the
+    given ones."""
     try:
-        options = msgspec.json.decode(
+        found = msgspec.json.decode(
             (checkpoint / OPTIONS_FILE).read_bytes(), type=DemoOptions, dec_hook=lambda kind, value: kind(value)
         )
     except (OSError, msgspec.DecodeError) as error:
         raise InflightError(f"cannot go on from {checkpoint}: {error}") from error
-    return replace(options, device=device, out=checkpoint.parent)
+    return replace(found, device=given.device, web=given.web, web_port=given.web_port, out=checkpoint.parent)
 
 
 def _make_task(options: DemoOptions) -> Task:
@@ -152,6 +161,7 @@ def _prepare(out: Path, *, keep: bool) -> Path:
         if keep:
             return steps_file
         remove_checkpoints(out)  # of another run
+        (out / EVENTS_FILE).unlink(missing_ok=True)
         steps_file.write_text("\n")  # of a full file system, an empty file would tell nothing
         steps_file.write_text("")
     return steps_file
@@ -174,13 +184,14 @@ class _Run:
         self,
         task: Task,
         options: DemoOptions,
+        title: str,
         display: Display,
         steps_file: Path,
         tokenizer: PreTrainedTokenizerBase,
         loggers: Sequence[Logger],
     ):
         self._task, self._options, self._display, self._steps_file = task, options, display, steps_file
-        self._tokenizer, self._loggers = tokenizer, loggers
+        self._title, self._tokenizer, self._loggers = title, tokenizer, loggers
         self.records: list[StepRecord] = []
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
@@ -210,36 +221,56 @@ class _Run:
                     self._began_ns = now_ns()
                     if checkpoint is not None:
                         self._resume(checkpoint, run, optimizer, scheduler)
-                    self._display.phase("GRPO", options.steps - len(self.records))
-                    last_ns, examples, last_tokens = now_ns(), task.shuffled(options.seed), engine.stream.num_tokens
-                    reports = grpo(
-                        engine,
-                        publisher,
-                        model,
-                        optimizer,
-                        examples,
-                        task.score,
-                        config,
-                        scheduler,
-                        run=run,
-                        loggers=self._loggers,
-                    )
-                    for report in reports:
-                        tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
-                        last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
-                        accuracy = None
-                        if report.step % EVALUATE_EVERY == 0 and report.step < options.steps:
-                            accuracy = held_out_accuracy(engine, task, task.held_out[:QUICK_EVALUATION])
-                        self._record(engine, report, tokens / seconds, accuracy)
-                        at_end = report.step == options.steps
-                        if options.save_every and (at_end or report.step % options.save_every == 0):
-                            self._save(report.step, run, model, optimizer, scheduler)
-                    engine.wait_for_version(publisher.version)
-                    self._display.phase("evaluation", 1)
-                    self.accuracy_after = held_out_accuracy(engine, task, task.held_out)
-                    self.records[-1].accuracy = self.accuracy_after
+                    with self._recorder(engine) as recorder:
+                        reports = grpo(
+                            engine,
+                            publisher,
+                            model,
+                            optimizer,
+                            task.shuffled(options.seed),
+                            task.score,
+                            config,
+                            scheduler,
+                            run=run,
+                            loggers=[*self._loggers, recorder],
+                        )
+                        for report in self._followed(engine, reports, recorder):
+                            at_end = report.step == options.steps
+                            if options.save_every and (at_end or report.step % options.save_every == 0):
+                                self._save(report.step, run, model, optimizer, scheduler)
+                        engine.wait_for_version(publisher.version)
+                        self._display.phase("evaluation", 1)
+                        self.accuracy_after = held_out_accuracy(engine, task, task.held_out)
+                        self.records[-1].accuracy = self.accuracy_after
+                        recorder.log(self.records[-1].step, {"accuracy": self.accuracy_after})
         except KeyboardInterrupt:
             self.interrupted = True
+
+    def _recorder(self, engine: LaunchedEngine) -> RunRecorder:
+        """What `inflight watch` reads; it begins with the accuracy before the first step."""
+        assert self._options.out is not None
+        resumed = self.resumed_after_step or None
+        recorder = RunRecorder(engine, self._options.out, title=self._title, resumed_after_step=resumed)
+        if resumed is None and self.accuracy_before is not None:
+            recorder.log(0, {"accuracy": self.accuracy_before})
+        return recorder
+
+    def _followed(
+        self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
+    ) -> Iterator[StepReport]:
+        """The reports, of which each was recorded, and some steps evaluated."""
+        task, options = self._task, self._options
+        self._display.phase("GRPO", options.steps - len(self.records))
+        last_ns, last_tokens = now_ns(), engine.stream.num_tokens
+        for report in reports:
+            tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
+            last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
+            accuracy = None
+            if report.step % EVALUATE_EVERY == 0 and report.step < options.steps:
+                accuracy = held_out_accuracy(engine, task, task.held_out[:QUICK_EVALUATION])
+                recorder.log(report.step, {"accuracy": accuracy})
+            self._record(engine, report, tokens / seconds, accuracy)
+            yield report
 
     def summary(self, engine: LaunchedEngine) -> dict[str, Any]:
         last = self.records[-1] if self.records else None
@@ -341,8 +372,9 @@ def tracker(options: DemoOptions, task: str) -> Iterator[list[Logger]]:
 def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
     """Return the share of these prompts whose greedy answer scores 1."""
     params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
-    groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
-    return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
+    with span("evaluation"):
+        groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
+        return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
 
 
 def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -34,6 +34,7 @@ from inflight.engine.control_socket import ControlSocket
 from inflight.engine.directory import alive_lock
 from inflight.engine.door import opened
 from inflight.engine.publishing import PublisherService
+from inflight.engine.state_clock import GENERATING, StateClock
 from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
@@ -73,17 +74,21 @@ class EngineProcess:
         self._recorder = Recorder("inflight engine", directory)
         self._verbs = Verbs(engine, self)
         self._step_ns = 0
+        self._states = StateClock(engine.state)
         self.stopping = False
 
     def run(self) -> None:
         while not self.stopping:
-            self._answer(wait=self._engine.idle)
+            engine, idle = self._engine, self._engine.idle
+            self._states.enter(engine.state if idle else GENERATING)
+            self._answer(wait=idle)
             self._publishing.take_results()
-            engine = self._engine
             may_begin = self._admission.is_open(
                 num_tokens=engine.num_tokens, num_rollouts=engine.requests.num_ended, version=engine.version
             )
             engine.admit(may_begin=may_begin)
+            if not engine.idle:
+                self._states.enter(GENERATING)
             began_ns = now_ns()
             frame = engine.step()
             self._stream.state = self._engine.state
@@ -129,6 +134,7 @@ class EngineProcess:
             num_reused_tokens=load.num_reused_tokens,
             num_unacknowledged_bytes=self._stream.kept.bytes_in_memory,
             num_spilled_bytes=self._stream.kept.bytes_in_files,
+            seconds_by_state=self._states.seconds(),
         )
 
     @verb()

@@ -15,11 +15,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from inflight.core.clock import NS_PER_MS, now_ns
-from inflight.core.frames import TokenFrame
+from inflight.core.frames import Swap, TokenFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,30 @@ class TokenStaleness:
     policy_age_ms: np.ndarray
     token_age_ms: np.ndarray
     version_lag: np.ndarray
+
+
+class StalenessListener(Protocol):
+    """Who is told what a meter learns, in the thread that tells the meter, and briefly."""
+
+    def published(self, version: int, called_ns: int) -> None:
+        """`publish()` was called for this version at this time."""
+        ...
+
+    def drawn(self, version: int, num_tokens: int) -> None:
+        """A forward pass drew so many tokens."""
+        ...
+
+    def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
+        """The first token under this version came."""
+        ...
+
+    def taken(self, weight_versions: np.ndarray) -> None:
+        """The trainer took tokens that these versions i64[n] drew out of the stream."""
+        ...
+
+    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness) -> None:
+        """An optimizer step consumed tokens that these versions i64[n] drew."""
+        ...
 
 
 class Histogram:
@@ -72,7 +97,9 @@ class StalenessMeter:
             name: Histogram() for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms", "stall_ms")
         }
         self._version_lags: Counter[int] = Counter()
-        self._swap_published_ns: int | None = None
+        self._swap: Swap | None = None
+        """The newest swap, until a token has come that was drawn after it."""
+        self.listener: StalenessListener | None = None
         self.num_swaps = 0
         self.num_swaps_in_flight = 0
         """The number of swaps while requests that had drawn tokens under older weights went on."""
@@ -105,6 +132,8 @@ class StalenessMeter:
                 self._published.pop()
             self._published.append((version, called_ns))
             self.trainer_version = version
+            if self.listener is not None:
+                self.listener.published(version, called_ns)
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""
@@ -114,11 +143,22 @@ class StalenessMeter:
                 self.num_swaps += 1
                 self.num_swaps_in_flight += header.swap.num_in_flight > 0
                 self._histograms["stall_ms"].add([header.swap.stall_ns / NS_PER_MS])
-                self._swap_published_ns = header.swap.published_ns
-            if header.num_tokens and self._swap_published_ns is not None:
-                self.last_swap_ms = (header.time_ns - self._swap_published_ns) / NS_PER_MS
+                self._swap = header.swap
+            if not header.num_tokens:
+                return
+            swap, self._swap = self._swap, None
+            if swap is not None:
+                self.last_swap_ms = (header.time_ns - swap.published_ns) / NS_PER_MS
                 self._histograms["swap_ms"].add([self.last_swap_ms])
-                self._swap_published_ns = None
+            if self.listener is not None:
+                self.listener.drawn(header.version, header.num_tokens)
+                if swap is not None and self.last_swap_ms is not None:
+                    self.listener.swapped(swap.version, self.last_swap_ms, swap.stall_ns / NS_PER_MS)
+
+    def taken(self, weight_versions: np.ndarray) -> None:
+        """The trainer took tokens that these versions i64[n] drew out of the stream, to train on them or not."""
+        if self.listener is not None:
+            self.listener.taken(weight_versions)
 
     def consume(
         self, weight_versions: np.ndarray, sampled_at_ns: np.ndarray, *, consumed_ns: int, trainer_version: int
@@ -139,6 +179,8 @@ class StalenessMeter:
             for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
                 self._histograms[name].add(getattr(staleness, name))
             self._version_lags.update(staleness.version_lag.tolist())
+        if self.listener is not None:
+            self.listener.consumed(weight_versions, staleness)
         return staleness
 
     def summary(self) -> dict[str, dict[str, float]]:

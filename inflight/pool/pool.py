@@ -1,5 +1,6 @@
 """Several engines that look like one: what a user holds."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -215,9 +216,13 @@ def _summed(parts: Sequence[Status]) -> Status:
     names = [field.name for field in msgspec.structs.fields(Status) if field.type is int]
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}
     counts["version"] = min(part.version for part in parts)
+    seconds: Counter[str] = Counter()
+    for part in parts:
+        seconds.update(part.seconds_by_state)
     return Status(
         **counts,
         paused=all(part.paused for part in parts),
         asleep=all(part.asleep for part in parts),
         versions=sorted({version for part in parts for version in part.versions}),
+        seconds_by_state=dict(seconds),
     )

@@ -18,7 +18,7 @@ from inflight.observability.loggers import Logger
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.config import GRPOConfig
 from inflight.training.data.rewards import mean_parts
-from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed
+from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.evaluation import Evaluation
 from inflight.training.objective.objective import resolve
@@ -173,6 +173,7 @@ class _Trainer:
             skip_uniform=config.skips_uniform_groups,
             mask_truncated=config.mask_truncated,
         )
+        measure_taken(self._meter, scored)
         self.dropped += charged.dropped
         update, staleness, causes = Update(), None, None
         if batch is not None:

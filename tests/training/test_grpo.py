@@ -13,6 +13,7 @@ from tiny_models import VOCABULARY, make_model
 
 import inflight
 from inflight.core.errors import NonFiniteLossError, NonFiniteWeightsError
+from inflight.observability.events import Consumed, Step, Swapped, Version, read_events
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.batch import pack
 from inflight.training.data.scored_groups import ScoredGroups
@@ -351,3 +352,29 @@ def test_a_report_is_numbers_under_flat_names(engine):
         assert numbers["mismatch/kl"] == report.stats.mismatch.kl
         assert numbers["staleness/token_age_ms"] > 0
         assert ("probe/mismatch/kl" in numbers) is (report.step % 2 == 0)
+
+
+def test_a_recorder_is_a_logger_and_hears_the_rest_by_itself(engine, tmp_path):
+    """What it says of versions adds up to what was drawn, and its figures are those of the reports."""
+    model = make_model("qwen3")
+    config = GRPOConfig(steps=4, groups_per_step=2, sampling=SAMPLING, schedule="sync")
+    examples = (Example([index % VOCABULARY, 3], {}) for index in count())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    score = lambda rollout: float(rollout.sample)  # noqa: E731
+    with engine.publisher(model) as publisher, inflight.RunRecorder(engine, tmp_path) as recorder:
+        engine.wait_for_version(publisher.publish())
+        source = grpo(engine, publisher, model, optimizer, examples, score, config, loggers=[recorder])
+        reports = list(source)
+    events = list(read_events(tmp_path))
+    steps = [event for event in events if isinstance(event, Step)]
+    assert [(one.step, one.numbers["reward"]) for one in steps] == [(r.step, r.reward) for r in reports]
+    assert {"wait for rollouts", "forward", "backward", "optimizer step"} <= set(steps[1].spans)
+    assert [sum(one.mismatch) + sum(one.stale) for one in steps] == [40] * 4
+    lives = {event.version: event for event in events if isinstance(event, Version)}
+    assert sum(life.drawn for life in lives.values()) == sum(life.trained for life in lives.values()) == 160
+    assert {life.dropped for life in lives.values()} == {0}
+    consumed = [event for event in events if isinstance(event, Consumed)]
+    for event, report in zip(consumed, reports, strict=True):
+        assert report.staleness is not None
+        assert event.measures["token_age_ms"][1] == pytest.approx(np.median(report.staleness.token_age_ms), rel=1e-3)
+    assert len([event for event in events if isinstance(event, Swapped)]) >= 4

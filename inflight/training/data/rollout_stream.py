@@ -13,6 +13,7 @@ from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError
 from inflight.core.frames import GroupStart
 from inflight.core.keys import ClientKeys
+from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group, HeldGroup
 from inflight.stream.inbox import MEMORY_BYTES, SILENCE_S, FrameSource, Inbox
@@ -20,7 +21,7 @@ from inflight.stream.journal import JournalWriter
 from inflight.stream.wire import Held
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import PackedBatch
-from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed
+from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, GroupScoring, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 
@@ -278,6 +279,7 @@ class RolloutStream:
                 self._inbox.put_back(taken)
                 raise
             self._inbox.remove(taken)
+            measure_taken(self._meter, scored)
             self.dropped += scored.dropped
             if scored.groups:
                 self.last_reward = scored.mean_reward
@@ -334,11 +336,20 @@ class RolloutStream:
 
     def _wait_for_next(self, scorer: GroupScorer) -> Group | None:
         while isinstance(answer := self._borrow(scorer), Future):
-            if self._sharing is not None:
-                while not wait([answer], timeout=_CHECK_S).done:
-                    self._sharing.check()
-            answer.result()  # as long as generation takes: the inbox asks whether the engine is there
+            with span("wait for rollouts"):
+                if self._sharing is not None:
+                    while not wait([answer], timeout=_CHECK_S).done:
+                        self._sharing.check()
+                answer.result()  # as long as generation takes: the inbox asks whether the engine is there
         return answer
+
+    def text_of_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones included; "" for each without a tokenizer. Bytes that are part
+        of a character are shown as U+FFFD."""
+        if self._tokenizer is None:
+            return [""] * len(token_ids)
+        with self._tokenizer_lock:
+            return [str(self._tokenizer.decode([token])) for token in token_ids]
 
     def _with_text(self, group: Group) -> Group:
         if self._tokenizer is None:

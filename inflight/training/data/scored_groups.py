@@ -249,3 +249,10 @@ def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStalenes
         consumed_ns=now_ns(),
         trainer_version=batch.trainer_version,
     )
+
+
+def measure_taken(meter: StalenessMeter, scored: ScoredGroups) -> None:
+    """Tell the meter which tokens the trainer has taken out of the stream, whether it trains on them or not."""
+    rollouts = scored.drawn
+    if rollouts:
+        meter.taken(np.concatenate([rollout.weight_versions for rollout in rollouts]))

@@ -9,6 +9,7 @@ from torch import nn
 from inflight.core.errors import NonFiniteLossError
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
+from inflight.training.objective import observers
 from inflight.training.objective.aggregation import token_weights
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective, loglinear_proximal, resolve
@@ -154,6 +155,7 @@ def _statistics(
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
     if not math.isfinite(total):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
+    observers.show(batch, rows, tokens.log_behavior_ratios)
     clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
     unknown, mismatch, stale, sequences = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(4))
     return LossStats(

@@ -1,0 +1,132 @@
+"""The file of a run's events: appended to within a bound, and followed while it grows."""
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+from inflight.observability.environment import replacing
+from inflight.observability.events import (
+    EVENTS_FILE,
+    Began,
+    Ended,
+    Event,
+    RunError,
+    Samples,
+    Version,
+    decode,
+    encode,
+)
+
+MAX_BYTES = 32 << 20
+_SAMPLES_KEPT = 40
+_PIECE_BYTES = 1 << 20
+
+
+class EventFile:
+    """Appends events. Beyond `max_bytes` the file is thinned out: of the older half of each kind every second event
+    goes, so that a run of any length keeps its whole course, the older the coarser. Raises RunError if it cannot be
+    written.
+
+    It takes one writer at a time. `keep`: go on with what the file has, else begin anew."""
+
+    def __init__(self, directory: Path, *, keep: bool = False, max_bytes: int = MAX_BYTES):
+        if max_bytes < 1 << 16:
+            raise ValueError(f"max_bytes must be at least 65,536, got {max_bytes}")
+        self.path, self._max_bytes = directory / EVENTS_FILE, max_bytes
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not keep:
+                self.path.unlink(missing_ok=True)  # who follows the old file sees that this is another one
+            self._open()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def append(self, events: list[Event]) -> None:
+        """Write these events, which are there at once for readers."""
+        try:
+            self._file.write(b"".join(encode(event) + b"\n" for event in events))
+            self._file.flush()
+            if self._file.tell() > self._max_bytes:
+                self._thin_out()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "ab")  # noqa: SIM115  it is closed by `close`
+        if self._file.tell():
+            with open(self.path, "rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # its writer was killed within a line
+                    self._file.write(b"\n")
+
+    def _thin_out(self) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        size = sum(map(len, lines))
+        while size > 0.7 * self._max_bytes and len(thinner := thinned(lines)) < len(lines):
+            lines, size = thinner, sum(map(len, thinner))
+        with replacing(self.path) as partial:
+            partial.write_bytes(b"".join(lines))
+        self._file.close()
+        self._open()
+
+    def _failed(self, error: OSError) -> RunError:
+        return RunError(f"cannot write {self.path}: {error.strerror or error}")
+
+
+def thinned(lines: list[bytes]) -> list[bytes]:
+    """The lines without what is replaced by later ones, nor every second of the older half of each other kind."""
+    kinds: dict[type, list[int]] = defaultdict(list)
+    newest_of_version: dict[int, int] = {}
+    for index, line in enumerate(lines):
+        if isinstance(event := decode(line), Version):
+            newest_of_version[event.version] = index
+        elif event is not None:
+            kinds[type(event)].append(index)
+    kept = set(kinds.pop(Samples, [])[-_SAMPLES_KEPT:])
+    for kind, indices in [(Version, list(newest_of_version.values())), *kinds.items()]:
+        half = len(indices) // 2
+        kept.update(indices if kind in (Began, Ended) else indices[:half:2] + indices[half:])
+    return [line for index, line in enumerate(lines) if index in kept]
+
+
+class Piece(NamedTuple):
+    """What came of a file since the cursor before."""
+
+    lines: list[bytes]
+    cursor: str
+    is_new: bool
+    """The file is another one than that of the cursor, and these lines are its first."""
+    has_more: bool
+
+
+def read_piece(path: Path, cursor: str) -> Piece | None:
+    """The whole lines of a file after a cursor, "" for its beginning, at most a MiB or one line. None if there is no
+    such file. A line that is no event is left out. Raises RunError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            here = f"{status.st_dev:x}-{status.st_ino:x}-"
+            offset = _offset(cursor, here)
+            is_new = offset is None or offset > status.st_size
+            file.seek(0 if is_new or offset is None else offset)
+            began = file.tell()
+            data = file.read(_PIECE_BYTES)
+            if b"\n" not in data and len(data) == _PIECE_BYTES:
+                data += file.readline()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+    whole = data[: data.rfind(b"\n") + 1]
+    end = began + len(whole)
+    lines = [line for line in whole.splitlines() if decode(line) is not None]
+    return Piece(lines, f"{here}{end}", is_new, bool(whole) and end < status.st_size)
+
+
+def _offset(cursor: str, here: str) -> int | None:
+    offset = cursor.removeprefix(here)
+    return int(offset) if offset != cursor and offset.isascii() and offset.isdigit() and len(offset) < 18 else None

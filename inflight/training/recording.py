@@ -1,0 +1,339 @@
+"""Records what a run does while it does it, for `inflight watch` and for reports afterwards."""
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+
+from inflight.core import spans
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
+from inflight.core.messages import Status
+from inflight.core.options import EngineOptions
+from inflight.observability.event_file import MAX_BYTES, EventFile
+from inflight.observability.events import (
+    LOG_RATIO_EDGES,
+    Began,
+    Consumed,
+    Ended,
+    Engine,
+    Event,
+    RunError,
+    Sample,
+    Samples,
+    Step,
+    Swapped,
+    Version,
+)
+from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
+from inflight.training.data.batch import PackedBatch
+from inflight.training.data.rollout_stream import RolloutStream
+from inflight.training.objective import observers
+
+logger = logging.getLogger("inflight")
+
+_WRITE_EVERY_S = 1.0
+"""Time between two writes, before each of which the engine is asked for its counters."""
+_SAMPLE_EVERY_S = 5.0
+_SAMPLED_ROLLOUTS = 3
+_SHOWN_TOKENS = 160
+_SHOWN_PROMPT = 1000
+_WAITING_EVENTS = 4096
+_VERSIONS = 256
+"""Versions whose tokens are counted; of older ones it is known by then what became of them."""
+_CLOSE_S = 5.0
+_BIN = LOG_RATIO_EDGES[1] - LOG_RATIO_EDGES[0]
+_NUM_BINS = len(LOG_RATIO_EDGES) + 1
+
+
+class RecordedEngine(Protocol):
+    """What is recorded of a generator: a launched one, an attached one, or a pool."""
+
+    options: EngineOptions
+    staleness: StalenessMeter
+
+    @property
+    def stream(self) -> RolloutStream: ...
+
+    def status(self) -> Status: ...
+
+
+@dataclass(slots=True)
+class _Life:
+    """Counts the tokens of a version."""
+
+    published: float | None = None
+    drawn: int = 0
+    trained: int = 0
+    taken: int = 0
+
+
+class RunRecorder:
+    """Writes what a run does into `events.jsonl` of a directory, for as long as it is open; one at a time in a process.
+
+        with inflight.RunRecorder(engine, "runs/mine") as recorder:
+            for step, batch in enumerate(engine.stream.batches(…), 1):
+                …
+                recorder.log(step, {"reward": engine.stream.last_reward, **stats.as_dict()})
+
+    It is a logger, too: `inflight.grpo(…, loggers=[recorder])`. Staleness, swaps, ratios, sample rollouts and what the
+    engine does are recorded without being told. title: what the run is called. resumed_after_step: the run goes on
+    after this step, in the same file; None: a new one. max_bytes: what the file is thinned out to.
+
+    Files are written in a thread of its own. If one cannot be written later on, the run goes on without a record, which
+    is logged. Raises RunError if the file cannot be opened, and InflightError if another recorder is open.
+    """
+
+    def __init__(
+        self,
+        engine: RecordedEngine,
+        directory: str | Path,
+        *,
+        title: str = "",
+        resumed_after_step: int | None = None,
+        max_bytes: int = MAX_BYTES,
+    ):
+        self._engine, self._meter = engine, engine.staleness
+        self._stream = engine.stream
+        self.directory = Path(directory)
+        self._file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
+        try:
+            spans.start_adding_up()
+        except InflightError:
+            self._file.close()
+            raise
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque()
+        self._num_lost = 0
+        self._lives: dict[int, _Life] = {}
+        self._changed: set[int] = set()
+        self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
+        self._sampled_s = 0.0
+        self._logged_ns: int | None = None
+        self._seconds_by_state: Counter[str] = Counter()
+        self._to_unix_s = time.time() - now_ns() / 1e9
+        self._put(
+            Began(
+                time=self._now(),
+                title=title or self.directory.name,
+                model=engine.options.model or "",
+                max_sequences=engine.options.max_sequences,
+                resumed_after_step=resumed_after_step or 0,
+                pid=os.getpid(),
+                inflight_version=_version(),
+            )
+        )
+        self._meter.listener = self
+        observers.add(self._observe)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="inflight-recorder", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of a step, but for those that are not finite."""
+        numbers = {name: _rounded(value) for name, value in values.items() if isfinite(value)}
+        now, before = now_ns(), self._logged_ns
+        with self._lock:
+            mismatch, stale = self._mismatch.tolist(), self._stale.tolist()
+            self._mismatch[:] = self._stale[:] = 0
+        self._logged_ns = now
+        self._put(
+            Step(
+                time=self._now(),
+                step=step,
+                numbers=numbers,
+                seconds=None if before is None else _rounded((now - before) / 1e9),
+                spans={name: _rounded(seconds) for name, seconds in spans.added_up().items()},
+                mismatch=mismatch if any(mismatch) else [],
+                stale=stale if any(stale) else [],
+            )
+        )
+
+    def close(self) -> None:
+        """Write what is not written yet, and record that the run has ended. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._meter.listener = None
+        observers.remove(self._observe)
+        spans.stop_adding_up()
+        self._closing.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("the last second of the run is not in %s: its writer does not end", self._file.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what the meter tells (`StalenessListener`) ---------------------------------------------------------------
+
+    def published(self, version: int, called_ns: int) -> None:
+        with self._lock:
+            self._life(version).published = round(self._to_unix_s + called_ns / 1e9, 3)
+
+    def drawn(self, version: int, num_tokens: int) -> None:
+        with self._lock:
+            self._life(version).drawn += num_tokens
+
+    def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
+        self._put(Swapped(time=self._now(), version=version, swap_ms=_rounded(swap_ms), stall_ms=_rounded(stall_ms)))
+
+    def taken(self, weight_versions: np.ndarray) -> None:
+        with self._lock:
+            for version, count in _counts(weight_versions):
+                self._life(version).taken += count
+
+    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness) -> None:
+        measures = {
+            name: [_rounded(value) for value in np.percentile(getattr(staleness, name), (10, 50, 90, 99)).tolist()]
+            for name in ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
+            if len(weight_versions)
+        }
+        with self._lock:
+            for version, count in _counts(weight_versions):
+                self._life(version).trained += count
+        self._put(Consumed(time=self._now(), num_tokens=len(weight_versions), measures=measures))
+
+    # ---- what the loss shows ---------------------------------------------------------------------------------------
+
+    def _observe(self, batch: PackedBatch, rows: torch.Tensor, log_ratios: torch.Tensor) -> None:
+        logs = log_ratios.float().cpu().numpy()
+        if batch.trainer_version is not None:  # else nobody can tell mismatch from staleness
+            bins = np.clip(np.floor((logs - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
+            own = (batch.weight_versions[rows] >= batch.trainer_version).cpu().numpy()
+            with self._lock:
+                self._mismatch += np.bincount(bins[own], minlength=_NUM_BINS)
+                self._stale += np.bincount(bins[~own], minlength=_NUM_BINS)
+        if batch.rollouts and now_ns() / 1e9 - self._sampled_s > _SAMPLE_EVERY_S:
+            self._sampled_s = now_ns() / 1e9
+            of_rows = np.full(len(batch.input_ids), np.nan, np.float32)
+            of_rows[rows.cpu().numpy()] = logs
+            self._put(self._samples(batch, of_rows))
+
+    def _samples(self, batch: PackedBatch, log_ratios: np.ndarray) -> Samples:
+        """Some rollouts of different prompts. log_ratios: f32[T], NaN where there is none."""
+        ends = batch.cu_seqlens.tolist()[1:]
+        spread = np.linspace(0, len(ends) - 1, min(_SAMPLED_ROLLOUTS, len(ends))).astype(int).tolist()
+        found = []
+        for index in spread:
+            rollout, length = batch.rollouts[index], len(batch.rollouts[index].token_ids)
+            begin, shown = ends[index] - length, min(length, _SHOWN_TOKENS)
+            logs = log_ratios[begin : begin + shown].tolist()
+            found.append(
+                Sample(
+                    prompt=rollout.prompt[-_SHOWN_PROMPT:],
+                    tokens=self._stream.text_of_tokens(rollout.token_ids[:shown].tolist()),
+                    versions=rollout.weight_versions[:shown].tolist(),
+                    log_ratios=[_rounded(value) if isfinite(value) else None for value in logs],
+                    reward=rollout.reward,
+                    finish_reason=rollout.finish_reason,
+                    num_tokens=length,
+                )
+            )
+        return Samples(time=self._now(), trainer_version=batch.trainer_version, rollouts=found)
+
+    # ---- the thread that writes ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_WRITE_EVERY_S):
+                self._put(self._engine_now())
+                self._write_out()
+            self._write_out()
+            self._file.append([Ended(time=self._now(), num_lost=self._num_lost)])
+        except RunError as error:
+            logger.warning("the run goes on without a record: %s", error)
+        except Exception:
+            logger.exception("the run goes on without a record")
+        finally:
+            self._file.close()
+
+    def _write_out(self) -> None:
+        with self._lock:
+            events, self._events = list(self._events), deque()
+            lives = [(version, self._lives[version]) for version in sorted(self._changed)]
+            self._changed.clear()
+            events += [
+                Version(
+                    time=self._now(),
+                    version=version,
+                    published=life.published,
+                    drawn=life.drawn,
+                    trained=life.trained,
+                    dropped=max(0, life.taken - life.trained),
+                )
+                for version, life in lives
+            ]
+        self._file.append(events)
+
+    def _engine_now(self) -> Engine:
+        """The counters of the engine, or what is known of one that is in no state to be asked."""
+        state = self._stream.state
+        if state in ("restarting", "silent", "closed"):
+            return Engine(time=self._now(), states={state: 1.0})
+        try:
+            status = self._engine.status()
+        except (InflightError, TimeoutError):  # its end is told to those who wait for rollouts
+            return Engine(time=self._now(), states={"silent": 1.0})
+        before, self._seconds_by_state = self._seconds_by_state, Counter(status.seconds_by_state)
+        spent = self._seconds_by_state - before  # nothing of an engine that was just started again
+        return Engine(
+            time=self._now(),
+            states={name: _rounded(seconds / spent.total()) for name, seconds in spent.items()},
+            version=status.version,
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            num_outstanding=len(self._stream.outstanding),
+            num_tokens=status.num_tokens,
+            kv_used=_rounded(status.kv_blocks_used / status.kv_blocks) if status.kv_blocks else None,
+        )
+
+    # ---- helpers ---------------------------------------------------------------------------------------------------
+
+    def _put(self, event: Event) -> None:
+        with self._lock:
+            if len(self._events) < _WAITING_EVENTS:
+                self._events.append(event)
+            else:
+                self._num_lost += 1
+
+    def _life(self, version: int) -> _Life:
+        """The counts of a version, which change; the lock is held."""
+        life = self._lives.setdefault(version, _Life())
+        self._changed.add(version)
+        while len(self._lives) > _VERSIONS:
+            oldest = min(self._lives)
+            del self._lives[oldest]
+            self._changed.discard(oldest)
+        return life
+
+    def _now(self) -> float:
+        return round(time.time(), 3)
+
+
+def _counts(versions: np.ndarray) -> list[tuple[int, int]]:
+    """Each version of i64[n], and how often it occurs."""
+    return [(int(version), int(count)) for version, count in zip(*np.unique(versions, return_counts=True), strict=True)]
+
+
+def _rounded(value: float) -> float:
+    """Five digits of a number, or all of one that counts something."""
+    value = float(value)
+    return value if value.is_integer() else float(f"{value:.5g}")
+
+
+def _version() -> str:
+    import inflight
+
+    return inflight.__version__

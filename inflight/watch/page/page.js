@@ -1,0 +1,568 @@
+// The page: asks for news, keeps what is known of the run, and draws it.
+
+import { Chart, clock, text, thin } from "./charts.js";
+import { Run } from "./run.js";
+
+const ASK_MS = 1000;
+const ASK_HIDDEN_MS = 5000;
+const ANSWER_MS = 8000;
+const QUIET_S = 8;
+const VERSIONS_SHOWN = 60;
+const HINT = "Point at a token, or use the arrow keys.";
+
+const run = new Run();
+const $ = (id) => document.getElementById(id);
+
+// ---- what is shown ------------------------------------------------------------------------------------------------
+
+const AGES = [
+  ["swap_ms", "swapped", "From publish() to the first token that was drawn with the new weights."],
+  ["stall_ms", "swapped", "Time in which the engine had work and ran no forward pass because of a swap."],
+  ["weight_lag_ms", "consumed", "How long newer weights had been published when a token was drawn; 0 if its weights were the newest."],
+  ["policy_age_ms", "consumed", "How long the weights that drew a token had been published when they drew it."],
+  ["token_age_ms", "consumed", "How long a token waited from its draw until an optimizer step consumed it."],
+  ["version_lag", "consumed", "How many versions the trainer was ahead of the weights that drew a token when it consumed it."],
+];
+
+const TRAINER = [
+  ["trains", "blue", ["forward", "backward", "optimizer step", "reference"]],
+  ["waits for rollouts", "orange", ["wait for rollouts"]],
+  ["waits for the copy", "red", ["wait for the publish copy"]],
+  ["evaluates", "purple", ["evaluation"]],
+];
+const ENGINE = [
+  ["generates", "blue", ["generating"]],
+  ["has no prompts", "orange", ["idle"]],
+  ["waits for weights", "red", ["waits for weights"]],
+  ["is held back", "sky", ["waits for the trainer"]],
+  ["is paused", "purple", ["paused", "asleep"]],
+  ["is away", "grey", ["restarting", "silent", "closed"]],
+];
+
+const SECTIONS = [
+  {
+    id: "learning",
+    title: "Is it learning?",
+    note: "Rewards of what is trained on, and answers to held-out prompts.",
+    panels: [
+      { id: "reward", title: "Reward and held-out accuracy", size: "double", unit: "0 to 1", draw: drawReward, height: 210, why: "Mean reward of the rollouts that each optimizer step took, and the accuracy on held-out prompts wherever it was measured." },
+      { id: "length", title: "Length of rollouts", unit: "tokens", height: 210, draw: () => single("mean_length", "mean", "blue"), why: "Mean number of tokens that a rollout drew until it stopped or reached its limit." },
+    ],
+  },
+  {
+    id: "age",
+    title: "How old are the tokens?",
+    note: "The six measures of staleness: the line is the median, the band goes from the 10th to the 90th percentile.",
+    panels: AGES.map(([name, from, why]) => ({ id: name, title: name, why, unit: name === "version_lag" ? "versions" : "ms", draw: () => drawAge(name, from) })),
+  },
+  {
+    id: "signal",
+    title: "Is the signal still good?",
+    note: "ρ is the probability of a token under the trainer's weights over the one it was drawn with.",
+    panels: [
+      { id: "ess", title: "Effective sample size", unit: "share of tokens", min: 0, max: 1, draw: drawEss, why: "How many equally weighted tokens the weighted ones are worth, as a share of all: 1 is as good as on-policy." },
+      { id: "ratios", title: "Distribution of log ρ, last steps", unit: "share of tokens", log: true, min: 1e-4, max: 1, xText: (x) => text(x).replace("-", "−"), xTicks: () => [-2, -1, 0, 1, 2], tipText: (x) => `log ρ about ${text(x)}`, yText: percent, tipUnit: "", draw: drawRatios, why: "Tokens that the trainer's own version drew differ from 0 by mismatch of numerics alone; those of older versions by staleness too." },
+      { id: "diffs", title: "Mean |log ρ|", unit: "nats", draw: drawDiffs, why: "How far trainer and generator are apart on a token: for tokens of the trainer's own version, and for those of older ones." },
+    ],
+  },
+  {
+    id: "engine",
+    title: "What does the engine do?",
+    note: "Its counters, once a second.",
+    panels: [
+      { id: "throughput", title: "Throughput", unit: "tokens/s", draw: drawThroughput, why: "Tokens that the engine drew per second, of rollouts and evaluations together." },
+      { id: "rows", title: "Batch rows and queue", unit: "sequences", draw: drawRows, why: "Sequences that decode together in a forward pass, and those that wait for a free row." },
+      { id: "kv", title: "KV cache in use", unit: "share of blocks", min: 0, max: 1, yText: percent, tipUnit: "", draw: () => engineLine("kv_used", "in use", "green"), why: "Share of the key and value blocks that sequences hold; at 100 % sequences have to give theirs up." },
+      { id: "outstanding", title: "Groups under way", unit: "groups", draw: () => engineLine("num_outstanding", "groups", "purple"), why: "Groups of rollouts that were submitted and that the trainer has not taken: the queue between the two sides." },
+    ],
+  },
+  {
+    id: "waits",
+    title: "Who waits for whom?",
+    note: "Blue is work; every other colour is time that a side spends otherwise.",
+    panels: [
+      { id: "trainer-waits", title: "Trainer", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: [...TRAINER, ["does other things", "grey"]], draw: drawTrainerWaits, why: "What the trainer's thread spends each optimizer step on; if it mostly waits for rollouts, the generator is the slower half." },
+      { id: "engine-waits", title: "Engine", unit: "share of time", min: 0, max: 1, height: 150, yText: percent, tipUnit: "", legend: ENGINE, draw: drawEngineWaits, why: "What the engine says that it does; if it mostly has no prompts, the trainer is the slower half." },
+    ],
+  },
+  {
+    id: "versions",
+    title: "Life of each version",
+    note: "What became of the tokens that each version of the weights drew.",
+    panels: [
+      { id: "lives", title: "Tokens drawn, by weight version", size: "wide", unit: "tokens", height: 200, xText: (x) => `v${Math.round(x)}`, tipText: tipOfVersion, xTicks: versionTicks, legend: [["trained on", "blue"], ["left out of batches", "orange"], ["under way, evaluations, cancelled", "grey"]], draw: drawVersions, why: "Tokens are left out of batches where they have no advantage, were truncated or are too old; grey ones have not reached the trainer, or never will." },
+    ],
+  },
+];
+
+const charts = new Map();
+
+function build() {
+  const links = [["Now", "tiles"]];
+  for (const section of SECTIONS) {
+    const element = make("section", { id: section.id, "aria-labelledby": `${section.id}-title` });
+    const heading = make("div", { class: "heading" });
+    heading.append(make("h2", { id: `${section.id}-title` }, section.title), make("p", {}, section.note));
+    const grid = make("div", { class: `grid-of-panels of-${section.panels.length}` });
+    for (const panel of section.panels) grid.append(panelOf(panel));
+    element.append(heading, grid);
+    $("sections").append(element);
+    links.push([section.title, section.id]);
+  }
+  links.push(["Recent rollouts", "rollouts"]);
+  for (const [name, id] of links) $("nav").append(make("a", { href: `#${id}` }, name));
+}
+
+function panelOf(panel) {
+  const element = make("article", { class: `panel ${panel.size ?? ""}`, id: `panel-${panel.id}` });
+  const head = make("div", { class: "panel-head" });
+  head.append(
+    make("h3", {}, panel.title),
+    make("button", { class: "why", type: "button", "aria-label": `What is ${panel.title}?`, "aria-describedby": `why-${panel.id}` }, "?"),
+    make("p", { class: "because", id: `why-${panel.id}`, role: "tooltip" }, panel.why),
+  );
+  const plot = make("div", { class: "plot" });
+  element.append(head);
+  if (panel.legend) element.append(keyRow(panel.legend));
+  element.append(plot);
+  charts.set(panel.id, { chart: new Chart(plot, { label: panel.title, ...panel }), draw: panel.draw });
+  return element;
+}
+
+function keyRow(legend) {
+  const row = make("p", { class: "key-row" });
+  for (const [name, color] of legend) {
+    const item = make("span");
+    item.append(make("i", { class: "key", style: `background:var(--${color})` }), name);
+    row.append(item);
+  }
+  return row;
+}
+
+function make(tag, attributes = {}, content = "") {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(content);
+  return element;
+}
+
+function percent(value) {
+  const share = 100 * value;
+  if (share > 0 && share < 0.01) return "below 0.01 %";
+  return `${share >= 1 || share === 0 ? Math.round(share) : text(share)} %`;
+}
+
+// ---- what each chart is given -------------------------------------------------------------------------------------
+
+function shownTime() {
+  const high = run.began === null ? 1 : Math.max(1, run.last - run.began);
+  const seconds = Number($("window").value);
+  return [seconds ? Math.max(0, high - seconds) : 0, high];
+}
+
+function within(points) {
+  const [low, high] = shownTime();
+  return points.filter((point) => point[0] >= low && point[0] <= high);
+}
+
+function overTime(lines, more = {}) {
+  return { x: shownTime(), marks: run.restarts, lines, ...more };
+}
+
+function single(name, label, color) {
+  return overTime([{ name: label, color, points: thin(within(run.numbers(name))) }]);
+}
+
+function smooth(points, width) {
+  const half = Math.floor(width / 2);
+  return points.map(([x], i) => {
+    const part = points.slice(Math.max(0, i - half), i + half + 1);
+    return [x, part.reduce((sum, point) => sum + point[1], 0) / part.length];
+  });
+}
+
+function drawReward() {
+  const rewards = within(run.numbers("reward"));
+  const lines = [];
+  if (rewards.length > 12) {
+    lines.push({ name: "each step", unlabelled: true, color: "blue", faint: true, points: thin(rewards) });
+    lines.push({ name: "reward", color: "blue", points: thin(smooth(rewards, 9)) });
+  } else lines.push({ name: "reward", color: "blue", points: rewards });
+  run.accuracies.forEach((name, i) => {
+    const points = within(run.numbers(name));
+    lines.push({ name: name === "accuracy" ? name : name.split("/")[0], color: ["orange", "green", "purple"][i % 3], points, dots: true });
+  });
+  const all = lines.flatMap((line) => line.points.map((point) => point[1]));
+  const isShare = all.every((y) => y >= 0 && y <= 1);
+  const { options } = charts.get("reward").chart;
+  Object.assign(options, isShare ? { min: 0, max: 1, unit: "mean, 0 to 1" } : { min: undefined, max: undefined, unit: "mean" });
+  return overTime(lines);
+}
+
+function drawAge(name, from) {
+  if (from === "swapped") {
+    const points = within(run.swapped.map((swap) => [swap.at, swap[name]]));
+    const spread = windows(points, 40);
+    return overTime([{ name: "median", color: "blue", points: spread.map(([x, , mid]) => [x, mid]), band: spread.map(([x, low, , high]) => [x, low, high]) }]);
+  }
+  const rows = within(run.consumed.filter((one) => one.measures[name]).map((one) => [one.at, ...one.measures[name]]));
+  const spread = thin(rows);
+  return overTime([
+    { name: "p99", color: "red", thin: true, points: spread.map((row) => [row[0], row[4]]) },
+    { name: "median", color: "blue", points: spread.map((row) => [row[0], row[2]]), band: spread.map((row) => [row[0], row[1], row[3]]) },
+  ]);
+}
+
+/** [x, 10th, 50th, 90th percentile] of neighbours, of single values over time. */
+function windows(points, count) {
+  const size = Math.max(1, Math.ceil(points.length / count));
+  const found = [];
+  for (let i = 0; i < points.length; i += size) {
+    const around = points.slice(Math.max(0, i - size), i + 2 * size).map((point) => point[1]).sort((a, b) => a - b);
+    const at = (share) => around[Math.min(around.length - 1, Math.floor(share * around.length))];
+    found.push([points[Math.min(points.length - 1, i + size - 1)][0], at(0.1), at(0.5), at(0.9)]);
+  }
+  return found;
+}
+
+function drawEss() {
+  return overTime([
+    { name: "tokens", color: "blue", points: thin(within(run.numbers("ratio/ess"))) },
+    { name: "sequences", color: "green", points: thin(within(run.numbers("sequence/ess"))) },
+  ]);
+}
+
+function drawDiffs() {
+  return overTime([
+    { name: "mismatch", color: "blue", points: thin(within(run.numbers("mismatch/logprob_diff"))) },
+    { name: "stale", color: "orange", points: thin(within(run.numbers("stale/logprob_diff"))) },
+  ]);
+}
+
+function drawRatios() {
+  const steps = [...run.steps.values()].filter((step) => step.mismatch?.length || step.stale?.length).slice(-10);
+  const lines = [["mismatch", "blue"], ["stale", "orange"]].map(([name, color]) => {
+    const counts = new Array(42).fill(0);
+    for (const step of steps) (step[name] ?? []).forEach((count, i) => (counts[i] += count));
+    const total = counts.reduce((sum, count) => sum + count, 0);
+    const points = total ? counts.map((count, i) => [-2.05 + i * 0.1, count / total]) : [];
+    return { name, color, points, steps: true, labelAt: name === "mismatch" ? 0.3 : 0.1 };
+  });
+  return { x: [-2.1, 2.1], lines };
+}
+
+function drawThroughput() {
+  const points = [];
+  run.engine.forEach((one, i) => {
+    const before = run.engine[i - 1];
+    if (!before || one.num_tokens == null || before.num_tokens == null || one.num_tokens < before.num_tokens) return;
+    points.push([one.at, (one.num_tokens - before.num_tokens) / Math.max(0.1, one.at - before.at)]);
+  });
+  const shown = within(points);
+  return overTime([
+    { name: "each second", unlabelled: true, color: "blue", faint: true, points: thin(shown) },
+    { name: "tokens/s", color: "blue", points: thin(smooth(shown, 9)) },
+  ]);
+}
+
+function engineLine(name, label, color) {
+  const points = run.engine.filter((one) => one[name] != null).map((one) => [one.at, one[name]]);
+  return overTime([{ name: label, color, points: thin(within(points)) }]);
+}
+
+function drawRows() {
+  const [running] = engineLine("num_running", "rows in use", "blue").lines;
+  const [waiting] = engineLine("num_waiting", "waiting", "orange").lines;
+  return overTime([{ ...running, name: "in use" }, waiting], run.rows && running.points.length ? { rule: { y: run.rows, name: "all rows" } } : {});
+}
+
+/** Shares of time in which a side did this and that, in at most so many rows. */
+function shares(parts, kinds, rest) {
+  const [low, high] = shownTime();
+  const shown = parts.filter((part) => part.to > low && part.from < high && part.to > part.from);
+  const size = Math.max(1, Math.ceil(shown.length / 120));
+  const rows = [];
+  for (let i = 0; i < shown.length; i += size) {
+    const joined = shown.slice(i, i + size);
+    const total = joined.reduce((sum, part) => sum + part.seconds, 0) || 1;
+    const values = kinds.map(([, , names]) => joined.reduce((sum, part) => sum + names.reduce((all, name) => all + (part.by[name] ?? 0), 0), 0) / total);
+    if (rest) values.push(Math.max(0, 1 - values.reduce((sum, value) => sum + value, 0)));
+    rows.push([Math.max(low, joined[0].from), joined[joined.length - 1].to, values]);
+  }
+  const named = rest ? [...kinds, rest] : kinds;
+  return overTime([], { stack: { names: named.map((kind) => kind[0]), colors: named.map((kind) => kind[1]), rows, legend: true } });
+}
+
+function drawTrainerWaits() {
+  const parts = [];
+  for (const step of run.steps.values()) {
+    if (!step.seconds) continue;
+    const by = { ...step.spans };
+    const copy = by["wait for the publish copy"] ?? 0; // it lies within the optimizer's step
+    if (by["optimizer step"]) by["optimizer step"] = Math.max(0, by["optimizer step"] - copy);
+    const sum = Object.values(by).reduce((all, seconds) => all + seconds, 0);
+    parts.push({ from: step.at - step.seconds, to: step.at, seconds: Math.max(step.seconds, sum), by });
+  }
+  return shares(parts, TRAINER, ["does other things", "grey"]);
+}
+
+function drawEngineWaits() {
+  const parts = run.engine.map((one, i) => {
+    const from = run.engine[i - 1]?.at ?? one.at - 1;
+    const seconds = Math.min(one.at - from, 5);
+    const by = Object.fromEntries(Object.entries(one.states).map(([state, share]) => [state, share * seconds]));
+    return { from: one.at - seconds, to: one.at, seconds, by };
+  });
+  return shares(parts, ENGINE);
+}
+
+function shownVersions() {
+  return [...run.versions.values()].sort((a, b) => a.version - b.version).slice(-VERSIONS_SHOWN);
+}
+
+function drawVersions() {
+  const rows = shownVersions().map((one) => {
+    const [drawn, trained, dropped] = [one.drawn ?? 0, one.trained ?? 0, one.dropped ?? 0];
+    return [one.version - 0.5, one.version + 0.5, [trained, dropped, Math.max(0, drawn - trained - dropped)]];
+  });
+  const x = rows.length ? [rows[0][0], Math.max(rows[rows.length - 1][1], rows[0][0] + 12)] : [0, 1];
+  return { x, stack: { names: ["trained on", "left out", "under way or elsewhere"], colors: ["blue", "orange", "grey"], rows, gaps: true, legend: true } };
+}
+
+function versionTicks(low, high, count) {
+  const step = Math.max(1, [1, 2, 5, 10, 20, 50].find((n) => (high - low) / n <= count) ?? 100);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
+  return found;
+}
+
+function tipOfVersion(x) {
+  const one = run.versions.get(Math.round(x));
+  const swap = run.swapped.findLast((found) => found.version === Math.round(x));
+  const published = one?.published ? `, published at ${clock(one.published - run.began)}` : "";
+  return `version ${Math.round(x)}${published}${swap ? `, live after ${text(swap.swap_ms)} ms` : ""}`;
+}
+
+// ---- tiles --------------------------------------------------------------------------------------------------------
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
+}
+
+function mean(values) {
+  return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
+function tiles() {
+  const last = (name, count) => run.numbers(name).slice(-count).map((point) => point[1]);
+  const swaps = run.swapped.slice(-50);
+  const consumed = run.consumed.slice(-10);
+  const measure = (name) => median(consumed.filter((one) => one.measures[name]).map((one) => one.measures[name][1]));
+  const rate = charts.get("throughput").draw().lines[0].points.slice(-10).map((point) => point[1]);
+  const accuracy = run.accuracies.length ? last(run.accuracies[0], 1)[0] : null;
+  const first = run.accuracies.length ? run.numbers(run.accuracies[0])[0][1] : null;
+  return [
+    ["Reward", text(mean(last("reward", 10))), "", "mean, 10 steps"],
+    ["Held-out accuracy", text(accuracy), "", first === null || first === undefined ? "not measured" : `${text(first)} at first`],
+    ["Throughput", text(mean(rate)), "tokens/s", "last 10 s"],
+    ["swap_ms", text(median(swaps.map((swap) => swap.swap_ms))), "ms", "median of 50"],
+    ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50"],
+    ["token_age_ms", text(measure("token_age_ms")), "ms", "median, 10 steps"],
+    ["version_lag", text(measure("version_lag")), "versions", "median, 10 steps"],
+    ["Effective sample size", text(mean(last("ratio/ess", 10))), "", "mean, 10 steps"],
+  ];
+}
+
+function drawTiles() {
+  const elements = tiles().map(([name, value, unit, note]) => {
+    const tile = make("div", { class: "tile" });
+    const number = make("p", { class: "value" }, value);
+    if (unit) number.append(make("small", {}, unit));
+    tile.append(make("h3", {}, name), number, make("p", { class: "note" }, note));
+    return tile;
+  });
+  $("tiles").replaceChildren(...elements);
+}
+
+// ---- rollouts -----------------------------------------------------------------------------------------------------
+
+const cards = new Map();
+
+function drawSamples() {
+  const wanted = run.samples.slice(-3).reverse().flatMap((sample) => sample.rollouts.map((rollout, i) => [`${sample.at}-${i}`, sample, rollout]));
+  for (const key of cards.keys()) if (!wanted.some(([other]) => other === key)) cards.delete(key);
+  for (const [key, sample, rollout] of wanted) if (!cards.has(key)) cards.set(key, cardOf(sample, rollout));
+  const elements = wanted.map(([key]) => cards.get(key));
+  const host = $("samples");
+  if (!elements.length) host.replaceChildren(make("p", { class: "facts" }, "No rollout has been recorded yet."));
+  else if (elements.length !== host.children.length || elements.some((element, i) => host.children[i] !== element)) host.replaceChildren(...elements);
+  colourTokens();
+}
+
+function cardOf(sample, rollout) {
+  const card = make("article", { class: "sample", tabindex: "0", "aria-label": `Rollout with reward ${text(rollout.reward)}: ${rollout.tokens.join("")}` });
+  const meta = make("div", { class: "meta" });
+  const total = rollout.num_tokens ?? rollout.tokens.length;
+  const reward = make("span", {}, "reward ");
+  reward.append(make("b", {}, text(rollout.reward)));
+  meta.append(reward, make("span", {}, `${total} tokens, ${rollout.finish_reason ?? ""}`), make("span", {}, `trained on at ${clock(sample.at)} as version ${sample.trainer_version ?? "?"}`));
+  const words = make("p", { class: "text" });
+  words.append(make("span", { class: "prompt" }, rollout.prompt));
+  rollout.tokens.forEach((token, i) => {
+    const shown = token === "" ? "·" : token.replace(/\n/g, "⏎\n");
+    words.append(make("span", { class: "token", "data-version": rollout.versions[i], "data-ratio": rollout.log_ratios[i] ?? "" }, shown));
+  });
+  if (total > rollout.tokens.length) words.append(` … ${total - rollout.tokens.length} more`);
+  const about = make("p", { class: "about", "aria-live": "polite" }, HINT);
+  card.append(meta, words, about);
+  const tokens = [...card.querySelectorAll(".token")];
+  let at = -1;
+  const show = (index) => {
+    tokens[at]?.classList.remove("at");
+    at = index;
+    if (at < 0) return (about.textContent = HINT);
+    const { version, ratio } = tokens[at].dataset;
+    about.textContent = `token ${at + 1}: version ${version}, log ρ ${ratio === "" ? "not in the loss" : Number(ratio).toFixed(4).replace("-", "−")}`;
+  };
+  words.addEventListener("pointerover", (event) => event.target.classList.contains("token") && show(tokens.indexOf(event.target)));
+  card.addEventListener("pointerleave", () => show(-1));
+  card.addEventListener("blur", () => show(-1));
+  card.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    show(Math.max(0, Math.min(tokens.length - 1, at + step)));
+    tokens[at].classList.add("at");
+  });
+  return card;
+}
+
+function colourTokens() {
+  const byVersion = document.querySelector('input[name="colour"]:checked').value === "version";
+  const tokens = [...document.querySelectorAll(".token")];
+  const versions = [...new Set(tokens.map((token) => Number(token.dataset.version)))].sort((a, b) => b - a);
+  const ground = (version) => `var(--v${versions.indexOf(version) % 6})`;
+  for (const token of tokens) token.style.background = byVersion ? ground(Number(token.dataset.version)) : tint(token.dataset.ratio);
+  const legend = $("legend");
+  if (byVersion) {
+    legend.replaceChildren(...versions.slice(0, 12).map((version) => make("b", { style: `background:${ground(version)}` }, `v${version}`)));
+    return;
+  }
+  const steps = [-1, -0.3, -0.03, 0.03, 0.3, 1];
+  legend.replaceChildren("likelier when drawn", ...steps.map((ratio) => make("b", { style: `background:${tint(ratio)}` }, text(ratio).replace("-", "−"))), "likelier now");
+}
+
+function tint(ratio) {
+  if (ratio === "" || Number.isNaN(Number(ratio))) return "none";
+  const strength = Math.min(1, Math.cbrt(Math.abs(Number(ratio)))) * 0.75;
+  return `rgb(var(--${Number(ratio) > 0 ? "above" : "below"}) / ${strength.toFixed(3)})`;
+}
+
+// ---- the head -----------------------------------------------------------------------------------------------------
+
+let seen = { there: null, place: "", why: "", now: 0 };
+
+function drawHead() {
+  const newest = run.newest;
+  const version = run.engine.findLast((one) => one.version != null)?.version;
+  const facts = [];
+  if (run.model && !run.model.startsWith("/")) facts.push(run.model);
+  if (newest) facts.push(`step ${newest.step}`);
+  if (version !== undefined) facts.push(`version ${version} is live`);
+  if (run.began !== null) facts.push(`${clock(run.last - run.began)} since it began`);
+  if (seen.place) facts.push(seen.place);
+  $("facts").textContent = facts.join(" · ");
+  $("title").textContent = run.title || "Waiting for a run";
+  document.title = `${run.title || "no run"} · inflight watch`;
+}
+
+function drawStatus() {
+  const [state, words] = status();
+  $("status").dataset.state = state;
+  $("status").querySelector("span").textContent = words;
+  const notice = $("notice");
+  const reason = seen.there === false ? `The run is not there: ${seen.why}. This page shows it as soon as it is.` : "";
+  if (notice.textContent !== reason) notice.textContent = reason;
+  notice.hidden = !reason;
+  document.body.classList.toggle("stale", seen.there === false && run.began !== null);
+}
+
+function status() {
+  if (seen.there === null) return ["waiting", "connecting"];
+  if (seen.there === false) return ["gone", "the run is not there"];
+  if (run.ended) return ["ended", "the run has ended"];
+  const silent = seen.now - (run.last ?? seen.now);
+  if (silent > QUIET_S) return ["quiet", `no news for ${clock(silent)}`];
+  return ["live", "live"];
+}
+
+// ---- news ---------------------------------------------------------------------------------------------------------
+
+let cursor = "";
+let isDirty = true;
+
+async function ask() {
+  try {
+    const answer = await fetch(`events?cursor=${encodeURIComponent(cursor)}`, { cache: "no-store", signal: AbortSignal.timeout(ANSWER_MS) });
+    if (!answer.ok) throw new Error(`the page's server answered with ${answer.status}`);
+    return await answer.json();
+  } catch (error) {
+    const why = error instanceof TypeError || error.name === "TimeoutError" ? "the server of this page does not answer" : error.message;
+    return { there: false, place: seen.place, why, now: seen.now };
+  }
+}
+
+async function follow() {
+  for (;;) {
+    const news = await ask();
+    seen = news;
+    if (news.there) {
+      if (news.is_new) run.clear();
+      for (const event of news.events ?? []) run.add(event);
+      isDirty ||= news.is_new || (news.events ?? []).length > 0;
+      cursor = news.cursor;
+    }
+    if (news.there && news.has_more) continue;
+    draw();
+    await new Promise((done) => setTimeout(done, document.hidden ? ASK_HIDDEN_MS : ASK_MS));
+  }
+}
+
+function draw() {
+  drawStatus();
+  if (!isDirty) return;
+  isDirty = false;
+  drawHead();
+  for (const { chart, draw: data } of charts.values()) chart.draw(data());
+  drawTiles();
+  drawSamples();
+}
+
+function redraw() {
+  isDirty = true;
+  draw();
+}
+
+function chooseTheme(theme) {
+  const isDark = theme === "dark" || (theme === "" && matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.dataset.theme = isDark ? "dark" : "light";
+}
+
+function remembered(select, name, apply) {
+  const kept = localStorage.getItem(name);
+  if ([...select.options].some((option) => option.value === kept)) select.value = kept;
+  select.addEventListener("change", () => {
+    localStorage.setItem(name, select.value);
+    apply(select.value);
+  });
+  apply(select.value);
+}
+
+build();
+remembered($("theme"), "inflight-theme", chooseTheme);
+remembered($("window"), "inflight-window", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chooseTheme($("theme").value));
+document.querySelectorAll('input[name="colour"]').forEach((input) => input.addEventListener("change", colourTokens));
+document.addEventListener("visibilitychange", () => document.hidden || redraw());
+follow();

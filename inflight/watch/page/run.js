@@ -1,0 +1,115 @@
+// What is known of a run: its events, in the order in which they came, within a bound.
+
+const MOST = 6000;
+const SAMPLES = 8;
+
+export class Run {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.title = "";
+    this.model = "";
+    this.rows = 0;
+    this.began = null;
+    this.last = null;
+    this.restarts = [];
+    this.ended = false;
+    this.lost = 0;
+    this.steps = new Map();
+    this.consumed = [];
+    this.swapped = [];
+    this.engine = [];
+    this.versions = new Map();
+    this.samples = [];
+  }
+
+  add(event) {
+    if (this.began === null) this.began = event.time;
+    this.last = Math.max(this.last ?? event.time, event.time);
+    this.ended = event.kind === "ended";
+    const at = event.time - this.began;
+    switch (event.kind) {
+      case "began":
+        return this.begin(event, at);
+      case "step":
+        return this.step(event, at);
+      case "consumed":
+        return kept(this.consumed, { at, ...event });
+      case "swapped":
+        return kept(this.swapped, { at, ...event });
+      case "engine":
+        return kept(this.engine, { at, ...event });
+      case "version":
+        return this.version(event);
+      case "samples":
+        this.samples.push({ at, ...event });
+        if (this.samples.length > SAMPLES) this.samples.shift();
+        return;
+      case "ended":
+        this.lost = event.num_lost ?? 0;
+    }
+  }
+
+  begin(event, at) {
+    this.title = event.title;
+    this.model = event.model ?? "";
+    this.rows = event.max_sequences ?? 0;
+    if (at > 0) this.restarts.push(at);
+    for (const step of [...this.steps.keys()]) if (step > (event.resumed_after_step ?? 0)) this.steps.delete(step);
+  }
+
+  step(event, at) {
+    const known = this.steps.get(event.step);
+    const spans = { ...known?.spans };
+    for (const [name, seconds] of Object.entries(event.spans ?? {})) spans[name] = (spans[name] ?? 0) + seconds;
+    const seconds = (known?.seconds ?? 0) + (event.seconds ?? 0);
+    const one = { step: event.step, at, seconds, spans, numbers: { ...known?.numbers, ...event.numbers } };
+    one.mismatch = event.mismatch ?? known?.mismatch;
+    one.stale = event.stale ?? known?.stale;
+    this.steps.delete(event.step);
+    this.steps.set(event.step, one);
+    if (this.steps.size > MOST) {
+      const numbers = [...this.steps.keys()];
+      for (let i = 0; i < numbers.length / 2; i += 2) this.steps.delete(numbers[i]);
+    }
+  }
+
+  version(event) {
+    this.versions.set(event.version, event);
+    if (this.versions.size > MOST) this.versions.delete(this.versions.keys().next().value);
+  }
+
+  get newest() {
+    let found = null;
+    for (const step of this.steps.values()) if (found === null || step.step > found.step) found = step;
+    return found;
+  }
+
+  /** [time, value] of a number of each step that has it. */
+  numbers(name) {
+    const found = [];
+    for (const step of this.steps.values()) {
+      if (step.numbers[name] !== undefined) found.push([step.at, step.numbers[name]]);
+    }
+    return found;
+  }
+
+  /** Names of numbers that say how well held-out prompts are answered. */
+  get accuracies() {
+    const found = new Set();
+    for (const step of this.steps.values()) {
+      for (const name of Object.keys(step.numbers)) {
+        if (name === "accuracy" || (name.endsWith("/reward") && !name.startsWith("reward"))) found.add(name);
+      }
+    }
+    return [...found];
+  }
+}
+
+/** Append; of the older half of too many, every second goes. */
+function kept(list, item) {
+  list.push(item);
+  if (list.length > MOST) list.splice(0, list.length, ...list.filter((_, i) => i > MOST / 2 || i % 2));
+}

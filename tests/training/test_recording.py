@@ -1,0 +1,239 @@
+"""What a recorder writes of what it was told, exactly; and that nothing which happens to it ends the run."""
+
+import logging
+import os
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from made_batches import make_batch, make_rollouts
+from made_frames import make_frame
+from tiny_models import make_model
+
+from inflight.core.errors import EngineDiedError, InflightError
+from inflight.core.frames import Swap
+from inflight.core.messages import Status
+from inflight.core.spans import span
+from inflight.observability.event_file import EventFile
+from inflight.observability.events import (
+    LOG_RATIO_EDGES,
+    Began,
+    Consumed,
+    Ended,
+    Engine,
+    RunError,
+    Samples,
+    Step,
+    Swapped,
+    Version,
+    read_events,
+)
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.training import recording
+from inflight.training.data.scored_groups import ScoredGroups, measure_taken
+from inflight.training.model.forward import token_logprobs
+from inflight.training.objective.loss import policy_loss
+from inflight.training.recording import RunRecorder
+
+MS = 1_000_000
+COUNTS = {field: 0 for field in Status.__struct_fields__ if field.startswith(("num_", "kv_"))}
+
+
+class MadeEngine:
+    """An engine of which only its counters are known."""
+
+    def __init__(self):
+        self.options = SimpleNamespace(model="tiny", max_sequences=8)
+        self.staleness = StalenessMeter()
+        self.stream = SimpleNamespace(
+            state="generating", outstanding=[3, 4], text_of_tokens=lambda ids: [f"<{token}>" for token in ids]
+        )
+        self.seconds: dict[str, float] = {}
+        self.error: Exception | None = None
+
+    def status(self) -> Status:
+        if self.error:
+            raise self.error
+        counts = {**COUNTS, "num_running": 5, "num_waiting": 2, "kv_blocks_used": 3, "kv_blocks": 4, "bad_messages": 0}
+        flags = {"paused": False, "asleep": False}
+        return Status(**counts, **flags, version=7, step=0, versions=[], seconds_by_state=self.seconds)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """An engine, its recorder, and what closes the recorder and gives its events by kind."""
+    engine = MadeEngine()
+    recorder = RunRecorder(engine, tmp_path / "run", title="a run")
+
+    def events(kind):
+        recorder.close()
+        return [event for event in read_events(tmp_path / "run") if isinstance(event, kind)]
+
+    yield engine, recorder, events
+    recorder.close()
+
+
+def test_a_run_begins_with_its_name_and_ends(recorded):
+    _, _, events = recorded
+    first, *_, last = events(object)
+    assert isinstance(first, Began)
+    assert (first.title, first.model, first.max_sequences, first.pid) == ("a run", "tiny", 8, os.getpid())
+    assert isinstance(last, Ended)
+
+
+def test_measures_and_the_life_of_versions_are_what_the_meter_was_told(recorded):
+    engine, _, events = recorded
+    meter = engine.staleness
+    meter.restore([(0, 0), (4, 50 * MS)])
+    meter.published(5, 100 * MS)
+    meter.frame(make_frame(0, swap=Swap(5, 100 * MS, 2 * MS, 1)))
+    meter.frame(make_frame(6, time_ns=112 * MS))  # of version 5
+    meter.taken(np.array([5, 5, 5, 4]))
+    meter.consume(np.array([5, 4]), np.array([112, 104]) * MS, consumed_ns=200 * MS, trainer_version=5)
+    [swapped] = events(Swapped)
+    assert (swapped.version, swapped.swap_ms, swapped.stall_ms) == (5, 12.0, 2.0)
+    [consumed] = events(Consumed)
+    assert consumed.num_tokens == 2
+    assert consumed.measures["token_age_ms"] == pytest.approx([88.8, 92, 95.2, 95.92])
+    assert consumed.measures["weight_lag_ms"][1] == 2
+    assert consumed.measures["version_lag"][3] == pytest.approx(0.99)
+    lives = {event.version: event for event in events(Version)}
+    assert (lives[5].drawn, lives[5].trained, lives[5].dropped) == (6, 1, 2)
+    assert (lives[4].drawn, lives[4].trained, lives[4].dropped) == (0, 1, 0)
+    assert lives[5].published is not None
+    assert lives[4].published is None
+
+
+def test_a_step_has_its_numbers_and_the_time_of_this_threads_spans(recorded):
+    _, recorder, events = recorded
+    with span("forward"):
+        pass
+    recorder.log(1, {"reward": 0.5, "loss": float("nan")})
+    recorder.log(2, {"reward": 1.0})
+    first, second = events(Step)
+    assert (first.step, first.numbers, first.seconds) == (1, {"reward": 0.5}, None)
+    assert list(first.spans) == ["forward"]
+    assert second.spans == {}
+    assert second.seconds is not None
+
+
+def test_ratios_are_counted_by_cause(recorded):
+    _, recorder, events = recorded
+    batch = make_batch()
+    model = make_model("qwen3")
+    policy_loss(model, batch)  # of a trainer whose version is not known
+    recorder.log(1, {})
+    batch.trainer_version = 3
+    _, stats = policy_loss(model, batch)
+    recorder.log(2, {})
+    recorder.log(3, {})
+    unknown, known, nothing = events(Step)
+    assert (sum(known.mismatch), sum(known.stale)) == (stats.mismatch.num_tokens, stats.stale.num_tokens)
+    assert min(stats.mismatch.num_tokens, stats.stale.num_tokens) > 0
+    assert unknown.mismatch == unknown.stale == nothing.mismatch == nothing.stale == []
+
+
+def test_log_ratios_lie_in_the_bins_that_are_documented(recorded):
+    _, recorder, events = recorded
+    batch = make_batch()
+    batch.trainer_version = 0  # no version is older
+    rows = batch.drawn[:5]
+    recorder._observe(batch, rows, torch.tensor([-7.0, -1.99, 0.05, 1.95, 2.5]))
+    recorder.log(1, {})
+    [step] = events(Step)
+    assert [index for index, count in enumerate(step.mismatch) if count] == [0, 1, 21, 40, 41]
+    assert LOG_RATIO_EDGES[20] == 0
+
+
+def test_rollouts_show_their_own_ratios_also_in_micro_batches(recorded):
+    _, recorder, events = recorded
+    batch = make_batch()
+    batch.trainer_version = 3
+    model = make_model("qwen3")
+    parts = batch.micro_batches(60)
+    assert len(parts) > 1
+    for part in parts:
+        recorder._sampled_s = 0.0
+        policy_loss(model, part)
+        policy_loss(model, part)  # one sample in five seconds is enough
+    with torch.no_grad():
+        logs = (token_logprobs(model, batch) - batch.behavior_logprobs[batch.drawn]).tolist()
+    expected = {}
+    for rollout in batch.rollouts:
+        length = len(rollout.token_ids)
+        expected[tuple(f"<{token}>" for token in rollout.token_ids)] = (rollout, logs[:length])
+        del logs[:length]
+    found = events(Samples)
+    assert [event.trainer_version for event in found] == [3] * len(parts)
+    for shown in (one for event in found for one in event.rollouts):
+        rollout, ratios = expected[tuple(shown.tokens)]
+        assert shown.log_ratios == pytest.approx(ratios, rel=1e-3, abs=1e-4)
+        assert shown.versions == rollout.weight_versions.tolist()
+        assert shown.num_tokens == len(rollout.token_ids)
+
+
+def test_tokens_that_are_taken_and_not_trained_on_are_told_by_version():
+    engine = MadeEngine()
+    seen = []
+    engine.staleness.listener = SimpleNamespace(taken=lambda versions: seen.append(versions))
+    rollouts = make_rollouts(4)
+    measure_taken(engine.staleness, ScoredGroups(groups=[rollouts[:2]], replaced=[rollouts[2:]]))
+    assert len(seen[0]) == sum(len(rollout.token_ids) for rollout in rollouts)
+
+
+def test_the_engine_is_asked_once_in_a_while_and_its_time_is_shared_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(recording, "_WRITE_EVERY_S", 0.01)
+    engine = MadeEngine()
+    engine.seconds = {"generating": 3.0, "idle": 1.0}
+    with RunRecorder(engine, tmp_path) as recorder:
+        wait_for(lambda: any(isinstance(event, Engine) for event in read_events(tmp_path)))
+        engine.error = EngineDiedError("it has ended")
+        wait_for(lambda: {"silent": 1.0} in [e.states for e in read_events(tmp_path) if isinstance(e, Engine)])
+        recorder.log(1, {"reward": 1.0})
+    first = next(event for event in read_events(tmp_path) if isinstance(event, Engine))
+    assert first.states == {"generating": 0.75, "idle": 0.25}
+    assert (first.version, first.num_running, first.num_waiting, first.num_outstanding) == (7, 5, 2, 2)
+    assert first.kv_used == 0.75
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, Step)] == [1]
+
+
+def test_one_recorder_at_a_time(recorded, tmp_path):
+    engine, recorder, _ = recorded
+    with pytest.raises(InflightError, match="is being recorded already; close that recorder first"):
+        RunRecorder(engine, tmp_path / "other")
+    recorder.close()
+    RunRecorder(engine, tmp_path / "other").close()
+
+
+def test_a_run_that_goes_on_keeps_its_events(tmp_path):
+    with RunRecorder(MadeEngine(), tmp_path) as recorder:
+        recorder.log(1, {"reward": 0.5})
+    with RunRecorder(MadeEngine(), tmp_path, resumed_after_step=1) as recorder:
+        recorder.log(2, {"reward": 0.75})
+    events = list(read_events(tmp_path))
+    assert [event.step for event in events if isinstance(event, Step)] == [1, 2]
+    assert [event.resumed_after_step for event in events if isinstance(event, Began)] == [0, 1]
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(monkeypatch, tmp_path, caplog):
+    def fail(self, events):
+        raise RunError("cannot write events.jsonl: No space left on device")
+
+    monkeypatch.setattr(EventFile, "append", fail)
+    monkeypatch.setattr(recording, "_WRITE_EVERY_S", 0.01)
+    monkeypatch.setattr(recording, "_WAITING_EVENTS", 3)
+    with caplog.at_level(logging.WARNING), RunRecorder(MadeEngine(), tmp_path) as recorder:
+        wait_for(lambda: not recorder._thread.is_alive())
+        for step in range(10):
+            recorder.log(step, {})
+        assert len(recorder._events) <= 3
+    assert "the run goes on without a record: cannot write events.jsonl: No space left" in caplog.text
+
+
+def wait_for(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
