@@ -353,10 +353,10 @@ def test_a_rank_of_another_machine_takes_its_share_and_nobody_without_its_key(tr
     with AttachedEngine(two.hub.card, 1, elsewhere) as engine:
         engine.submit([[1, 2]])
         assert [prompt.token_ids for prompt in two.submitted] == [[1, 2]]
-        shares, theirs = two.shares(three_batches()), engine.stream.batches()
-        taken = [sorted(ids_of(batch) + ids_of(next(theirs))) for batch in shares]
-        assert taken == [ids_of(batch) for batch in three_batches()]
-        assert list(theirs) == []
+        running = two.start(list, engine.stream.batches())
+        own = list(two.shares(three_batches()))
+        pairs = zip(own, running.result(BOUND_S), strict=True)
+        assert [sorted(ids_of(one) + ids_of(other)) for one, other in pairs] == [ids_of(b) for b in three_batches()]
     with pytest.raises(RankLostError, match=r"rank 0, on another machine, did not answer join within 1 s"):
         AttachedEngine(two.hub.card, 1, zmq.curve_keypair())
     with pytest.raises(RankLostError, match="listens to its own machine alone"):
