@@ -140,8 +140,13 @@ class TokenFrame:
             raise FrameError(f"the frame has columns {names}, which it can have once each")
         sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
         columns: dict[str, np.ndarray] = {}
-        for name in (*REQUIRED, *specs):
-            spec = specs.get(name) or ColumnSpec(name, COLUMNS[name].dtypes[0], (header.num_tokens,))
+        for name, dtype in _REQUIRED_DTYPES.items():
+            end = at + header.num_tokens * dtype.itemsize
+            if end > len(data):
+                raise FrameError(f"column {name} has {header.num_tokens} values, of which {len(data) - at} bytes came")
+            columns[name] = np.frombuffer(data, dtype, header.num_tokens, at)
+            at = end + -end % _ALIGNMENT
+        for name, spec in specs.items():
             columns[name] = column = _column(spec, data, at, sizes)
             at += column.nbytes + -column.nbytes % _ALIGNMENT
         if at != len(data):
@@ -214,5 +219,6 @@ def _check_mask(offsets: np.ndarray, token_ids: np.ndarray, cut_from: np.ndarray
         raise FrameError("column mask_cut_from tells of vocabularies of which nothing was left")
 
 
+_REQUIRED_DTYPES = {name: np.dtype(COLUMNS[name].dtypes[0]) for name in REQUIRED}
 _HEADER_ENCODER = msgspec.msgpack.Encoder()
 _HEADER_DECODER = msgspec.msgpack.Decoder(FrameHeader)

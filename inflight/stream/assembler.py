@@ -12,6 +12,7 @@ from inflight.core.errors import FrameError
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
+from inflight.stream.row_index import Found, RowIndex
 from inflight.stream.token_store import COLUMNS_OF_ALL, StoredTokens, TokenStore
 
 _RAGGED = {name for name, column in COLUMNS.items() if column.dims[0] != TOKENS} | {"mask_cut_from"}
@@ -70,9 +71,10 @@ class Assembler:
         self._partials: dict[int, _Partial] = {}
         self._groups: dict[int, _Group] = {}
         self._store = TokenStore()
-        self._last: dict[str, tuple[bytes, np.ndarray, np.ndarray]] = {}
-        """Of each engine, the request ids of the last frame, which of its rows are known, and where in the store they
-        go."""
+        self._index = RowIndex()
+        """Maps request ids to the places of their tokens in the store."""
+        self._last: dict[str, tuple[bytes, Found]] = {}
+        """Of each engine, the request ids of the last frame, and what was found of them."""
         self.num_tokens = 0
         self.num_orphan_tokens = 0
         self.num_unfinished_tokens = 0
@@ -210,8 +212,9 @@ class Assembler:
             raise FrameError(f"group {start.group_id} has requests {ids[0]} to {ids[-1]}, some of another group")
         self._groups[start.group_id] = group = _Group(start, np.array(start.prompt_token_ids, np.int32))
         masked = start.params.return_sampling_mask and start.params.filtered
-        for request_id in ids:
-            self._partials[request_id] = _Partial(group, self._store.open(columns), [] if masked else None)
+        opened = [_Partial(group, self._store.open(columns), [] if masked else None) for _ in ids]
+        self._partials.update(zip(ids, opened, strict=True))
+        self._index.add(ids[0], [partial.tokens.row for partial in opened])
         self.next_request_id = max(self.next_request_id, ids[-1] + 1)
         self._last.clear()
 
@@ -242,6 +245,7 @@ class Assembler:
         self.num_unfinished_tokens -= num_tokens
         self.num_unfinished_tokens_at[partial.group.engine_id] -= num_tokens
         self._store.close(partial.tokens)
+        self._index.remove(request_id)
         self._last.clear()
 
     def _append(self, frame: TokenFrame) -> None:
@@ -263,17 +267,13 @@ class Assembler:
         if "scored_logprobs" in extras:
             self._append_prompt_scores(extras)
 
-    def _find(self, engine_id: str, request_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _find(self, engine_id: str, request_ids: np.ndarray) -> Found:
         """Which of these requests are known, and where in the store those go. One that is named twice counts once,
         which its end will not agree with."""
-        key = request_ids.tobytes()
-        last = self._last.get(engine_id)
+        key, last = request_ids.tobytes(), self._last.get(engine_id)
         if last is None or last[0] != key:
-            ids = request_ids.tolist()
-            rows = {i: self._partials[i].tokens.row for i in ids if i in self._partials}
-            known = np.array([rows.pop(i, -1) for i in ids], np.int64)
-            self._last[engine_id] = last = key, known >= 0, known[known >= 0]
-        return last[1:]
+            self._last[engine_id] = last = key, self._index.find(request_ids)
+        return last[1]
 
     def _append_masks(self, request_ids: list[int], extras: Mapping[str, np.ndarray]) -> None:
         ids = SamplingMask(extras["mask_token_ids"], extras["mask_offsets"]).split()
