@@ -43,7 +43,7 @@ def timed(name: str) -> Any:
     return call
 
 
-for name in ("log", "published", "drawn", "swapped", "taken", "consumed", "_observe", "_run"):
+for name in ("log", "published", "drawn", "swapped", "taken", "consumed", "_observe", "_run", "_ask"):
     setattr(Timed, name, timed(name))
 
 

@@ -33,7 +33,7 @@ class Span(msgspec.Struct):
 
     def __exit__(self, *_: object) -> None:
         self.ended_ns = now_ns()
-        if (totals := _totals) is not None:
+        if (totals := _totals) is not None and (not _asking or self.thread in _asking):
             key = self.thread, self.name
             totals[key] = totals.get(key, 0) + self.ended_ns - self.began_ns
 
@@ -42,6 +42,8 @@ _spans: list[Span] | None = None
 """The spans of the trace that is being taken of this process, if one is."""
 _totals: dict[tuple[int, str], int] | None = None
 """Nanoseconds by (thread, name), if the time of this process is added up."""
+_asking: set[int] = set()
+"""The threads that have asked for their sums. As soon as there is one, spans of others are not added up."""
 _threads: dict[int, Thread] = {}
 _NOTHING = nullcontext()
 
@@ -103,12 +105,19 @@ def start_adding_up() -> None:
     global _totals
     if _totals is not None:
         raise InflightError("a run of this process is being recorded already; close that recorder first")
+    _asking.clear()
     _totals = {}
 
 
 def added_up() -> dict[str, float]:
-    """Seconds by the name of the span, of those of this thread that have ended since it asked last."""
-    totals, thread = _totals or {}, threading.get_native_id()
+    """Seconds by the name of the span, of those of this thread that have ended since it asked last. A thread that asks
+    for the first time after another one gets nothing yet: sums that nobody asks for are not kept."""
+    if (totals := _totals) is None:
+        return {}
+    thread = threading.get_native_id()
+    _asking.add(thread)
+    for key in [key for key in list(totals) if key[0] not in _asking]:
+        totals.pop(key, None)
     mine = [key for key in list(totals) if key[0] == thread]
     return {key[1]: totals.pop(key) / 1e9 for key in mine}
 

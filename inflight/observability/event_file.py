@@ -1,6 +1,9 @@
 """The file of a run's events: appended to within a bound, and followed while it grows."""
 
+import contextlib
+import logging
 import os
+import zlib
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +20,8 @@ from inflight.observability.events import (
     decode,
     encode,
 )
+
+logger = logging.getLogger("inflight")
 
 MAX_BYTES = 32 << 20
 _SAMPLES_KEPT = 40
@@ -42,18 +47,22 @@ class EventFile:
         except OSError as error:
             raise self._failed(error) from error
 
-    def append(self, events: list[Event]) -> None:
-        """Write these events, which are there at once for readers."""
+    def append(self, events: list[Event]) -> int:
+        """Write these events, which are there at once for readers. Returns how many are lost, since they hold something
+        that JSON has no word for."""
+        lines = [line for event in events if (line := _line_of(event)) is not None]
         try:
-            self._file.write(b"".join(encode(event) + b"\n" for event in events))
+            self._file.write(b"".join(lines))
             self._file.flush()
             if self._file.tell() > self._max_bytes:
                 self._thin_out()
         except OSError as error:
             raise self._failed(error) from error
+        return len(events) - len(lines)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # only after an `append` that failed is there anything left to write
+            self._file.close()
 
     def _open(self) -> None:
         self._file = open(self.path, "ab")  # noqa: SIM115  it is closed by `close`
@@ -75,6 +84,14 @@ class EventFile:
 
     def _failed(self, error: OSError) -> RunError:
         return RunError(f"cannot write {self.path}: {error.strerror or error}")
+
+
+def _line_of(event: Event) -> bytes | None:
+    try:
+        return encode(event) + b"\n"
+    except (TypeError, ValueError, OverflowError) as error:
+        logger.warning("an event of the kind %s is not recorded: %s", type(event).__name__, error)
+        return None
 
 
 def thinned(lines: list[bytes]) -> list[bytes]:
@@ -109,7 +126,9 @@ def read_piece(path: Path, cursor: str) -> Piece | None:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            here = f"{status.st_dev:x}-{status.st_ino:x}-"
+            # A new file may get the number of one that was removed; its first line tells them apart.
+            fingerprint = zlib.crc32(file.readline(_PIECE_BYTES))
+            here = f"{status.st_dev:x}-{status.st_ino:x}-{fingerprint:x}-"
             offset = _offset(cursor, here)
             is_new = offset is None or offset > status.st_size
             file.seek(0 if is_new or offset is None else offset)

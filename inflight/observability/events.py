@@ -30,7 +30,7 @@ class Began(_Event, frozen=True, kw_only=True, tag="began"):
     title: str
     model: str = ""
     max_sequences: int = 0
-    """Sequences that the engine decodes together, at most: its batch rows; 0 if that is not known."""
+    """Sequences that the engine, or all engines of a pool, decode together at most: batch rows; 0 if not known."""
     resumed_after_step: int = 0
     """Steps after this one that stand above are taken again, and do not count."""
     pid: int = 0
@@ -99,7 +99,7 @@ class Version(_Event, frozen=True, kw_only=True, tag="version"):
     drawn: int = 0
     """Tokens that it drew."""
     trained: int = 0
-    """Those of them that an optimizer step consumed."""
+    """Those of them that had part in the loss of an optimizer step."""
     dropped: int = 0
     """Those that the trainer took out of the stream and did not train on: without an advantage, truncated, too old."""
 
@@ -129,7 +129,7 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
     """The recorder was closed. A run that is killed has no such event."""
 
     num_lost: int = 0
-    """Events that were not recorded, since they came faster than they could be written."""
+    """Events that were not recorded, since they came faster than they could be written or held what JSON cannot say."""
 
 
 Event = Began | Step | Consumed | Swapped | Engine | Version | Samples | Ended

@@ -48,12 +48,14 @@ class StalenessListener(Protocol):
         """The first token under this version came."""
         ...
 
-    def taken(self, weight_versions: np.ndarray) -> None:
-        """The trainer took tokens that these versions i64[n] drew out of the stream."""
+    def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
+        """The trainer took tokens that these versions i64[n] drew out of the stream. Of those in the loss of its batch
+        the versions are in_loss i64[m]; the others it leaves out."""
         ...
 
-    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness) -> None:
-        """An optimizer step consumed tokens that these versions i64[n] drew."""
+    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None:
+        """An optimizer step consumed tokens that these versions i64[n] drew. in_loss bool[n]: which have part in the
+        loss."""
         ...
 
 
@@ -132,8 +134,8 @@ class StalenessMeter:
                 self._published.pop()
             self._published.append((version, called_ns))
             self.trainer_version = version
-            if self.listener is not None:
-                self.listener.published(version, called_ns)
+            if (listener := self.listener) is not None:
+                listener.published(version, called_ns)
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""
@@ -150,20 +152,28 @@ class StalenessMeter:
             if swap is not None:
                 self.last_swap_ms = (header.time_ns - swap.published_ns) / NS_PER_MS
                 self._histograms["swap_ms"].add([self.last_swap_ms])
-            if self.listener is not None:
-                self.listener.drawn(header.version, header.num_tokens)
+            if (listener := self.listener) is not None:
+                listener.drawn(header.version, header.num_tokens)
                 if swap is not None and self.last_swap_ms is not None:
-                    self.listener.swapped(swap.version, self.last_swap_ms, swap.stall_ns / NS_PER_MS)
+                    listener.swapped(swap.version, self.last_swap_ms, swap.stall_ns / NS_PER_MS)
 
-    def taken(self, weight_versions: np.ndarray) -> None:
-        """The trainer took tokens that these versions i64[n] drew out of the stream, to train on them or not."""
-        if self.listener is not None:
-            self.listener.taken(weight_versions)
+    def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
+        """The trainer took tokens that these versions i64[n] drew out of the stream. Of those in the loss of its batch
+        the versions are in_loss i64[m]; the others it leaves out."""
+        if (listener := self.listener) is not None:
+            listener.taken(weight_versions, in_loss)
 
     def consume(
-        self, weight_versions: np.ndarray, sampled_at_ns: np.ndarray, *, consumed_ns: int, trainer_version: int
+        self,
+        weight_versions: np.ndarray,
+        sampled_at_ns: np.ndarray,
+        *,
+        consumed_ns: int,
+        trainer_version: int,
+        in_loss: np.ndarray | None = None,
     ) -> TokenStaleness:
-        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens."""
+        """Measure the tokens of one optimizer step. Both columns are i64[n] over drawn tokens. in_loss: bool[n], which
+        have part in the loss; None: all. Those that have none are measured, too."""
         with self._lock:
             versions, published = np.array(self._published).T
         own = np.maximum(np.searchsorted(versions, weight_versions, side="right") - 1, 0)
@@ -179,8 +189,9 @@ class StalenessMeter:
             for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms"):
                 self._histograms[name].add(getattr(staleness, name))
             self._version_lags.update(staleness.version_lag.tolist())
-        if self.listener is not None:
-            self.listener.consumed(weight_versions, staleness)
+        if (listener := self.listener) is not None:
+            every = np.ones(len(weight_versions), bool)
+            listener.consumed(weight_versions, staleness, every if in_loss is None else in_loss)
         return staleness
 
     def summary(self) -> dict[str, dict[str, float]]:

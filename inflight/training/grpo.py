@@ -173,7 +173,7 @@ class _Trainer:
             skip_uniform=config.skips_uniform_groups,
             mask_truncated=config.mask_truncated,
         )
-        measure_taken(self._meter, scored)
+        measure_taken(self._meter, scored, batch)
         self.dropped += charged.dropped
         update, staleness, causes = Update(), None, None
         if batch is not None:

@@ -5,11 +5,12 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from math import isfinite
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Concatenate, ParamSpec, Protocol, Self
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ import torch
 from inflight.core import spans
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
-from inflight.core.messages import Status
+from inflight.core.messages import Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.observability.event_file import MAX_BYTES, EventFile
 from inflight.observability.events import (
@@ -33,6 +34,7 @@ from inflight.observability.events import (
     Step,
     Swapped,
     Version,
+    read_events,
 )
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch
@@ -42,7 +44,7 @@ from inflight.training.objective import observers
 logger = logging.getLogger("inflight")
 
 _WRITE_EVERY_S = 1.0
-"""Time between two writes, before each of which the engine is asked for its counters."""
+"""Time between two writes, and between two questions to the engine for its counters."""
 _SAMPLE_EVERY_S = 5.0
 _SAMPLED_ROLLOUTS = 3
 _SHOWN_TOKENS = 160
@@ -51,6 +53,7 @@ _WAITING_EVENTS = 4096
 _VERSIONS = 256
 """Versions whose tokens are counted; of older ones it is known by then what became of them."""
 _CLOSE_S = 5.0
+_ASK_S = 1.0
 _BIN = LOG_RATIO_EDGES[1] - LOG_RATIO_EDGES[0]
 _NUM_BINS = len(LOG_RATIO_EDGES) + 1
 
@@ -60,6 +63,9 @@ class RecordedEngine(Protocol):
 
     options: EngineOptions
     staleness: StalenessMeter
+
+    @property
+    def info(self) -> Welcome: ...
 
     @property
     def stream(self) -> RolloutStream: ...
@@ -74,7 +80,26 @@ class _Life:
     published: float | None = None
     drawn: int = 0
     trained: int = 0
-    taken: int = 0
+    dropped: int = 0
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def _harmless(
+    listen: Callable[Concatenate["RunRecorder", Arguments], None],
+) -> Callable[Concatenate["RunRecorder", Arguments], None]:
+    """What fails in a recorder that is told something ends that it is told anything, and not the run."""
+
+    @wraps(listen)
+    def listen_harmlessly(recorder: "RunRecorder", *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            listen(recorder, *args, **kwargs)
+        except Exception:
+            recorder._stop_listening()
+            logger.exception("the run goes on, but its record has no staleness, versions and ratios from now on")
+
+    return listen_harmlessly
 
 
 class RunRecorder:
@@ -105,38 +130,45 @@ class RunRecorder:
         self._engine, self._meter = engine, engine.staleness
         self._stream = engine.stream
         self.directory = Path(directory)
-        self._file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
-        try:
-            spans.start_adding_up()
-        except InflightError:
-            self._file.close()
-            raise
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
         self._num_lost = 0
         self._lives: dict[int, _Life] = {}
+        self._earlier: dict[int, _Life] = {}
+        """What the run that goes on had recorded of versions which nothing was heard of since."""
         self._changed: set[int] = set()
         self._mismatch, self._stale = np.zeros(_NUM_BINS, np.int64), np.zeros(_NUM_BINS, np.int64)
         self._sampled_s = 0.0
         self._logged_ns: int | None = None
         self._seconds_by_state: Counter[str] = Counter()
         self._to_unix_s = time.time() - now_ns() / 1e9
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="inflight-recorder", daemon=True)
+        self._asker = threading.Thread(target=self._ask, name="inflight-recorder-asks", daemon=True)
         self._put(
             Began(
                 time=self._now(),
                 title=title or self.directory.name,
                 model=engine.options.model or "",
-                max_sequences=engine.options.max_sequences,
+                max_sequences=_batch_rows(engine),
                 resumed_after_step=resumed_after_step or 0,
                 pid=os.getpid(),
                 inflight_version=_version(),
             )
         )
+        spans.start_adding_up()  # it refuses a second recorder, before that one removes the file of the first
+        try:
+            self._file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
+            if resumed_after_step is not None:
+                self._earlier = _lives_of(self.directory)
+            self._thread.start()
+            self._asker.start()
+        except BaseException:
+            self._closing.set()
+            spans.stop_adding_up()
+            raise
         self._meter.listener = self
         observers.add(self._observe)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inflight-recorder", daemon=True)
-        self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of a step, but for those that are not finite."""
@@ -149,7 +181,7 @@ class RunRecorder:
         self._put(
             Step(
                 time=self._now(),
-                step=step,
+                step=int(step),
                 numbers=numbers,
                 seconds=None if before is None else _rounded((now - before) / 1e9),
                 spans={name: _rounded(seconds) for name, seconds in spans.added_up().items()},
@@ -162,10 +194,10 @@ class RunRecorder:
         """Write what is not written yet, and record that the run has ended. Safe to call twice."""
         if self._closing.is_set():
             return
-        self._meter.listener = None
-        observers.remove(self._observe)
+        self._stop_listening()
         spans.stop_adding_up()
         self._closing.set()
+        self._asker.join(_ASK_S)  # an engine that does not answer is not waited for
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             logger.warning("the last second of the run is not in %s: its writer does not end", self._file.path)
@@ -178,40 +210,50 @@ class RunRecorder:
 
     # ---- what the meter tells (`StalenessListener`) ---------------------------------------------------------------
 
+    @_harmless
     def published(self, version: int, called_ns: int) -> None:
         with self._lock:
+            self._earlier.pop(version, None)  # that version has another life now
             self._life(version).published = round(self._to_unix_s + called_ns / 1e9, 3)
 
+    @_harmless
     def drawn(self, version: int, num_tokens: int) -> None:
         with self._lock:
             self._life(version).drawn += num_tokens
 
+    @_harmless
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
         self._put(Swapped(time=self._now(), version=version, swap_ms=_rounded(swap_ms), stall_ms=_rounded(stall_ms)))
 
-    def taken(self, weight_versions: np.ndarray) -> None:
+    @_harmless
+    def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
         with self._lock:
             for version, count in _counts(weight_versions):
-                self._life(version).taken += count
+                self._life(version).dropped += count
+            for version, count in _counts(in_loss):
+                self._life(version).dropped -= count
 
-    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness) -> None:
+    @_harmless
+    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None:
         measures = {
             name: [_rounded(value) for value in np.percentile(getattr(staleness, name), (10, 50, 90, 99)).tolist()]
             for name in ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
             if len(weight_versions)
         }
         with self._lock:
-            for version, count in _counts(weight_versions):
+            for version, count in _counts(weight_versions[in_loss]):
                 self._life(version).trained += count
         self._put(Consumed(time=self._now(), num_tokens=len(weight_versions), measures=measures))
 
     # ---- what the loss shows ---------------------------------------------------------------------------------------
 
+    @_harmless
     def _observe(self, batch: PackedBatch, rows: torch.Tensor, log_ratios: torch.Tensor) -> None:
         logs = log_ratios.float().cpu().numpy()
         if batch.trainer_version is not None:  # else nobody can tell mismatch from staleness
-            bins = np.clip(np.floor((logs - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
-            own = (batch.weight_versions[rows] >= batch.trainer_version).cpu().numpy()
+            finite = np.isfinite(logs)
+            bins = np.clip(np.floor((logs[finite] - LOG_RATIO_EDGES[0]) / _BIN) + 1, 0, _NUM_BINS - 1).astype(np.int64)
+            own = (batch.weight_versions[rows] >= batch.trainer_version).cpu().numpy()[finite]
             with self._lock:
                 self._mismatch += np.bincount(bins[own], minlength=_NUM_BINS)
                 self._stale += np.bincount(bins[~own], minlength=_NUM_BINS)
@@ -236,19 +278,18 @@ class RunRecorder:
                     tokens=self._stream.text_of_tokens(rollout.token_ids[:shown].tolist()),
                     versions=rollout.weight_versions[:shown].tolist(),
                     log_ratios=[_rounded(value) if isfinite(value) else None for value in logs],
-                    reward=rollout.reward,
+                    reward=None if rollout.reward is None else float(rollout.reward),
                     finish_reason=rollout.finish_reason,
                     num_tokens=length,
                 )
             )
         return Samples(time=self._now(), trainer_version=batch.trainer_version, rollouts=found)
 
-    # ---- the thread that writes ------------------------------------------------------------------------------------
+    # ---- the threads that write and ask -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closing.wait(_WRITE_EVERY_S):
-                self._put(self._engine_now())
                 self._write_out()
             self._write_out()
             self._file.append([Ended(time=self._now(), num_lost=self._num_lost)])
@@ -258,6 +299,14 @@ class RunRecorder:
             logger.exception("the run goes on without a record")
         finally:
             self._file.close()
+
+    def _ask(self) -> None:
+        """Ask beside the thread that writes, which a slow engine must not hold up."""
+        try:
+            while not self._closing.wait(_WRITE_EVERY_S) and self._thread.is_alive():
+                self._put(self._engine_now())
+        except Exception:
+            logger.exception("the run goes on, but its record has no counters of the engine from now on")
 
     def _write_out(self) -> None:
         with self._lock:
@@ -271,11 +320,13 @@ class RunRecorder:
                     published=life.published,
                     drawn=life.drawn,
                     trained=life.trained,
-                    dropped=max(0, life.taken - life.trained),
+                    dropped=life.dropped,
                 )
                 for version, life in lives
             ]
-        self._file.append(events)
+        num_lost = self._file.append(events)
+        with self._lock:
+            self._num_lost += num_lost
 
     def _engine_now(self) -> Engine:
         """The counters of the engine, or what is known of one that is in no state to be asked."""
@@ -301,6 +352,10 @@ class RunRecorder:
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
+    def _stop_listening(self) -> None:
+        self._meter.listener = None
+        observers.remove(self._observe)
+
     def _put(self, event: Event) -> None:
         with self._lock:
             if len(self._events) < _WAITING_EVENTS:
@@ -310,7 +365,9 @@ class RunRecorder:
 
     def _life(self, version: int) -> _Life:
         """The counts of a version, which change; the lock is held."""
-        life = self._lives.setdefault(version, _Life())
+        if version not in self._lives:
+            self._lives[version] = self._earlier.pop(version, None) or _Life()
+        life = self._lives[version]
         self._changed.add(version)
         while len(self._lives) > _VERSIONS:
             oldest = min(self._lives)
@@ -320,6 +377,18 @@ class RunRecorder:
 
     def _now(self) -> float:
         return round(time.time(), 3)
+
+
+def _batch_rows(engine: RecordedEngine) -> int:
+    """Sequences that the engine decodes together, or all engines of a pool."""
+    return sum(one.info.max_sequences for one in getattr(engine, "engines", [engine]))
+
+
+def _lives_of(directory: Path) -> dict[int, _Life]:
+    """What a run has recorded of its newest versions."""
+    events = (event for event in read_events(directory) if isinstance(event, Version))
+    lives = {event.version: _Life(event.published, event.drawn, event.trained, event.dropped) for event in events}
+    return dict(sorted(lives.items())[-_VERSIONS:])
 
 
 def _counts(versions: np.ndarray) -> list[tuple[int, int]]:

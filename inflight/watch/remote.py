@@ -105,6 +105,7 @@ class ServerMetrics:
         self._remote = remote
         self._lock = threading.Lock()
         self._began = time.time()
+        self._first_event = encode(Began(time=self._began, title=f"the engine at {remote.url}"))
         self._first = 0
         self._events: deque[bytes] = deque(maxlen=_KEPT)
         self._asked = 0.0
@@ -114,13 +115,12 @@ class ServerMetrics:
             if time.monotonic() - self._asked >= _ASK_EVERY_S:
                 event = engine_of(metrics_of(self._remote.get("/metrics").decode(errors="replace")))
                 self._asked = time.monotonic()
-                if not self._events:
-                    self._add(Began(time=self._began, title=f"the engine at {self._remote.url}"))
                 self._add(event)
             mine, _, number = cursor.rpartition("-")
             known = mine == f"{self._began}" and number.isascii() and number.isdigit() and len(number) < 18
             seen = int(number) if known else self._first
             new = list(self._events)[max(0, seen - self._first) :]
+            new = new if known else [self._first_event, *new]
             return News(
                 there=True,
                 now=time.time(),

@@ -1,6 +1,7 @@
 """Serves the page, and the events that it asks for, in a thread of its own."""
 
 import asyncio
+import ipaddress
 import logging
 import socket
 import threading
@@ -67,9 +68,8 @@ class PageServer:
         """port: 0 lets the system choose one. Raises ListenError if it cannot listen there."""
         self._socket = _listen(host, port)
         self._host, self.port = host, int(self._socket.getsockname()[1])
-        local = host in ("127.0.0.1", "localhost")
         config = uvicorn.Config(
-            make_page_app(source, hosts=["127.0.0.1", "localhost"] if local else ["*"]),
+            make_page_app(source, hosts=names_of(self._socket)),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -125,6 +125,15 @@ class PageServer:
             if not self._thread.is_alive() or waited_s > _START_S:
                 self.close()
                 raise InflightError("the page's server did not start; the log says why")
+
+
+def names_of(listening: socket.socket) -> list[str]:
+    """The names by which browsers may ask: where only this machine gets an answer, those of this machine; else any."""
+    bound = listening.getsockname()[0]
+    if not ipaddress.ip_address(bound).is_loopback:
+        return ["*"]
+    # Older versions of starlette take the part up to the first colon for the name, here of an IPv6 address.
+    return ["127.0.0.1", "localhost", *([f"[{bound}]", "["] if ":" in bound else [bound])]
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError, LayoutMismatchError, NonFiniteWeightsError
-from inflight.core.spans import span
+from inflight.core.spans import note, span
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineEndpoint, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
@@ -268,8 +268,9 @@ class Publisher:
             pairs = source.pairs(weights)
             slot = target.acquire()
             try:
-                with span(f"publish copy, version {self.version + 1}"):
-                    copy_named(target.views[slot], self._aliases, pairs)
+                began_ns = now_ns()
+                copy_named(target.views[slot], self._aliases, pairs)
+                note(f"publish copy, version {self.version + 1}", began_ns)
                 if self._check_finite:
                     _check_finite_values(self.version + 1, target.views[slot])
             except BaseException:
@@ -350,8 +351,9 @@ class Publisher:
                 with self._condition:  # take the newest version; a later publish() starts another round
                     assert self._pending is not None
                     record, self._pending, self._copying = self._pending, None, True
-                with span(f"publish copy, version {record.version}"):
-                    self._copy(target.views[slot], record.version)
+                began_ns = now_ns()
+                self._copy(target.views[slot], record.version)
+                note(f"publish copy, version {record.version}", began_ns)
                 try:
                     if self._check_finite:
                         _check_finite_values(record.version, target.views[slot])

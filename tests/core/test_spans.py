@@ -35,6 +35,19 @@ def test_sums_begin_anew_when_they_were_asked_for(adding_up):
     assert added_up() == {"forward": 1.0}
 
 
+def test_sums_that_nobody_asks_for_are_not_kept(adding_up):
+    def in_thread(*names: str) -> None:
+        thread = threading.Thread(target=lambda: [take(adding_up, name, 1) for name in names])
+        thread.start()
+        thread.join()
+
+    in_thread("before")
+    assert len(spans._totals) == 1
+    added_up()
+    in_thread("copy 1", "copy 2")
+    assert not spans._totals
+
+
 def test_a_trace_and_sums_at_once(adding_up):
     start_noting()
     take(adding_up, "forward", 2)

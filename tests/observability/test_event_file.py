@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from inflight.observability.event_file import EventFile, read_piece
@@ -72,6 +73,33 @@ def test_another_run_in_the_directory_is_another_file(tmp_path):
     EventFile(tmp_path).append([step(7)])
     piece = read_piece(tmp_path / EVENTS_FILE, before.cursor)
     assert (steps_of(piece.lines), piece.is_new) == ([7], True)
+
+
+def test_a_longer_run_whose_file_got_the_number_of_the_one_before_is_another_one(tmp_path):
+    path = tmp_path / EVENTS_FILE
+    path.write_bytes(encode(Began(time=1.0, title="a")) + b"\n")
+    before = read_piece(path, "")
+    with open(path, "r+b") as file:  # the same inode, as a file system may give it
+        file.write(b"".join(encode(event) + b"\n" for event in (Began(time=2.0, title="b"), step(1))))
+    piece = read_piece(path, before.cursor)
+    assert (len(piece.lines), piece.is_new) == (2, True)
+
+
+def test_an_event_that_cannot_be_said_in_json_is_lost_alone(tmp_path, caplog):
+    file = EventFile(tmp_path)
+    strange = [Step(time=1.0, step=np.int64(2), numbers={}), Began(time=1.0, title="\udc80")]
+    assert file.append([step(1), *strange, step(3)]) == 2
+    file.close()
+    assert [event.step for event in read_events(tmp_path)] == [1, 3]
+    assert "an event of the kind Began is not recorded" in caplog.text
+
+
+def test_a_full_disk_is_told_once(tmp_path):
+    (tmp_path / EVENTS_FILE).symlink_to("/dev/full")
+    file = EventFile(tmp_path, keep=True)
+    with pytest.raises(RunError, match="No space left on device"):
+        file.append([step(1)])
+    file.close()
 
 
 def test_a_long_file_comes_in_pieces(tmp_path):

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,8 +34,10 @@ from inflight.observability.events import (
 )
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training import recording
-from inflight.training.data.scored_groups import ScoredGroups, measure_taken
+from inflight.training.data.scored_groups import ScoredGroups, measure_consumed, measure_taken
+from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
+from inflight.training.objective import observers
 from inflight.training.objective.loss import policy_loss
 from inflight.training.recording import RunRecorder
 
@@ -45,7 +49,8 @@ class MadeEngine:
     """An engine of which only its counters are known."""
 
     def __init__(self):
-        self.options = SimpleNamespace(model="tiny", max_sequences=8)
+        self.options = SimpleNamespace(model="tiny")
+        self.info = SimpleNamespace(max_sequences=8)
         self.staleness = StalenessMeter()
         self.stream = SimpleNamespace(
             state="generating", outstanding=[3, 4], text_of_tokens=lambda ids: [f"<{token}>" for token in ids]
@@ -90,7 +95,7 @@ def test_measures_and_the_life_of_versions_are_what_the_meter_was_told(recorded)
     meter.published(5, 100 * MS)
     meter.frame(make_frame(0, swap=Swap(5, 100 * MS, 2 * MS, 1)))
     meter.frame(make_frame(6, time_ns=112 * MS))  # of version 5
-    meter.taken(np.array([5, 5, 5, 4]))
+    meter.taken(np.array([5, 5, 5, 4]), in_loss=np.array([5, 4]))
     meter.consume(np.array([5, 4]), np.array([112, 104]) * MS, consumed_ns=200 * MS, trainer_version=5)
     [swapped] = events(Swapped)
     assert (swapped.version, swapped.swap_ms, swapped.stall_ms) == (5, 12.0, 2.0)
@@ -174,13 +179,28 @@ def test_rollouts_show_their_own_ratios_also_in_micro_batches(recorded):
         assert shown.num_tokens == len(rollout.token_ids)
 
 
-def test_tokens_that_are_taken_and_not_trained_on_are_told_by_version():
-    engine = MadeEngine()
-    seen = []
-    engine.staleness.listener = SimpleNamespace(taken=lambda versions: seen.append(versions))
+@pytest.mark.parametrize(("unit", "action"), [("token", "mask"), ("rollout", "reject")])
+def test_tokens_are_trained_on_or_left_out_and_nothing_else(recorded, unit, action):
+    """Also while the batch is under way, and also those that a rule masks."""
+    engine, recorder, events = recorded
     rollouts = make_rollouts(4)
-    measure_taken(engine.staleness, ScoredGroups(groups=[rollouts[:2]], replaced=[rollouts[2:]]))
-    assert len(seen[0]) == sum(len(rollout.token_ids) for rollout in rollouts)
+    for rollout in rollouts:
+        rollout.reward = float(rollout.sample)
+    scored = ScoredGroups(groups=[rollouts[:2]], replaced=[rollouts[2:]])
+    rule = StalenessRule(max_version_lag=2, unit=unit, action=action)
+    batch = scored.pack(trainer_version=4, staleness=[rule])
+    measure_taken(engine.staleness, scored, batch)
+    versions = Counter(np.concatenate([rollout.weight_versions for rollout in rollouts]).tolist())
+    trained = Counter() if batch is None else Counter(batch.weight_versions[batch.loss_mask & batch.included].tolist())
+    assert {version: life.dropped for version, life in recorder._lives.items()} == {
+        version: count - trained[version] for version, count in versions.items()
+    }
+    if batch is not None:
+        measure_consumed(engine.staleness, batch)
+    lives = {event.version: event for event in events(Version)}
+    assert {version: life.trained for version, life in lives.items()} == {v: trained[v] for v in versions}
+    assert {version: life.trained + life.dropped for version, life in lives.items()} == versions
+    assert sum(life.dropped for life in lives.values()) > len(np.concatenate([r.token_ids for r in rollouts[2:]]))
 
 
 def test_the_engine_is_asked_once_in_a_while_and_its_time_is_shared_out(monkeypatch, tmp_path):
@@ -203,8 +223,44 @@ def test_one_recorder_at_a_time(recorded, tmp_path):
     engine, recorder, _ = recorded
     with pytest.raises(InflightError, match="is being recorded already; close that recorder first"):
         RunRecorder(engine, tmp_path / "other")
+    recorder.log(1, {})
+    with pytest.raises(InflightError, match="is being recorded already"):
+        RunRecorder(engine, tmp_path / "run")
     recorder.close()
+    assert any(isinstance(event, Step) for event in read_events(tmp_path / "run"))  # the first one's record is there
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot write"):
+        RunRecorder(engine, tmp_path / "file")
     RunRecorder(engine, tmp_path / "other").close()
+
+
+def test_log_ratios_that_are_not_finite_are_left_out(recorded):
+    _, recorder, events = recorded
+    batch = make_batch()
+    batch.trainer_version = 0
+    observers.show(batch, batch.drawn[:4], torch.tensor([float("nan"), float("inf"), -float("inf"), 0.05]))
+    recorder.log(1, {})
+    [step] = events(Step)
+    assert [index for index, count in enumerate(step.mismatch) if count] == [21]
+
+
+def test_what_fails_in_the_recorder_ends_its_listening_and_not_the_run(recorded, monkeypatch, caplog):
+    engine, recorder, events = recorded
+    monkeypatch.setattr(recording, "_counts", lambda versions: 1 / 0)
+    engine.staleness.taken(np.array([1]), np.array([1]))
+    engine.staleness.taken(np.array([1]), np.array([1]))
+    assert engine.staleness.listener is None
+    assert caplog.text.count("ZeroDivisionError") == 1
+    recorder.log(1, {"reward": 1.0})
+    assert [event.step for event in events(Step)] == [1]
+
+
+def test_batch_rows_of_a_pool_are_those_of_its_engines(tmp_path):
+    pool = MadeEngine()
+    pool.engines = [MadeEngine(), MadeEngine()]
+    with RunRecorder(pool, tmp_path):
+        pass
+    assert next(read_events(tmp_path)).max_sequences == 16
 
 
 def test_a_run_that_goes_on_keeps_its_events(tmp_path):
@@ -215,6 +271,38 @@ def test_a_run_that_goes_on_keeps_its_events(tmp_path):
     events = list(read_events(tmp_path))
     assert [event.step for event in events if isinstance(event, Step)] == [1, 2]
     assert [event.resumed_after_step for event in events if isinstance(event, Began)] == [0, 1]
+
+
+def test_a_run_that_goes_on_counts_on_but_for_what_is_published_anew(tmp_path):
+    for resumed in (None, 1):
+        engine = MadeEngine()
+        with RunRecorder(engine, tmp_path, resumed_after_step=resumed):
+            engine.staleness.published(5, 0)
+            engine.staleness.frame(make_frame(6))  # of version 5
+            engine.staleness.taken(np.array([0, 0, 5]), np.array([0]))
+    lives = {event.version: event for event in read_events(tmp_path) if isinstance(event, Version)}
+    assert (lives[0].drawn, lives[0].dropped) == (0, 2)
+    assert (lives[5].drawn, lives[5].dropped) == (6, 1)
+
+
+def test_an_engine_that_does_not_answer_does_not_hold_up_the_record(monkeypatch, tmp_path):
+    monkeypatch.setattr(recording, "_WRITE_EVERY_S", 0.01)
+    monkeypatch.setattr(recording, "_ASK_S", 0.01)
+    engine, asked, answer = MadeEngine(), threading.Event(), threading.Event()
+
+    def status():
+        asked.set()
+        answer.wait(10)
+        raise EngineDiedError("it has ended")
+
+    engine.status = status
+    with RunRecorder(engine, tmp_path) as recorder:
+        assert asked.wait(10)
+        recorder.log(1, {"reward": 1.0})
+        wait_for(lambda: any(isinstance(event, Step) for event in read_events(tmp_path)))
+    assert isinstance(list(read_events(tmp_path))[-1], Ended)
+    answer.set()
+    recorder._asker.join(10)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(monkeypatch, tmp_path, caplog):

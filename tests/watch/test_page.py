@@ -132,6 +132,32 @@ def test_figures_are_those_of_the_run(shown, tmp_path):
     assert "trained on 500, left out 300" in page.locator("#panel-lives svg").get_attribute("aria-label")
 
 
+def test_throughput_is_that_of_the_last_seconds_of_a_long_run(shown, tmp_path):
+    began = time.time() - 600
+    events: list[Event] = [Began(time=began, title="a long run")]
+    for second in range(600):
+        counted = 100 * min(second, 589) + 5000 * max(0, second - 589)
+        events.append(Engine(time=began + second, states={"generating": 1.0}, num_tokens=counted))
+    EventFile(tmp_path / "run").append(events)
+    page = shown()
+    expect(page.locator("h1")).to_have_text("a long run")
+    tile = page.locator(".tile", has_text="Throughput")
+    expect(tile.locator(".value")).to_have_text("5,000tokens/s")
+
+
+def test_histograms_of_several_events_of_a_step_add_up(shown):
+    added = shown().evaluate(
+        """async () => {
+            const { Run } = await import("/run.js");
+            const run = new Run();
+            for (const mismatch of [[1, 2], [3, 4], undefined])
+                run.add({ kind: "step", time: 1, step: 1, numbers: {}, mismatch });
+            return run.steps.get(1).mismatch;
+        }"""
+    )
+    assert added == [4, 6]
+
+
 def test_charts_and_their_meaning_are_reached_by_keys_and_mouse(shown, tmp_path):
     EventFile(tmp_path / "run").append(made_run(30))
     page = shown()

@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from inflight.core.errors import ListenError
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import Began, Step
 from inflight.watch.command import source_of
-from inflight.watch.server import PAGE, PageServer
+from inflight.watch.server import PAGE, PageServer, names_of
 from inflight.watch.sources import RunDirectory
 
 
@@ -64,6 +65,21 @@ def test_other_paths_and_names_of_other_sites_are_refused(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("GET", "/events", headers={"Host": "attacker.example"})
     assert connection.getresponse().status == 400
+
+
+def test_every_address_of_this_machine_alone_refuses_names_of_other_sites(tmp_path):
+    with PageServer(RunDirectory(tmp_path), host="127.0.0.2") as server:
+        assert get(server.url)
+        connection = http.client.HTTPConnection("127.0.0.2", server.port, timeout=10)
+        connection.request("GET", "/events", headers={"Host": "attacker.example"})
+        assert connection.getresponse().status == 400
+
+
+@pytest.mark.parametrize(("bound", "is_open"), [("::1", False), ("127.0.0.1", False), ("0.0.0.0", True), ("::", True)])
+def test_any_name_will_do_only_where_others_reach_the_page(bound, is_open):
+    names = names_of(SimpleNamespace(getsockname=lambda: (bound, 8800)))
+    assert (names == ["*"]) == is_open
+    assert is_open or (f"[{bound}]" if ":" in bound else bound) in names
 
 
 def test_a_port_that_is_taken_is_named(server):

@@ -279,7 +279,7 @@ class RolloutStream:
                 self._inbox.put_back(taken)
                 raise
             self._inbox.remove(taken)
-            measure_taken(self._meter, scored)
+            measure_taken(self._meter, scored, batch)
             self.dropped += scored.dropped
             if scored.groups:
                 self.last_reward = scored.mean_reward

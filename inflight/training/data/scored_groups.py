@@ -248,11 +248,18 @@ def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStalenes
         batch.sampled_at_ns[drawn].cpu().numpy(),
         consumed_ns=now_ns(),
         trainer_version=batch.trainer_version,
+        in_loss=None if batch.included is None else batch.included[drawn].cpu().numpy(),
     )
 
 
-def measure_taken(meter: StalenessMeter, scored: ScoredGroups) -> None:
-    """Tell the meter which tokens the trainer has taken out of the stream, whether it trains on them or not."""
+def measure_taken(meter: StalenessMeter, scored: ScoredGroups, batch: PackedBatch | None) -> None:
+    """Tell the meter which tokens the trainer has taken out of the stream, and which of them have part in the loss of
+    the batch that these groups were packed into (None: nothing was left to pack)."""
     rollouts = scored.drawn
-    if rollouts:
-        meter.taken(np.concatenate([rollout.weight_versions for rollout in rollouts]))
+    if not rollouts:
+        return
+    in_loss = np.zeros(0, np.int64)
+    if batch is not None:
+        mask = batch.loss_mask if batch.included is None else batch.loss_mask & batch.included
+        in_loss = batch.weight_versions[mask].cpu().numpy()
+    meter.taken(np.concatenate([rollout.weight_versions for rollout in rollouts]), in_loss)

@@ -251,14 +251,26 @@ function drawRatios() {
   return { x: [-2.1, 2.1], lines };
 }
 
-function drawThroughput() {
+/** [time, tokens/s, seconds] between each two counts of the engine's tokens. */
+function rates() {
   const points = [];
   run.engine.forEach((one, i) => {
     const before = run.engine[i - 1];
     if (!before || one.num_tokens == null || before.num_tokens == null || one.num_tokens < before.num_tokens) return;
-    points.push([one.at, (one.num_tokens - before.num_tokens) / Math.max(0.1, one.at - before.at)]);
+    const seconds = Math.max(0.1, one.at - before.at);
+    points.push([one.at, (one.num_tokens - before.num_tokens) / seconds, seconds]);
   });
-  const shown = within(points);
+  return points;
+}
+
+function recentRate(seconds) {
+  const recent = rates().filter(([at]) => at > run.last - run.began - seconds);
+  const total = recent.reduce((sum, point) => sum + point[2], 0);
+  return total ? recent.reduce((sum, point) => sum + point[1] * point[2], 0) / total : null;
+}
+
+function drawThroughput() {
+  const shown = within(rates());
   return overTime([
     { name: "each second", unlabelled: true, color: "blue", faint: true, points: thin(shown) },
     { name: "tokens/s", color: "blue", points: thin(smooth(shown, 9)) },
@@ -359,13 +371,12 @@ function tiles() {
   const swaps = run.swapped.slice(-50);
   const consumed = run.consumed.slice(-10);
   const measure = (name) => median(consumed.filter((one) => one.measures[name]).map((one) => one.measures[name][1]));
-  const rate = charts.get("throughput").draw().lines[0].points.slice(-10).map((point) => point[1]);
   const accuracy = run.accuracies.length ? last(run.accuracies[0], 1)[0] : null;
   const first = run.accuracies.length ? run.numbers(run.accuracies[0])[0][1] : null;
   return [
     ["Reward", text(mean(last("reward", 10))), "", "mean, 10 steps"],
     ["Held-out accuracy", text(accuracy), "", first === null || first === undefined ? "not measured" : `${text(first)} at first`],
-    ["Throughput", text(mean(rate)), "tokens/s", "last 10 s"],
+    ["Throughput", text(recentRate(10)), "tokens/s", "last 10 s"],
     ["swap_ms", text(median(swaps.map((swap) => swap.swap_ms))), "ms", "median of 50"],
     ["stall_ms", text(median(swaps.map((swap) => swap.stall_ms))), "ms", "median of 50"],
     ["token_age_ms", text(measure("token_age_ms")), "ms", "median, 10 steps"],

@@ -66,8 +66,8 @@ export class Run {
     for (const [name, seconds] of Object.entries(event.spans ?? {})) spans[name] = (spans[name] ?? 0) + seconds;
     const seconds = (known?.seconds ?? 0) + (event.seconds ?? 0);
     const one = { step: event.step, at, seconds, spans, numbers: { ...known?.numbers, ...event.numbers } };
-    one.mismatch = event.mismatch ?? known?.mismatch;
-    one.stale = event.stale ?? known?.stale;
+    one.mismatch = added(known?.mismatch, event.mismatch);
+    one.stale = added(known?.stale, event.stale);
     this.steps.delete(event.step);
     this.steps.set(event.step, one);
     if (this.steps.size > MOST) {
@@ -106,6 +106,12 @@ export class Run {
     }
     return [...found];
   }
+}
+
+/** The sum of two histograms, of which either may be missing. */
+function added(known, more) {
+  if (!known || !more) return known ?? more;
+  return known.map((count, i) => count + more[i]);
 }
 
 /** Append; of the older half of too many, every second goes. */
