@@ -234,6 +234,7 @@ def test_a_client_that_reads_nothing_holds_back_no_pause(served):
     fields = {"prompt": [1], "n": 16, "max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": 20}
     body = json.dumps(fields)
     with served.engine.serve(port=0, drain_timeout_s=20.0) as server, socket.socket() as deaf:
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections inherit
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
         head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
