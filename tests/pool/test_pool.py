@@ -317,6 +317,7 @@ def test_engines_that_are_being_started_at_ctrl_c_are_closed_once_they_have():
     early, late, interrupted = Engine(), Engine(), threading.Event()
 
     def start_late() -> Engine:
+        time.sleep(0.2)  # until it is waited for
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         assert interrupted.wait(10)
         return late
