@@ -256,7 +256,8 @@ class Supervisor:
 
     def stop_restarting(self) -> None:
         """From now on an engine that ends has no successor."""
-        self._closing.set()
+        with self._condition:
+            self._closing.set()
 
     # ---- what outlives the trainer ------------------------------------------------------------------------------
 
@@ -317,12 +318,21 @@ class Supervisor:
                     launcher.close()
                 death = EngineDiedError(f"a successor did not start: {type(error).__name__}: {error}")
                 continue
-            with self._condition:
-                self.launcher = self._accepting = launcher
-                self._condition.notify_all()
+            if not self._accept(launcher):
+                launcher.close()
+                continue
             old.close()
             logger.warning("the engine runs again, as %s", launcher.name)
             return launcher.welcome.stream_endpoint
+
+    def _accept(self, new: Process) -> bool:
+        """Let calls go to a process from now on. Returns False if nobody needs it any more."""
+        with self._condition:
+            if self._closing.is_set():
+                return False
+            self.launcher = self._accepting = new
+            self._condition.notify_all()
+            return True
 
     def _hand_over(self, new: Process, stream: Heir, publishers: Sequence["Publisher"]) -> None:
         self._processes[new.client.endpoint] = new

@@ -170,6 +170,28 @@ def test_who_asks_for_the_process_that_serves_waits_for_the_successor(make):
     supervisor.check_process("control 1")
 
 
+def test_a_successor_that_starts_while_the_engine_is_closed_is_ended(make):
+    supervisor, told = make(restarts=3), []
+
+    def succeed():
+        try:
+            die(supervisor, Stream())
+        except EngineDiedError as error:
+            told.append(str(error))
+
+    Process.may_start.clear()
+    succession = threading.Thread(target=succeed)
+    succession.start()
+    while len(Process.made) < 2:
+        pass
+    supervisor.close()
+    Process.may_start.set()
+    succession.join(10)
+    assert told == ["it was killed"]
+    assert len(Process.made) == 2
+    assert Process.events[-1] == "closed 1"
+
+
 def test_who_asks_for_the_process_that_serves_is_told_that_there_will_be_none(make):
     supervisor = make(restarts=1)
     die(supervisor, Stream())

@@ -99,12 +99,17 @@ class DirectoryTransfer:
         headers = {"Content-Type": "application/json", **bearer(self._token)}
         request = urllib.request.Request(f"{url}/update_weights", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s):
-                pass
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                answer = response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             raise InflightError(f"the server at {url} did not take the weights: {_told(error)}") from error
         except OSError as error:
             raise InflightError(f"the server at {url} does not answer: {error}") from error
+        if not _has_version(answer):
+            raise InflightError(
+                f"the server at {url} does not say which version the weights are, so they may not be live; it said: "
+                f"{answer[:300]}"
+            )
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -117,6 +122,14 @@ def _answers(url: str) -> bool:
         with urllib.request.urlopen(f"{url}/health", timeout=_ASK_EVERY_S):
             return True
     except OSError:
+        return False
+
+
+def _has_version(answer: str) -> bool:
+    """Whether a server says that it draws with weights that it was sent."""
+    try:
+        return "version" in json.loads(answer)
+    except (ValueError, TypeError):
         return False
 
 

@@ -112,7 +112,15 @@ class Keeper:
         if dispatcher.held_back != "pause":
             frames.client.call_soon("resume", {})
         with self._changing:
-            self._leave_publishers()
+            self.leave_publishers()
+
+    def leave_publishers(self) -> None:
+        """Publishers send to the engine no more."""
+        supervisor = self.member.supervisor
+        for publisher in self._publishers():
+            if supervisor.is_followed_by(publisher):
+                supervisor.leave(publisher)
+                publisher.remove(supervisor.endpoints)
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended, which it does when the pool is closing."""
@@ -208,18 +216,10 @@ class Keeper:
         logger.error("%s is not started again; %d engines are left: %s", member.name, len(others), death)
         with self._changing:
             if others:
-                self._leave_publishers()
+                self.leave_publishers()
         member.supervisor.close()
 
     # ---- coming and going ---------------------------------------------------------------------------------------
-
-    def _leave_publishers(self) -> None:
-        """Publishers send to the engine no more."""
-        supervisor = self.member.supervisor
-        for publisher in self._publishers():
-            if supervisor.is_followed_by(publisher):
-                supervisor.leave(publisher)
-                publisher.remove(supervisor.endpoints)
 
     def _catch_up(self, client: EngineClient) -> None:
         """Have all publishers send to the engine, and wait until it has the weights that the others have."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -59,16 +59,26 @@ def on_every_rank(options: EngineOptions, launch: "Callable[[], Pool]") -> "Pool
 
 @contextmanager
 def started(starts: "Sequence[Callable[[], Engine]]") -> "Iterator[list[Engine]]":
-    """Start engines, all at once, and yield them. They are closed if one does not start, or what follows raises."""
-    with ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch") as executor:
-        starting = [executor.submit(start) for start in starts]
-    engines = [engine.result() for engine in starting if engine.exception() is None]
+    """Start engines, all at once, and yield them. They are closed if one does not start, or what follows raises; those
+    that are being started at Ctrl-C are closed once they have."""
+    executor = ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch")
+    starting: list[Future[Engine]] = []
     try:
+        for start in starts:
+            starting.append(executor.submit(start))
+        wait(starting)
         yield [engine.result() for engine in starting]
     except BaseException:
-        for engine in engines:
-            engine.close()
+        for engine in starting:
+            engine.add_done_callback(_close_started)
         raise
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _close_started(starting: Future[Engine]) -> None:
+    if starting.exception() is None:
+        starting.result().close()
 
 
 class EnginePool(RunningEngine):
@@ -121,6 +131,7 @@ class EnginePool(RunningEngine):
                 self._check_alike(engine)
                 keeper.begin()
             except BaseException:
+                keeper.leave_publishers()
                 engine.take_back()
                 raise
             self._keepers.append(keeper)

@@ -45,7 +45,9 @@ class AttachedEngine:
     def __init__(self, card: Card, rank: int | None = None, own_keys: tuple[bytes, bytes] | None = None):
         """rank: None for a process that is no rank of the trainer and looks on. own_keys: the public and the secret key
         by which rank 0 knows a rank of another machine."""
-        self._is_elsewhere = card.host != this_host()
+        self._socket = Path(card.directory) / SOCKET
+        # Containers of one machine are one host to the kernel, and need not see each other's files and processes.
+        self._is_elsewhere = card.host != this_host() or bool(card.endpoint and not self._socket.exists())
         if self._is_elsewhere and not (card.endpoint and own_keys):
             raise RankLostError(
                 "this process is on another machine than rank 0, which holds the engine and listens to its own machine "
@@ -53,7 +55,6 @@ class AttachedEngine:
                 "LOCAL_WORLD_SIZE and MASTER_ADDR; processes that look on are on the machine of rank 0"
             )
         self.options, self.rank = card.options, rank
-        self._socket = Path(card.directory) / SOCKET
         self._name = secrets.token_hex(8)
         self._rank_0 = None if self._is_elsewhere else Process(card.pid)
         self._num_publishers = 0
@@ -67,7 +68,8 @@ class AttachedEngine:
         )
         self._closed = False
         try:
-            whoever = {"client": self._name, "rank": rank, "pid": os.getpid(), "host": this_host()}
+            host = "" if self._is_elsewhere else card.host
+            whoever = {"client": self._name, "rank": rank, "pid": os.getpid(), "host": host}
             joined = self._call("join", whoever, Joined)
         except BaseException:
             self._client.close()

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from ipaddress import ip_address
 from typing import Literal
 
 import msgspec
@@ -48,6 +49,8 @@ _ASK_AGAIN_S = 1.0
 """How long the hub waits at most with the answer to a rank that asks for a batch which is not there."""
 _PART_BYTES = 16 << 20
 _LOOK_EVERY_NS = 1_000_000_000
+_GONE_NS = 30_000_000_000
+"""How long a rank of another machine that cannot be reached may take to call again."""
 _TAKE = msgspec.msgpack.Decoder(Take)
 
 
@@ -62,6 +65,8 @@ class _Client:
         """Where it has asked from last."""
         self.asked_ns = 0
         """When it asked for a batch last."""
+        self.missed_ns = 0
+        """Since when it could not be reached; 0: it can."""
         self.data = b""
         """The share that it is reading."""
 
@@ -177,9 +182,13 @@ class Hub:
         public, secret = zmq.curve_keypair()
         self._door = door = Door(secret, outside.lets_in, self._context)
         try:
-            number = socket.getaddrinfo(outside.address, 0, type=socket.SOCK_STREAM)[0][4][0]
-            wanted = f"tcp://[{number}]:*" if ":" in str(number) else f"tcp://{number}:*"
-            return self._socket.listen(lambda bound: door.open(bound, wanted)), public
+            number = str(socket.getaddrinfo(outside.address, 0, type=socket.SOCK_STREAM)[0][4][0])
+            wanted = f"tcp://[{number}]:*" if ":" in number else f"tcp://{number}:*"
+            if not ip_address(number.partition("%")[0]).is_loopback or number == outside.address:
+                return self._socket.listen(lambda bound: door.open(bound, wanted)), public
+            # Debian calls a machine by its name 127.0.1.1 on the machine itself, and others have a number of their own.
+            bound = self._socket.listen(lambda bound: door.open(bound, "tcp://*:*"))
+            return f"tcp://{outside.address}:{bound.rpartition(':')[2]}", public
         except OSError as error:
             self._end_sockets()
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -256,7 +265,8 @@ class Hub:
     @verb()
     def join(self, client: str, rank: int | None, pid: int, host: str) -> Joined:
         """A process attaches. It begins with the newest batch if nobody has taken its rank's share of that, else with
-        the next one. host: its machine, as `this_host` calls it."""
+        the next one. host: its machine, as `this_host` calls it; "" for one that sees neither files nor processes of
+        this one."""
         with self._condition:
             if rank is not None and not 0 < rank < self._num_ranks:
                 raise ProtocolError(f"rank {rank} cannot attach: the trainer has ranks 0 to {self._num_ranks - 1}")
@@ -369,8 +379,8 @@ class Hub:
         self._looked_ns = now_ns() if looks else self._looked_ns
         with self._condition:
             for name, client in list(self._clients.items()):
-                if client.process is None:  # its machine closes the connection when it ends
-                    ended = looks and not client.left and not self._socket.reaches(client.address)
+                if client.process is None:
+                    ended = looks and not client.left and self._is_gone(client)
                 else:
                     ended = client.process.ended
                 if not ended:
@@ -381,6 +391,15 @@ class Hub:
                 if client.rank is None and client.process is not None:
                     client.process.close()
                     del self._clients[name]
+
+    def _is_gone(self, client: _Client) -> bool:
+        """Whether a process of another machine was not reached for a while, nor has it called. Its machine closes the
+        connection when it ends; one that only broke is there again, at another address, with the next call."""
+        if self._socket.reaches(client.address):
+            client.missed_ns = 0
+            return False
+        client.missed_ns = client.missed_ns or now_ns()
+        return now_ns() - client.missed_ns > _GONE_NS
 
     def _answer_those_who_ask(self) -> None:
         now = now_ns()

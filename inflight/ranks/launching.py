@@ -4,10 +4,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import sleep
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.ranks")
 
 _CHECK_S = 0.1
-Launched = TypeVar("Launched")
+
+
+class Closable(Protocol):
+    """An engine, or several."""
+
+    def close(self) -> None: ...
+
+
+Launched = TypeVar("Launched", bound=Closable)
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -40,6 +48,8 @@ class TrainerRanks:
 
     def __init__(self, rank: int, size: int, store: Any):
         self.rank, self.size, self._store = rank, size, store
+        self._keys: dict[str, bytes] = {}
+        """The public keys of ranks by their names in the store, each as it was found there first."""
 
     @classmethod
     def of_this_process(cls) -> "TrainerRanks | None":
@@ -58,18 +68,22 @@ class TrainerRanks:
         return None
 
     def announce(self, start: Callable[[], Launched], card_of: Callable[[Launched, Outside | None], Card]) -> Launched:
-        """Called on rank 0: start an engine, and tell the others of it, or what it failed with. They need not be there
-        yet. card_of: is also told of ranks on other machines, if there are any."""
+        """Called on rank 0: start an engine, and tell the others of it, or what it failed with; then none is left. They
+        need not be there yet. card_of: is also told of ranks on other machines, if there are any."""
         key = self._next_key()
-        try:
-            started = start()
-            card = card_of(started, self._outside(key))
-        except BaseException as error:
-            kind = type(error).__name__
-            self._store.set(key, msgspec.json.encode(_Refusal(kind, str(error) or f"rank 0 was ended by {kind}")))
-            raise
-        self._store.set(key, msgspec.json.encode(card))
-        return started
+        with ExitStack() as at_failure:
+            try:
+                started = start()
+                at_failure.callback(started.close)
+                self._store.set(key, msgspec.json.encode(card_of(started, self._outside(key))))
+            except BaseException as error:
+                kind = type(error).__name__
+                refusal = _Refusal(kind, str(error) or f"rank 0 was ended by {kind}")
+                with suppress(RuntimeError):  # the store is gone, and the others learn that from it
+                    self._store.set(key, msgspec.json.encode(refusal))
+                raise
+            at_failure.pop_all()
+            return started
 
     def attach(self, options: EngineOptions) -> "AttachedEngine":
         """Called on the other ranks: wait for rank 0's launch, and attach to its engine. Raises what that raised."""
@@ -107,13 +121,19 @@ class TrainerRanks:
         """The ranks on other machines, if whoever started them all says that there are some."""
         if int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) >= self.size or "MASTER_ADDR" not in os.environ:
             return None
-        return Outside(os.environ["MASTER_ADDR"], partial(self._lets_in, key))
+        # A rank is let in while another thread may wait in the store for a collective, whose lock that one holds.
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return Outside(os.environ["MASTER_ADDR"], partial(self._lets_in, store, key))
 
-    def _lets_in(self, key: str, public: bytes) -> bool:
-        """Whether a rank that attaches to this launch has this public key. It has said so before it comes."""
+    def _lets_in(self, store: Any, key: str, public: bytes) -> bool:
+        """Whether a rank that attaches to this launch has this public key. It has said so before it comes, and what is
+        in the store later changes nothing."""
         names = [_name_of_key(key, rank) for rank in range(1, self.size)]
         try:
-            return any(self._store.check([name]) and self._store.get(name) == public for name in names)
+            for name in names:
+                if name not in self._keys and store.check([name]):
+                    self._keys[name] = store.get(name)
+            return any(self._keys.get(name) == public for name in names)
         except RuntimeError as error:
             logger.warning("the store of the process group cannot be asked for the keys of ranks: %s", error)
             return False

@@ -20,7 +20,7 @@ class Adapter:
     version: int = 0
     """The version that brought it."""
     num_using: int = 0
-    """Requests that are being drawn with it."""
+    """Requests that are being drawn with it, or are about to be."""
     unloaded: bool = False
 
 
@@ -73,9 +73,15 @@ class Adapters:
         """Nobody can ask for this adapter any more; what is being drawn with it goes on. Raises ApiError."""
         adapter = self.loaded.pop(name, None)
         if adapter is None:
-            raise ApiError(404, f"the adapter {name[:200]!r} is not loaded", param="lora_name")
+            raise _not_loaded(name)
         adapter.unloaded = True
         self._free(adapter)
+
+    def hold(self, adapter: Adapter) -> None:
+        """A request is going to be drawn with it; nobody else gets its place until it is let go. Raises ApiError."""
+        if adapter.unloaded:
+            raise _not_loaded(adapter.name)
+        adapter.num_using += 1
 
     def let_go(self, adapter: Adapter) -> None:
         """A request that was drawn with it has ended."""
@@ -96,3 +102,7 @@ class Adapters:
             f"all {len(self.places)} places for adapters are taken, by {names}; unload one that no request uses, or "
             "start the server with a larger --max-loras",
         )
+
+
+def _not_loaded(name: str) -> ApiError:
+    return ApiError(404, f"the adapter {name[:200]!r} is not loaded", param="lora_name")

@@ -1,6 +1,5 @@
 """The application: which path is answered by what, and who may ask."""
 
-import ipaddress
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,6 +14,7 @@ from starlette.routing import Route
 
 from inflight.core.errors import InflightError
 from inflight.server import control, models, serving
+from inflight.server.connections import is_loopback
 from inflight.server.errors import ApiError, as_api_error
 from inflight.server.served import Served
 
@@ -112,12 +112,7 @@ def _is_local(request: Request) -> bool:
     """Whether a program on this machine asks for itself."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
-    try:
-        address = ipaddress.ip_address(request.client.host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    return is_loopback(request.client.host)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

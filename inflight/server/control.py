@@ -81,6 +81,7 @@ async def init_weight_transfer(served: Served, request: Request) -> Response:
     fields = await _fields(request, _InitInfo)
     if fields.init_info and fields.init_info.get("backend") != "directory":
         raise ApiError(501, _NO_NCCL, param="init_info")
+    served.updates.staged = None  # of a client that ended before it finished
     return _done("weights come from directories")
 
 
@@ -90,24 +91,27 @@ async def no_collectives(served: Served, request: Request) -> Response:
 
 
 async def shut_down_transfer(served: Served, request: Request) -> Response:
-    """Nothing to do: nothing was met for."""
+    """Forget an update that was begun and not finished; nothing else was met for."""
+    served.updates.staged = None
     return _done("weights come from directories")
 
 
 async def start_update(served: Served, request: Request) -> Response:
-    """Directories that /update_weights names are taken by /finish_weight_update from now on."""
+    """Directories that /update_weights names in its `update_info` are taken by /finish_weight_update from now on."""
     served.updates.staged = []
     return _done("an update has begun")
 
 
 async def update_weights(served: Served, request: Request) -> Response:
-    """Publish a checkpoint directory; between start and finish, note it for finish."""
+    """Publish a checkpoint directory. Between start and finish one in `update_info`, which only a client of these three
+    steps sends, is noted for finish; so whoever began an update and ended keeps no other client from publishing."""
     fields = await _fields(request, _Update)
     info = fields.update_info or {}
-    directory = fields.weight_dir or fields.model_path or info.get("weight_dir") or info.get("path")
+    at_once = fields.weight_dir or fields.model_path
+    directory = at_once or info.get("weight_dir") or info.get("path")
     if not isinstance(directory, str):
         raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
-    if served.updates.staged is not None:
+    if not at_once and served.updates.staged is not None:
         served.updates.staged.append(directory)
         return _done("noted; /finish_weight_update publishes it")
     version = await served.updates.publish_directory(directory, fields.weight_version)
@@ -187,7 +191,7 @@ async def _load(served: Served, fields: _LoadAdapter, *, in_place: bool) -> Resp
 
 async def pause(served: Served, request: Request) -> Response:
     """mode=keep: nothing needs to stop, and nothing does, unless the server honours pauses. wait: what is being drawn
-    ends first. abort: it is cancelled."""
+    ends first, within a bound. abort: it is cancelled."""
     value = parse(await read_bytes(request, _MOST_BYTES)) | dict(request.query_params)
     mode = read_fields(value, _Pause).mode or "abort"
     if mode not in ("keep", "wait", "abort"):

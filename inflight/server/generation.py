@@ -74,11 +74,13 @@ class Generation:
         self._source, self._bell, self._on_end = source, bell, on_end
         self.group_ids = list(group_ids)
         self._taken = self._ended = False
+        self.drawn = False
+        """The engine draws nothing of it any more, though its client may not have read all."""
 
     async def whole(self) -> list[Rollout]:
         """All samples, prompt by prompt, once all have ended."""
         groups = await self._source.acollect(self.group_ids)
-        self._taken = True
+        self._taken = self.drawn = True
         return [rollout for group in groups for rollout in group]
 
     def end(self) -> None:
@@ -91,7 +93,7 @@ class Generation:
         """The index of a choice and what is new of it, until all have ended; the last part of each has its
         finish_reason."""
         final = asyncio.ensure_future(self._source.acollect(self.group_ids))
-        final.add_done_callback(lambda _: self._bell.ring())
+        final.add_done_callback(self._all_drawn)
         seen: list[dict[int, int]] = [{} for _ in self.group_ids]
         ended: set[tuple[int, int]] = set()
 
@@ -120,3 +122,7 @@ class Generation:
         finally:
             self._bell.num_listeners -= 1
             final.cancel()
+
+    def _all_drawn(self, _: object) -> None:
+        self.drawn = True
+        self._bell.ring()

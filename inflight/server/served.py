@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from inflight.core.sampling import SamplingParams
+from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
 from inflight.server.engine import ServedEngine
 from inflight.server.errors import ApiError
@@ -20,6 +21,7 @@ from inflight.server.tools import tool_format
 from inflight.server.updates import Updates
 
 Value = TypeVar("Value")
+_CHECK_S = 0.01
 
 
 class Served:
@@ -41,7 +43,8 @@ class Served:
         """Maps what is being drawn to the id of its request."""
         self.paused = False
         """A client has paused and not resumed."""
-        self._drained = asyncio.Event()
+        self._num_submitting = 0
+        """Requests that the engine is about to accept."""
         self._may_begin = asyncio.Event()
         self._may_begin.set()
         self._bell: Bell | None = None
@@ -79,22 +82,16 @@ class Served:
         priority: int | None = None,
     ) -> Generation:
         """Have prompts drawn; whoever takes it must `end()` it. Raises what the engine raises."""
-        await self._may_begin.wait()
-        assert self._bell is not None
-        metadata = [{"priority": priority}] * len(prompts) if priority else None
-        place = None if adapter is None else adapter.place
         if adapter is not None:
-            adapter.num_using += 1
+            self.adapters.hold(adapter)
         try:
-            group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=place)
+            while not self._may_begin.is_set():
+                await self._may_begin.wait()
+            return await self._submit(prompts, params, adapter, request_id, priority)
         except BaseException:
             if adapter is not None:
                 self.adapters.let_go(adapter)
             raise
-        generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
-        self.running[generation] = request_id
-        self._drained.clear()
-        return generation
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """Cancel the requests of these ids, or all; their clients get what was drawn. Returns how many there were."""
@@ -109,11 +106,21 @@ class Served:
         return len(chosen)
 
     async def drain(self) -> None:
-        """Return when nothing is being drawn for a client of the server; what comes meanwhile waits."""
+        """Pause the engine once it draws nothing more for a client of the server, whether its clients have read that
+        or not; what comes meanwhile waits. Raises ApiError if that takes too long; then everything goes on."""
         self._may_begin.clear()
         try:
-            while self.running:
-                await self._drained.wait()
+            wait = Wait()
+            while self._num_submitting or not all(generation.drawn for generation in self.running):
+                await asyncio.sleep(_CHECK_S)
+                wait.tick()
+                wait.tell("a client pauses the engine once it draws nothing more")
+                if wait.waited_s > self.options.drain_timeout_s:
+                    raise ApiError(
+                        503,
+                        f"the engine still draws after {self.options.drain_timeout_s:g} s, and goes on; pause with "
+                        "mode=abort, or start the server with a larger --drain-timeout-s",
+                    )
             await self.call(self.engine.pause)
         finally:
             self._may_begin.set()
@@ -122,14 +129,32 @@ class Served:
         """Call the engine without keeping the event loop waiting."""
         return await asyncio.to_thread(function)
 
+    async def _submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        adapter: Adapter | None,
+        request_id: str,
+        priority: int | None,
+    ) -> Generation:
+        assert self._bell is not None
+        metadata = [{"priority": priority}] * len(prompts) if priority else None
+        place = None if adapter is None else adapter.place
+        self._num_submitting += 1
+        try:
+            group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=place)
+        finally:
+            self._num_submitting -= 1
+        generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
+        self.running[generation] = request_id
+        return generation
+
     def _ended(self, adapter: Adapter | None, generation: Generation, taken: bool) -> None:
         self.running.pop(generation, None)
         if not taken:
             self.engine.abandon(generation.group_ids)
         if adapter is not None:
             self.adapters.let_go(adapter)
-        if not self.running:
-            self._drained.set()
 
 
 _KINDS = ("cmpl", "chatcmpl", "gen")

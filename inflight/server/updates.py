@@ -82,15 +82,19 @@ class Updates:
 
     @contextmanager
     def _labelled(self, publisher: Publisher, label: str | None) -> Iterator[None]:
-        """Name the next version before it goes live, so that no answer has its tokens under another name."""
+        """Name the next version before it goes live, so that no answer has its tokens under another name. One that is
+        refused loses its name, since another one will have its number."""
         version = publisher.version + 1
-        if label is not None:
+        if label is None:
+            self.labels.pop(version, None)
+        else:
             self.label(version, label)
         try:
             yield
-        finally:
-            if publisher.version < version:  # it was refused, and another one will have this number
+        except BaseException:
+            if publisher.version < version or self._engine.status().version < version:
                 self.labels.pop(version, None)
+            raise
 
     def _live(self, version: int) -> int:
         self._engine.wait_for_version(version)

@@ -17,6 +17,8 @@ import inflight
 from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.pool.keeper import Keeper
+from inflight.pool.pool import started
 from inflight.ranks.launching import TrainerRanks
 from inflight.stream.assembler import Assembler
 from inflight.training.schedules import Example
@@ -282,6 +284,57 @@ def test_rollouts_of_an_engine_that_is_removed_go_on_and_it_can_be_used_alone(po
     ids = pool.submit(PROMPTS, PARAMS)
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
     assert engine.status().num_tokens > before
+
+
+def test_an_engine_that_a_pool_does_not_take_leaves_its_publishers(pool, publisher, monkeypatch):
+    engine = pool.engines[0]
+    pool.remove(engine)
+
+    def fail(*_):
+        raise InflightError("it does not enter")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Keeper, "_enter", fail)
+        with pytest.raises(InflightError, match="does not enter"):
+            pool.add(engine)
+    version = publisher.publish()
+    pool.wait_for_version(version)
+    assert engine.status().version < version
+    pool.add(engine)
+    assert engine.status().version == version
+
+
+class Engine:
+    """Stands in for one that was launched."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_engines_that_are_being_started_at_ctrl_c_are_closed_once_they_have():
+    early, late, interrupted = Engine(), Engine(), threading.Event()
+
+    def start_late() -> Engine:
+        time.sleep(0.2)  # until it is waited for
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        assert interrupted.wait(10)
+        return late
+
+    with pytest.raises(KeyboardInterrupt), started([lambda: early, start_late]):
+        pytest.fail("it goes on")
+    assert early.closed
+    assert not late.closed
+    interrupted.set()
+    until(lambda: late.closed)
+
+
+def test_engines_are_closed_if_one_does_not_start():
+    engine = Engine()
+    with pytest.raises(ZeroDivisionError), started([lambda: engine, lambda: 1 // 0]):
+        pytest.fail("it goes on")
+    assert engine.closed
 
 
 def test_others_of_this_machine_see_the_batches_of_a_pool(pool):

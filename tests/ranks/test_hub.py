@@ -1,5 +1,6 @@
 """Rank 0 gives every rank its share of every batch, and whoever waits for a rank that is gone is told which."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -363,7 +364,8 @@ def test_a_rank_of_another_machine_takes_its_share_and_nobody_without_its_key(tr
         two.attach(1)
 
 
-def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere):
+def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere, monkeypatch):
+    monkeypatch.setattr(hub_module, "_GONE_NS", 0)
     two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__), rank_timeout_s=600.0)
     engine = AttachedEngine(two.hub.card, 1, elsewhere)
     shares = two.shares(three_batches())
@@ -372,6 +374,39 @@ def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere):
     engine._client.close()  # as the kernel closes its connection
     with pytest.raises(RankLostError, match=r"rank 1 \(process \d+ of another machine\) has ended"):
         waiting.result(BOUND_S)
+
+
+def test_a_connection_that_breaks_loses_no_rank_of_another_machine(trainer, elsewhere, monkeypatch):
+    monkeypatch.setattr(hub_module, "_LOOK_EVERY_NS", 0)
+    two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__))
+    with AttachedEngine(two.hub.card, 1, elsewhere) as engine:
+        [client] = two.hub._clients.values()
+        client.address = b"of the connection that broke"
+        wait_until(lambda: client.missed_ns)
+        running = two.start(next, engine.stream.batches())
+        next(two.shares(three_batches()))
+        running.result(BOUND_S)
+        wait_until(lambda: not client.missed_ns)
+        two.hub.check()
+
+
+def test_a_container_of_the_same_machine_comes_in_as_from_another_one(trainer):
+    """It shares the kernel, and neither files nor processes."""
+    keys = zmq.curve_keypair()
+    two = trainer(2, Outside("127.0.0.1", keys[0].__eq__))
+    with AttachedEngine(msgspec.structs.replace(two.hub.card, directory="/nowhere", pid=1), 1, keys) as engine:
+        assert engine.submit([[1, 2]]) == [0]
+        [client] = two.hub._clients.values()
+        assert client.process is None
+
+
+def test_a_name_that_is_the_loopback_here_is_told_to_others_as_it_is(trainer, monkeypatch):
+    """Where Debian has 127.0.1.1 for the name of the machine, others have a number for it that they reach."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *more, **kinds: resolve("127.0.1.1", *more, **kinds))
+    two = trainer(2, Outside("a-machine", bytes.isdigit))
+    assert two.hub.card.endpoint.startswith("tcp://a-machine:")
+    assert two.hub._socket._socket.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
 
 
 def test_an_address_that_is_not_this_machines_is_named():

@@ -49,6 +49,15 @@ class LostStore(Store):
         raise RuntimeError("connection reset by peer")
 
 
+class Engine:
+    """Stands in for one that was launched."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 OPTIONS = EngineOptions("tiny", timeout_s=0.2, rank_timeout_s=0.2)
 
 
@@ -71,10 +80,22 @@ def test_what_keeps_rank_0_from_launching_is_raised_by_all(first_launch):
         TrainerRanks(1, 2, store).attach(OPTIONS)
 
 
+def test_an_engine_that_cannot_be_announced_does_not_go_on():
+    engine = Engine()
+
+    class Gone(Store):
+        def set(self, key: str, value: bytes) -> None:
+            raise RuntimeError("broken pipe")
+
+    with pytest.raises(RuntimeError, match="broken pipe"):
+        TrainerRanks(0, 2, Gone()).announce(lambda: engine, lambda *_: None)
+    assert engine.closed
+
+
 def test_another_launch_than_rank_0s_is_refused(first_launch):
     store = Store()
     other = launching.Card(EngineOptions("small"), "/nowhere", 1, "here")
-    TrainerRanks(0, 2, store).announce(lambda: other, lambda card, _: card)
+    TrainerRanks(0, 2, store).announce(Engine, lambda _, outside: other)
     first_launch()
     with pytest.raises(InvalidRequestError, match="rank 1 launches 'tiny' where rank 0 launched 'small'"):
         TrainerRanks(1, 2, store).attach(OPTIONS)
@@ -99,7 +120,7 @@ def test_ranks_of_several_machines_come_in_by_the_keys_that_they_put_into_the_st
     for ranks_here in ("2", "1"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
         first_launch()
-        TrainerRanks(0, 2, store).announce(lambda: None, open_hub)
+        TrainerRanks(0, 2, store).announce(Engine, open_hub)
     nobody, outside = opened
     assert nobody is None
     assert outside.address == "10.0.0.1"
@@ -109,6 +130,8 @@ def test_ranks_of_several_machines_come_in_by_the_keys_that_they_put_into_the_st
         TrainerRanks(1, 2, store).attach(OPTIONS)
     [key] = [value for name, value in store.items() if "key" in name]
     assert outside.lets_in(key)
+    store.update(dict.fromkeys(store, b"a stranger's"))
+    assert outside.lets_in(key), "whom a rank is known by does not change"
     assert not outside.lets_in(b"a stranger's")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -219,6 +220,34 @@ def test_a_change_that_cannot_be_published_is_taken_back(saved):
         asyncio.run(updates.publish_adapters(lambda files: files.restore({"place-0": {}}), "step-4"))
     assert updates.files.copy() == {}
     assert updates.labels == {}, "another version will have the number"
+    updates.close()
+
+
+def test_a_version_that_is_refused_after_it_was_copied_leaves_no_name():
+    class Publisher:
+        closed, version = False, 3
+
+        def publish(self):
+            self.version += 1
+            return self.version
+
+        def wait_copied(self):
+            raise inflight.InflightError("it has NaN")
+
+        def close(self):
+            self.closed = True
+
+    class Engine:
+        def publisher(self, source, *, check_finite):
+            return Publisher()
+
+        def status(self):
+            return SimpleNamespace(version=3)
+
+    updates = Updates(Engine())
+    with pytest.raises(inflight.InflightError, match="it has NaN"):
+        asyncio.run(updates.publish_adapters(lambda files: None, "step-4"))
+    assert updates.labels == {}, "the next publisher begins at the engine's version"
     updates.close()
 
 

@@ -1,6 +1,7 @@
 """Weights that change under answers, adapters and pauses, with a model whose tokens proclaim the version that drew
 them."""
 
+import asyncio
 import copy
 import threading
 import time
@@ -15,6 +16,11 @@ from tiny_adapters import error
 from truth_teller import make_truth_teller, teach
 
 import inflight
+from inflight.integrations.directory import DirectoryTransfer
+from inflight.server.adapters import Adapter
+from inflight.server.errors import ApiError
+from inflight.server.options import ServerOptions
+from inflight.server.served import Served
 from inflight.weights.tensors import published_tensors
 
 
@@ -130,6 +136,20 @@ def test_an_update_in_three_steps_is_live_when_it_is_finished(truth):
     assert call(server, "POST", "/reset_prefix_cache")[1] == {"success": True}
 
 
+def test_an_update_that_nobody_finishes_keeps_no_other_client_from_publishing(truth, tmp_path):
+    engine, server, save = truth
+    assert call(server, "POST", "/start_weight_update")[0] == 200
+    version = engine.status().version + 1
+    save(version)
+    DirectoryTransfer(server.url, tmp_path).send_weights(published_tensors(save.model).items())
+    assert engine.status().version == version
+    assert call(server, "POST", "/init_weight_transfer_engine", {"init_info": {"backend": "directory"}})[0] == 200
+    assert call(server, "POST", "/finish_weight_update")[0] == 400, "who begins anew begins with nothing noted"
+    assert call(server, "POST", "/start_weight_update")[0] == 200
+    assert call(server, "POST", "/shutdown_weight_transfer_engine")[0] == 200
+    assert call(server, "POST", "/finish_weight_update")[0] == 400
+
+
 def test_weights_that_do_not_fit_change_nothing(truth, tmp_path):
     engine, server, save = truth
     before = engine.status().version
@@ -210,6 +230,27 @@ def test_a_pause_that_waits_lets_answers_end_and_later_ones_wait(truth):
     assert call(server, "POST", "/resume")[0] == 200
     second.join()
     assert answers[1]["finish_reason"] == "length"
+
+
+def test_a_request_that_a_pause_keeps_waiting_holds_the_place_of_its_adapter(truth):
+    engine, _, _ = truth
+
+    async def wait_and_leave():
+        served, adapter = Served(engine, ServerOptions()), Adapter("a", "", "place-0")
+        served.adapters.loaded["a"] = served.adapters._taken["place-0"] = adapter
+        served._may_begin.clear()
+        waiting = asyncio.ensure_future(served.begin([[5]], inflight.SamplingParams(), adapter, request_id="1"))
+        await asyncio.sleep(0)
+        served.adapters.unload("a")
+        with pytest.raises(ApiError, match="all 1 places for adapters are taken, by a"):
+            served.adapters._free_place()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert served.adapters._free_place() == "place-0"
+        with pytest.raises(ApiError, match="'a' is not loaded"):
+            await served.begin([[5]], inflight.SamplingParams(), adapter, request_id="2")
+
+    asyncio.run(wait_and_leave())
 
 
 def test_requests_are_aborted_by_their_ids(truth):

@@ -216,6 +216,50 @@ def test_a_connection_that_is_used_again_has_the_same_bound(served):
         connection.close()
 
 
+def test_a_request_behind_another_one_has_the_same_bound(served):
+    with (
+        served.engine.serve(port=0, receive_timeout_s=0.5) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=10) as both,
+    ):
+        whole = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+        half = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+        both.sendall(whole + half)
+        answer = b""
+        while part := both.recv(4096):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_reads_nothing_holds_back_no_pause(served):
+    fields = {"prompt": [1], "n": 16, "max_tokens": 250, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = json.dumps(fields)
+    with served.engine.serve(port=0, drain_timeout_s=20.0) as server, socket.socket() as deaf:
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections inherit
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", server.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        deaf.sendall((head + body).encode())
+        wait_until(lambda: call(server, "GET", "/load")[1]["server_load"] == 1)
+        try:
+            assert call(server, "POST", "/pause?mode=wait")[0] == 200
+            assert call(server, "GET", "/load")[1]["server_load"] == 1, "its client has not read it"
+        finally:
+            served.engine.resume()
+
+
+def test_a_pause_waits_within_a_bound(served):
+    with served.engine.serve(port=0, drain_timeout_s=0.1) as server, ThreadPoolExecutor(1) as client:
+        served.engine.pause()
+        try:
+            drawing = client.submit(call, server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})
+            wait_until(lambda: served.engine.status().num_waiting == 1)
+            status, answer = call(server, "POST", "/pause?mode=wait")
+            assert (status, "still draws after 0.1 s" in answer["error"]["message"]) == (503, True)
+        finally:
+            served.engine.resume()
+        assert drawing.result(30)[0] == 200
+
+
 def test_more_connections_than_there_may_be(served):
     with served.engine.serve(port=0, max_connections=4) as server:
         open_ones = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(6)]
@@ -235,6 +279,19 @@ def test_connections_far_beyond_the_bound_are_closed_at_once(served):
             for _ in range(4 + 64 + 8)
         ]
         wait_until(lambda: sum(map(is_closed, halves)) == 8)
+
+
+def test_strangers_leave_connections_to_the_machine_itself(served, monkeypatch):
+    monkeypatch.setattr(connections, "is_loopback", lambda host: host != "127.0.0.2")
+    with served.engine.serve(port=0, max_connections=16) as server, ExitStack() as crowd:
+        strangers = [
+            crowd.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=("127.0.0.2", 0))
+            )
+            for _ in range(14 + 64 + 8)
+        ]
+        wait_until(lambda: sum(map(is_closed, strangers)) == 8)
+        assert call(server, "GET", "/health")[0] == 200
 
 
 def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch):
