@@ -10,7 +10,7 @@ PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
-.PHONY: chromium setup demo test test-all test-vllm test-clients test-browser screenshots lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
+.PHONY: chromium setup demo test test-all test-vllm test-clients test-ray test-browser screenshots lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
+	@echo 'make test-ray   all tests of engines that Ray places; make test-all has one of them'
 	@echo 'make test-browser  the tests of the live page in a headless Chromium'
 	@echo 'make screenshots   a run of the demo, and pictures of its page under docs/'
 	@echo 'make lint       formatting, lint rules and types'
@@ -42,11 +43,11 @@ demo: setup
 	$(BIN)/inflight demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not clients and not browser' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not clients and not browser and not ray' -n 2 --dist loadfile
 
 # Three at a time, since many of them wait.
 test-all: test
-	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients and not browser' -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients and not browser and not ray' -n 3 --dist worksteal
 
 # Beside `make test-all`, as installing vLLM takes longer than its tests.
 test-vllm: setup peers
@@ -64,6 +65,9 @@ test-clients: setup .venv-clients/.installed
 	mkdir -p .venv-clients/prime-rl
 	curl -fsSL $(PRIME_RL) | tar xz -C .venv-clients/prime-rl --strip-components 1
 	touch $@
+
+test-ray: setup
+	$(BIN)/python -m pytest tests/ray -n 0
 
 # Playwright's own browsers are a download; this takes the machine's, and where apt-get may, installs Debian's.
 test-browser: setup chromium

@@ -21,7 +21,7 @@ def chaos(file: Path, *options: str) -> tuple[int, dict]:
 def test_nothing_is_lost_in_a_minute_of_faults(tmp_path):
     status, result = chaos(tmp_path / "chaos.json", "--minutes", "1", "--kills", "5", "--seed", "3")
     log = tmp_path / "chaos.log"
-    assert status == 0, log.read_text()[-5000:]
+    assert status == 0, f"{result}\n{log.read_text()[-5000:]}"
     assert result["engine_kills"] == result["engine_kills_survived"] > 0
     assert result["totals"]["tokens"] > 1000
     assert result["totals"]["distinct_versions"] > 10

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
@@ -106,6 +107,7 @@ def test_server_mode_without_a_directory_is_refused_by_name(path, tmp_path, url,
 
 
 def test_the_transfer_of_asyncgrpo_is_refused_with_what_works(url, monkeypatch):
+    PartialState()  # without which its logger cannot be used; a trainer makes one
     for name in ("get_ip", "get_open_port"):  # vLLM has them
         monkeypatch.setattr(weight_transfer, name, lambda: "0", raising=False)
     monkeypatch.setattr(weight_transfer, "is_vllm_available", lambda: True)

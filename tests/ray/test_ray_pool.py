@@ -22,7 +22,6 @@ from inflight.core.errors import EngineDiedError, InflightError, ModelLoadError,
 from inflight.core.options import EngineOptions
 from inflight.ray import EnginePool, Placement
 
-pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parents[1] / "helpers"
 LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
 
@@ -90,6 +89,7 @@ def held() -> dict[str, float]:
     return {name: total - free.get(name, 0) for name, total in ray.cluster_resources().items() if name != "memory"}
 
 
+@pytest.mark.slow
 def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, options, caplog):
     right = next(node["NodeID"] for node in ray.nodes() if "right" in node["Resources"])
     anywhere = Placement(scheduling_strategy=NodeAffinitySchedulingStrategy(right, soft=True))
@@ -130,6 +130,7 @@ class Other:
         return True
 
 
+@pytest.mark.ray
 def test_what_keeps_ray_from_placing_an_engine_is_said(cluster, options):
     with pytest.raises(PlacementError, match=r"within 1 s: no node of the cluster has 1 CPU and 9 left \(.* 4 left"):
         EnginePool([options], Placement(resources={"left": 9}, timeout_s=1))
@@ -145,6 +146,7 @@ def test_what_keeps_ray_from_placing_an_engine_is_said(cluster, options):
     until(lambda: not any(held().values()))
 
 
+@pytest.mark.ray
 def test_what_a_pool_is_not_made_of(options):
     with pytest.raises(ValueError, match="one engine at least"):
         EnginePool([])
@@ -154,6 +156,7 @@ def test_what_a_pool_is_not_made_of(options):
         inflight.ray.PlacedEngine(msgspec.structs.replace(options, listen="tcp://127.0.0.1:*", keys="keys"))
 
 
+@pytest.mark.ray
 def test_a_trainer_that_is_no_ray_program_is_killed_and_leaves_nothing(cluster, options):
     with program("ray_trainer.py", cluster.address, options.model) as trainer:
         try:
@@ -169,6 +172,7 @@ def test_a_trainer_that_is_no_ray_program_is_killed_and_leaves_nothing(cluster, 
     assert not any(map(os.path.exists, slots))
 
 
+@pytest.mark.ray
 def test_every_rank_under_ray_train_takes_its_share(cluster, options):
     with program("ray_train_ranks.py", cluster.address, options.model) as trainer:
         output, _ = trainer.communicate(timeout=200)
@@ -185,6 +189,7 @@ def test_every_rank_under_ray_train_takes_its_share(cluster, options):
     until(lambda: not any(held().values()))
 
 
+@pytest.mark.ray
 def test_ray_has_to_be_initialised_and_may_end_before_the_pool(cluster, options):
     with EnginePool([options], allow_unencrypted=True) as pool:
         [engine] = pool.engines
