@@ -59,7 +59,8 @@ def test_adapters_equal_those_of_float64(function, dtype, tokens, inputs, widths
     before, expected = y.clone(), restated(y, x, a, b, widths, slots)
     behind = y.as_strided((tokens, 5), y.stride(), y.shape[1]).clone()
     function(y, x, a, b, widths, slots)
-    largest = float(expected.abs().max()) if tokens else 0
+    usual = restated(before.double() ** 2, x.double() ** 2, a.double() ** 2, b.double() ** 2, widths, slots).sqrt()
+    largest = float(torch.maximum(expected.abs(), usual).max()) if tokens else 0  # terms may cancel out in all of it
     torch.testing.assert_close(y.double(), expected, atol=PRECISION[dtype] * largest, rtol=0)
     assert torch.equal(y[slots < 0], before[slots < 0])
     assert torch.equal(y.as_strided((tokens, 5), y.stride(), y.shape[1]), behind)
