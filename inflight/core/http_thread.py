@@ -1,0 +1,95 @@
+"""An HTTP server in a thread of its own: what `inflight serve` and the live page have in common. It needs uvicorn."""
+
+import logging
+import socket
+import threading
+from typing import Any, Self
+
+import uvicorn
+
+from inflight.core.errors import InflightError, ListenError
+from inflight.core.waiting import Wait
+
+logger = logging.getLogger("inflight.http")
+
+_START_S = 30.0
+
+
+class HttpThread:
+    """Serves an application until it is closed."""
+
+    def __init__(self, listening: socket.socket, app: Any, *, host: str, name: str, grace_s: int, **options: Any):
+        """listening: becomes this server's. host: what clients call the machine. name: that of the thread. grace_s: how
+        long answers that are under way may take at the end. options: other ones of uvicorn. Raises InflightError if it
+        does not start."""
+        self.host, self.port = host, int(listening.getsockname()[1])
+        self._socket, self._grace_s = listening, grace_s
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=grace_s,
+            **options,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._wait_until_started()
+
+    @property
+    def url(self) -> str:
+        """Where clients find it: "http://HOST:PORT"."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    def close(self) -> None:
+        """End it: answers that are under way have some seconds, then they are cancelled. Safe to call twice."""
+        self._server.should_exit = True
+        self._thread.join(2 * self._grace_s)
+        if self._thread.is_alive():
+            self._server.force_exit = True
+            self._thread.join(self._grace_s)
+        if self._thread.is_alive():
+            logger.error("the server does not end; its thread ends with this process")
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._socket])
+        except Exception:
+            logger.exception("the server failed")
+
+    def _wait_until_started(self) -> None:
+        wait = Wait()
+        while not self._server.started:
+            self._thread.join(0.01)
+            if not self._thread.is_alive() or wait.waited_s > _START_S:
+                self.close()
+                raise InflightError("the server did not start; the log says why")
+            wait.tick()
+            wait.tell("the server has not started")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to this address; port 0 lets the system choose. Raises ListenError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+        except BaseException:
+            listening.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise ListenError(f"cannot listen on {host} port {port}: {error}; --port takes another one") from error
+    return listening
