@@ -2,13 +2,9 @@
 
 import asyncio
 import json
-import socket
-import threading
 import time
-from contextlib import contextmanager
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
@@ -19,6 +15,7 @@ from inflight.bench.options import StalenessOptions
 from inflight.bench.served_staleness import measure
 from inflight.bench.truth_teller import TruthTeller
 from inflight.bench.update_targets import TargetError
+from inflight.core.http_thread import HttpThread, listen
 
 PAUSE_S, STEP_S = 0.1, 0.01
 
@@ -86,16 +83,8 @@ class Fake:
         yield "data: [DONE]\n\n"
 
 
-@contextmanager
 def served(app):
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
-        thread.join(20)
+    return HttpThread(listen("127.0.0.1", 0), app, host="127.0.0.1", name="fake", grace_s=1, lifespan="off")
 
 
 def settings(url, directory, **more):
@@ -105,8 +94,8 @@ def settings(url, directory, **more):
 
 def test_what_a_server_did_on_purpose_is_what_is_reported(tmp_path):
     fake = Fake()
-    with served(fake.app) as url:
-        result = measure(settings(url, tmp_path))
+    with served(fake.app) as server:
+        result = measure(settings(server.url, tmp_path))
     assert result["num_updates"] == 8
     assert 0.95 * PAUSE_S < result["stall_ms"]["p50"] / 1e3 < 1.6 * PAUSE_S
     assert result["update_ms"]["p50"] / 1e3 > PAUSE_S
@@ -123,8 +112,8 @@ def test_a_server_of_other_weights_and_one_that_is_not_there_are_named(tmp_path,
     fake = Fake()
     fake.version, fake.is_deaf = 9, True
     monkeypatch.setattr("inflight.bench.served_staleness._START_S", 0.3)
-    with served(fake.app) as url, pytest.raises(TargetError, match="does not draw by the weights in"):
-        measure(settings(url, tmp_path))
+    with served(fake.app) as server, pytest.raises(TargetError, match="does not draw by the weights in"):
+        measure(settings(server.url, tmp_path))
     with pytest.raises(TargetError, match="does not answer"):
         measure(settings("http://127.0.0.1:9", tmp_path))
     with pytest.raises(TargetError, match="pause is one of '', 'keep', 'wait', 'abort'"):
