@@ -1,14 +1,18 @@
 """Runs every CPU benchmark and writes its JSON under benchmarks/results/cpu: `make bench`, about 80 minutes on 2 cores.
 
-    python benchmarks/run.py [throughput|swap|vllm|kernels|scaling|staleness|loss|learning|handle|ray|serve|fuzz|demo …]
+    python benchmarks/run.py [NAME …]
+
+NAME is throughput, swap, vllm, kernels, scaling, host, staleness, loss, learning, handle, ray, serve, fuzz or demo.
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +35,24 @@ def inflight(*arguments: str) -> None:
 def demo() -> None:
     for mode in ("inflight", "sync"):
         for seed in SEEDS:
-            out = RESULTS / f"demo-{mode}-seed{seed}"
-            inflight("demo", "--seed", str(seed), "--out", str(out), *(["--sync"] if mode == "sync" else []))
+            run_demo(mode, seed, *(["--sync"] if mode == "sync" else []))
     write_json(RESULTS / "demo.json", {mode: summarise_demo(mode) for mode in ("inflight", "sync")})
 
 
 def demo_vllm() -> None:
     """Run the same demo with vLLM as the backend."""
     for seed in SEEDS:
-        out = RESULTS / f"demo-vllm-seed{seed}"
-        inflight("demo", "--backend", "vllm", "--seed", str(seed), "--out", str(out))
+        run_demo("vllm", seed, "--backend", "vllm")
     write_json(RESULTS / "demo-vllm.json", {"vllm": summarise_demo("vllm")})
+
+
+def run_demo(mode: str, seed: int, *options: str) -> None:
+    """Of what it writes, keep the summary."""
+    with tempfile.TemporaryDirectory() as out:
+        inflight("demo", "--seed", str(seed), "--out", out, *options)
+        kept = RESULTS / f"demo-{mode}-seed{seed}"
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(out) / "summary.json", kept)
 
 
 def summarise_demo(mode: str) -> dict:
@@ -94,6 +105,12 @@ def throughput() -> None:
 def scaling() -> None:
     path, plot = RESULTS / "scaling-small-float32.json", DOCS / "scaling.png"
     inflight("bench", "scaling", "--model", "small", "--device", "cpu", "--json", str(path), "--plot", str(plot))
+
+
+def host() -> None:
+    """Measure passes in which nothing joins or leaves, and all passes of a backlog."""
+    inflight("bench", "host", "--json", str(RESULTS / "host.json"))
+    inflight("bench", "host", "--backlog", "128", "--json", str(RESULTS / "host-backlog.json"))
 
 
 def swap() -> None:
@@ -174,6 +191,7 @@ if __name__ == "__main__":
         vllm,
         kernels,
         scaling,
+        host,
         staleness,
         loss,
         learning,

@@ -10,11 +10,12 @@ and with vLLM behind it; vLLM's own with each of its pauses. vLLM is that of `ma
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from vllm_server import PYTHON, vllm_server, vllm_version
 
 import inflight
@@ -22,6 +23,7 @@ from inflight.bench.options import StalenessOptions
 from inflight.bench.served_staleness import measure
 from inflight.bench.truth_teller import TruthTeller
 from inflight.observability.environment import write_result
+from inflight.observability.progress import parts_of, shown_on
 
 SEQUENCES, TOKENS, PROMPT, INTERVAL_MS = 16, 96, 32, 1000.0
 
@@ -63,12 +65,12 @@ def main() -> None:
     options = parser.parse_args()
     has_vllm = Path(PYTHON).exists()
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as at_end:
         weights = Path(directory) / "truth-teller"
         truth = TruthTeller(options.model)
-        for name in options.only:
-            if not has_vllm and "vLLM" in name:
-                continue
+        names = [name for name in options.only if has_vllm or "vLLM" not in name]
+        parts = parts_of(at_end.enter_context(shown_on(Console())), len(names))
+        for name, progress in zip(names, parts, strict=True):
             truth.save(weights)
             serve, how = SERVERS[name]
             with serve(str(weights)) as url:
@@ -76,10 +78,11 @@ def main() -> None:
                     model=options.model, dtype="float32", sequences=SEQUENCES, tokens=TOKENS, prompt_tokens=PROMPT,
                     steps=options.steps, target=url, weights=str(weights), interval_ms=INTERVAL_MS, **how,
                 )  # fmt: skip
-                results[name] = measure(settings)
+                results[name] = measure(settings, progress)
             shown = ("stall_ms", "swap_ms", "update_ms", "gap_across_ms")
             print(name, {key: results[name][key] for key in shown}, flush=True)
-    write_result(options.file, {"servers": results, "vllm": vllm_version() if has_vllm else None})
+    version = vllm_version() if has_vllm else None
+    write_result(options.file, {"bench": "served_staleness", "servers": results, "vllm": version})
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ class Size(NamedTuple):
     """(hidden, layers, vocabulary), or a built-in shape."""
     publishes: int = 20
     masters: DtypeName = "auto"
+    busy_publishes: int = 0
+    """How often it is published besides while the trainer computes, for each of the pieces."""
+    pieces_us: tuple[int, ...] = (0, 1000, 300)
 
 
 SIZES = {
@@ -41,12 +44,12 @@ SIZES = {
     ],
     "cuda": [
         Size((768, 12, 32768)),
-        Size("qwen3-0.6b", 1000, "float32"),
-        Size("qwen3-1.7b", 100, "float32"),
+        Size("qwen3-0.6b", 1000, "float32", 100),
+        Size("qwen3-1.7b", 100, "float32", 100),
         Size((2560, 36, 65536)),
-        Size("qwen3-8b", 1000),
+        Size("qwen3-8b", 1000, busy_publishes=100),
     ],
-    "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32")],
+    "rehearsal": [Size((128, 4, 4096), 3), Size("tiny", 10, "float32", 5, (0, 100))],
 }
 SEQUENCES = {"cpu": 4, "cuda": 64, "rehearsal": 2}
 TOKENS = {"cpu": 160, "cuda": 512, "rehearsal": 160}
@@ -102,11 +105,13 @@ def measure(size: Size, where: str) -> dict[str, Any]:
             prompt_tokens=16,
             publishes=size.publishes,
             masters=size.masters,
+            busy_publishes=size.busy_publishes,
+            pieces_us=size.pieces_us,
             window=max(SwapOptions().window, size.publishes // WINDOWS),
         )
         result = measure_swap(settings)
     kept = ("swap_ms", "stall_ms", "paused_stall_ms", "forward_ms", "gap_ms", "gap_ratio", "copy_ms", "copy_gb_s")
-    kept += ("memcpy_gb_s", "weight_bytes", "num_swaps", "masters", "engine", "grown")
+    kept += ("memcpy_gb_s", "weight_bytes", "num_swaps", "masters", "engine", "grown", "busy")
     return {"parameters": parameters, "shape": shape} | {key: result[key] for key in kept}
 
 

@@ -1,9 +1,10 @@
 """The ten lines of the README, for real: a training loop of one's own with a generator that never stops.
 
-    python examples/plain_loop.py [MODEL]
+    python examples/plain_loop.py [MODEL [LOGGER]]
 
 MODEL is a directory, a Hugging Face hub id or a built-in shape (default: tiny, random weights, trained from scratch
-to answer with digits, so that it runs anywhere in half a minute).
+to answer with digits, so that it runs anywhere in half a minute). LOGGER is jsonl, tensorboard, wandb or trackio: where
+the numbers of every step go, under runs/plain_loop.
 """
 
 import sys
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import inflight
 from inflight.engine.shapes import SHAPES, shape_config
+from inflight.observability.loggers import Logger, LoggerName
 
 
 def reward(rollout: inflight.Rollout) -> float:
@@ -21,7 +23,12 @@ def reward(rollout: inflight.Rollout) -> float:
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
-def main(name: str = "tiny") -> None:
+def main(name: str = "tiny", logger: LoggerName = "jsonl") -> None:
+    with inflight.open_logger(logger, "runs/plain_loop") as log:
+        train(name, log)
+
+
+def train(name: str, log: Logger) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the other half of the cores is the generator's
     torch.manual_seed(0)
     if name in SHAPES:
@@ -44,6 +51,7 @@ def main(name: str = "tiny") -> None:
             inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite
             publisher.publish()  # returns at once; the generator never stops
             rewards.append(engine.stream.last_reward)
+            log.log(step, {"reward": rewards[-1], **stats.as_dict()})
             if step % 10 == 0:
                 print(f"step {step}  reward {engine.stream.last_reward:.3f}  ESS {stats.ess:.3f}")
         print(f"reward before {rewards[0]:.3f}, after {rewards[-1]:.3f}")
@@ -52,4 +60,4 @@ def main(name: str = "tiny") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:3])  # type: ignore[arg-type]

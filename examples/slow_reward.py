@@ -1,11 +1,11 @@
 """A judge that takes its time, and an evaluation beside training: neither stops the generator or the trainer.
 
-    python examples/slow_reward.py [MODEL]
+    python examples/slow_reward.py [MODEL [LOGGER]]
 
 Every answer is judged by an `async` function that waits 200 ms, as one that asks another service would. Held-out
 prompts are answered greedily by every tenth version while training goes on. MODEL is a directory, a Hugging Face hub id
 or a built-in shape (default: tiny, random weights, trained from scratch to answer with digits; half a minute on two
-cores).
+cores). LOGGER is jsonl, tensorboard, wandb or trackio: where the numbers of every step go, under runs/slow_reward.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import inflight
 from inflight.engine.shapes import SHAPES, shape_config
+from inflight.observability.loggers import LoggerName
 
 STEPS = 40
 
@@ -30,7 +31,7 @@ def share_of_digits(rollout: inflight.Rollout) -> float:
     return sum(char.isdigit() for char in rollout.text) / max(1, len(rollout.text))
 
 
-def main(name: str = "tiny") -> None:
+def main(name: str = "tiny", logger: LoggerName = "jsonl") -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // 2))  # the other half of the cores is the generator's
     torch.manual_seed(0)
     if name in SHAPES:
@@ -43,7 +44,10 @@ def main(name: str = "tiny") -> None:
     params = inflight.SamplingParams(n=8, max_tokens=16)
     greedy = inflight.SamplingParams(temperature=0, max_tokens=16)
 
-    with inflight.launch(name, threads=torch.get_num_threads(), slots=3) as engine:  # the third keeps a pinned version
+    with (
+        inflight.open_logger(logger, "runs/slow_reward") as log,
+        inflight.launch(name, threads=torch.get_num_threads(), slots=3) as engine,  # the third keeps a pinned version
+    ):
         publisher = engine.publisher(model)
         version = publisher.publish()
         evaluations: dict[int, list[int]] = {}
@@ -54,6 +58,7 @@ def main(name: str = "tiny") -> None:
             loss.backward()
             inflight.clip_and_step(optimizer, max_grad_norm=1.0)
             version = publisher.publish()
+            log.log(step, {"reward": engine.stream.last_reward, **stats.as_dict()})
             if step % 10 == 0:
                 evaluations[step] = engine.submit(held_out, greedy, version=version, train=False)
                 print(f"step {step}  reward {engine.stream.last_reward:.3f}  ESS {stats.ess:.3f}")
@@ -64,4 +69,4 @@ def main(name: str = "tiny") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:3])  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ _HOME = {
     "Rewards": "inflight.training.data.rewards",
     "turn_advantages": "inflight.training.data.advantages",
     "JsonLines": "inflight.observability.loggers",
+    "open_logger": "inflight.observability.loggers",
     "TensorBoard": "inflight.observability.loggers",
     "WandB": "inflight.observability.loggers",
     "Trackio": "inflight.observability.loggers",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.observability.loggers import TensorBoard as TensorBoard
     from inflight.observability.loggers import Trackio as Trackio
     from inflight.observability.loggers import WandB as WandB
+    from inflight.observability.loggers import open_logger as open_logger
     from inflight.pool.pool import EnginePool as EnginePool
     from inflight.pool.pool import launch_pool as launch_pool
     from inflight.ranks.attached import AttachedEngine as AttachedEngine

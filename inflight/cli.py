@@ -13,6 +13,7 @@ from rich.console import Console
 from inflight.bench import options as bench_options
 from inflight.command_line import Output, PlottedOutput, add_command, argument, option, reported
 from inflight.demo.options import DemoOptions
+from inflight.report.options import ReportOptions
 from inflight.server.command import ServedModel, allow_files
 from inflight.server.options import ServerOptions
 from inflight.watch.options import WatchOptions
@@ -46,13 +47,14 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
     def run(options: Any, output: Output) -> None:
         from inflight.observability.environment import write_result
         from inflight.observability.plots import require_matplotlib
+        from inflight.observability.progress import shown_on
 
         plot = output.plot if isinstance(output, PlottedOutput) else None
         if plot:
             require_matplotlib()
         module = import_module(f"inflight.bench.{name}")
-        with console.status("") as status:
-            result = module.measure(options, status.update)
+        with shown_on(console) as progress:
+            result = module.measure(options, progress)
         console.print(module.table(result))
         if plot:
             module.plot(plot, result)
@@ -105,6 +107,12 @@ def watch(options: WatchOptions) -> None:
     watch(options, console)
 
 
+def report(options: ReportOptions) -> None:
+    from inflight.report.command import report
+
+    report(options, console)
+
+
 def doctor() -> None:
     """Say what this machine can do, and what to change."""
     from inflight.doctor import print_report
@@ -142,8 +150,10 @@ for name, options, output in (
     ("throughput", bench_options.ThroughputOptions, PlottedOutput),
     ("swap", bench_options.SwapOptions, Output),
     ("staleness", bench_options.StalenessOptions, Output),
+    ("sweep", bench_options.SweepOptions, Output),
     ("stream", bench_options.StreamOptions, Output),
     ("scaling", bench_options.ScalingOptions, PlottedOutput),
+    ("host", bench_options.HostOptions, Output),
     ("learning", bench_options.LearningOptions, PlottedOutput),
     ("loss", bench_options.LossOptions, Output),
     ("trace", bench_options.TraceOptions, Output),
@@ -151,6 +161,7 @@ for name, options, output in (
     add_command(bench, name, benchmark(name), options, output)
 add_command(app, "replay", replay, ReplayOptions, Output)
 add_command(app, "watch", watch, WatchOptions)
+add_command(app, "report", report, ReportOptions)
 add_command(app, "serve", serve, ServedModel, ServerOptions)
 app.command()(doctor)
 app.command()(keys)

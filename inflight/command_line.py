@@ -7,6 +7,7 @@ dataclass is the help of the command. Beside the types that typer knows, a field
     tuple[Literal["a", "b"], ...]    choices, by an option that may be given several times
     tuple[int, ...]                  numbers as in 1,8,32, of which none is below the option's `min` (1 if it has none)
     tuple[str, ...]                  names as in none,tis
+    tuple[Path, ...]                 paths, one after another; an argument
     tuple[int, int]                  the least and the most of a length, as in 100-1024; 128 is both
 """
 
@@ -143,6 +144,8 @@ def _spelling(field: Field, kind: Any) -> _Spelling:
         return _Spelling(optional, default, lambda given: given and given.value)
     if not items:
         return _Spelling(kind, default, lambda given: given)
+    if items[0] is Path:
+        return _Spelling(list[Path], default, tuple)
     name, least = f"--{field.name.replace('_', '-')}", field.metadata["option"].min
     separator, read = ",", partial(_numbers, name, least=1 if least is None else least)
     if items[0] is str:

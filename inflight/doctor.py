@@ -27,7 +27,8 @@ class Finding(NamedTuple):
 
 def print_report(console: Console) -> int:
     """Print one line per finding; return 1 if something keeps inflight from working, else 0."""
-    findings = examine()
+    with console.status("looking at this machine"):
+        findings = examine()
     styles = {"ok": "green", "note": "yellow", "fail": "red"}
     for finding in findings:
         console.print(f"[{styles[finding.verdict]}]{finding.verdict:<4}[/] {finding.subject:<16} ", end="")
@@ -106,10 +107,6 @@ def _gpu() -> Finding:
         reason = "torch is a CPU build" if torch.version.cuda is None else "torch sees none"
         return Finding("note", "gpu", f"there is none ({reason}); everything runs on the CPU")
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:True" in config:
-        advice = "remove expandable_segments:True from PYTORCH_ALLOC_CONF; CUDA IPC cannot share such memory"
-        return Finding("note", "gpu", f"{names}; {advice}")
     if found := installed("flashinfer-python"):
         return Finding("ok", "gpu", f"{names}; slots are shared by CUDA IPC; attention by FlashInfer {found}")
     advice = "attention by PyTorch, several times as slow as FlashInfer: pip install flashinfer-python"

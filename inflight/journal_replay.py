@@ -10,6 +10,7 @@ from rich.console import Console
 
 from inflight.engine.loading import load_tokenizer
 from inflight.observability.plots import new_table
+from inflight.observability.progress import shown_on
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
 from inflight.stream.journal import JournalReader
@@ -90,7 +91,9 @@ def replay(
 def report(console: Console, directory: Path, *, num_groups: int = 0, model: str | None = None) -> dict[str, Any]:
     """Show what is in a journal and its first groups, and return the former for programs. Raises JournalError."""
     reader = JournalReader(directory, skip_damage=True)
-    found = summarize(reader)
+    num_bytes = sum(path.stat().st_size for path in reader.files)
+    with shown_on(console) as progress:
+        found = summarize(reader, lambda _: progress("reading the journal", min(1.0, reader.num_bytes / num_bytes)))
     shown = new_table(str(directory), "", "", left="")
     shown.add_row("frames", f"{found.num_frames:,} in {found.num_files} files, {found.num_bytes / 1e6:,.1f} MB")
     shown.add_row("runs, engines", f"{found.num_runs}, {found.num_engines}")

@@ -183,9 +183,9 @@ def test_bench_staleness_prints_one_json_line_last(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     for key in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms"):
-        assert set(result[key]) == {"p50", "p90", "p99"}
+        assert {"p50", "p90", "p99"} <= set(result[key])
     assert set(result["version_lag"]) == {"p50", "max"}
-    assert result["num_swaps"] >= 3
+    assert 1 <= result["num_swaps"] <= 5
     assert json.loads(path.read_text())["environment"]["machine"]["cores"] >= 1
 
 

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"core", "weights", "engine", "training"},
     "supervisor": {"core", "weights", "stream", "engine", "training"},
     "command_line": {"core"},
-    "server": {"core", "weights", "stream", "engine", "training", "command_line"},
+    "server": {"core", "weights", "stream", "observability", "engine", "training", "command_line"},
     "running_engine": {
         *("core", "weights", "stream", "observability", "engine", "training", "ranks", "supervisor", "server"),
     },
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"core", "weights", "stream", "engine", "training", "running_engine"},
     "doctor": {"core", "kernels", "weights", "observability", "engine"},
     "watch": {"core", "command_line", "observability"},
+    "report": {"core", "command_line", "observability"},
     "demo": {"core", "command_line", "observability", "engine", "training", "session", "run", "watch"},
     "bench": {
         *("core", "command_line", "kernels", "weights", "stream", "observability"),
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         *("core", "command_line", "server", "session", "observability"),
-        *("journal_replay", "doctor", "watch", "demo", "bench"),
+        *("journal_replay", "doctor", "watch", "report", "demo", "bench"),
     },
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""

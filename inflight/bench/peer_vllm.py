@@ -109,7 +109,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
         "max_num_seqs": setup.max_sequences,
         "max_model_len": setup.max_context,
         "kv_cache_memory_bytes": max(LEAST_KV_CACHE_BYTES, kv_cache_bytes),
-        "enable_prefix_caching": False,  # no two prompts share a prefix
+        "enable_prefix_caching": setup.shared_prompts,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
     }

@@ -30,17 +30,21 @@ class Setup:
     threads: int
     """CPU threads; 0 leaves torch's own choice."""
     seed: int
+    shared_prompts: bool = False
+    """Several sequences have one prompt, so that a cache of prefixes pays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Draw at temperature 1 for each of `sequences` different random prompts. Lengths are uniform from the first to the
+    """Draw at temperature 1 for each of `sequences` random prompts. Lengths are uniform from the first to the
     second number, both included."""
 
     sequences: int
     tokens: tuple[int, int]
     prompt_tokens: tuple[int, int]
     seed: int
+    group: int = 1
+    """So many sequences have one prompt. More than one: others wait while the first ones are drawn."""
     publishes: int = 0
     """How often new weights are loaded meanwhile (`inflight bench swap`)."""
 
@@ -84,7 +88,8 @@ def random_requests(job: Job, vocab_size: int) -> list[tuple[list[int], int]]:
     """Return the job's prompts as token ids, and how many tokens are drawn after each; all workers get the same."""
     draw = random.Random(job.seed)
     lengths = [(draw.randint(*job.prompt_tokens), draw.randint(*job.tokens)) for _ in range(job.sequences)]
-    return [([draw.randrange(vocab_size) for _ in range(prompt)], tokens) for prompt, tokens in lengths]
+    prompts = [[draw.randrange(vocab_size) for _ in range(length)] for length, _ in lengths[:: job.group]]
+    return [(prompts[index // job.group], tokens) for index, (_, tokens) in enumerate(lengths)]
 
 
 def serve(load: Callable[[Setup], tuple[Hello, Generate]]) -> None:

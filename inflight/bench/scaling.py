@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from inflight.bench.options import Progress, ScalingOptions
+from inflight.bench.options import ScalingOptions
 from inflight.bench.peers import engine_dtype
 from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
@@ -22,6 +22,7 @@ from inflight.engine.device import resolve_device
 from inflight.engine.engine import Engine
 from inflight.engine.loading import load_config
 from inflight.observability.plots import draw_sizes, new_figure, new_table, save_figure
+from inflight.observability.progress import Progress, part_of, untold
 
 CONTEXT_SEQUENCES = 16
 """Sequences at each context length."""
@@ -38,7 +39,7 @@ QUEUE_WARMUP_STEPS = 4
 QUEUE_STEPS = 256
 
 
-def measure(settings: ScalingOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: ScalingOptions, progress: Progress = untold) -> dict[str, Any]:
     """Time decode steps in an engine of this process.
 
     by_sequences, by_context: the median over the steps that drew a token for every sequence and started none. The
@@ -50,12 +51,12 @@ def measure(settings: ScalingOptions, progress: Progress = lambda _: None) -> di
     by_sequences, by_context = [], []
     dtype = engine_dtype(settings, load_config(settings.model))
     with _engine(settings, sizes[-1], settings.prompt_tokens) as engine:
-        for size in sizes:
-            progress(f"{size} sequences of {settings.prompt_tokens} tokens")
+        for done, size in enumerate(sizes):
+            progress(f"{size} sequences of {settings.prompt_tokens} tokens", done / len(sizes) / 3)
             by_sequences.append(_measure_steps(engine, settings, size, settings.prompt_tokens))
     with _engine(settings, CONTEXT_SEQUENCES, contexts[-1]) as engine:
-        for context in contexts:
-            progress(f"{CONTEXT_SEQUENCES} sequences of {context} tokens")
+        for done, context in enumerate(contexts):
+            progress(f"{CONTEXT_SEQUENCES} sequences of {context} tokens", (1 + done / len(contexts)) / 3)
             by_context.append(_measure_steps(engine, settings, CONTEXT_SEQUENCES, context))
     return {
         "bench": "scaling",
@@ -64,7 +65,7 @@ def measure(settings: ScalingOptions, progress: Progress = lambda _: None) -> di
         "dtype": str(dtype).removeprefix("torch."),
         "by_sequences": by_sequences,
         "by_context": by_context,
-        "queue": _measure_queue(settings, progress) if settings.queued else None,
+        "queue": _measure_queue(settings, part_of(progress, 2 / 3, 1)) if settings.queued else None,
     }
 
 
@@ -163,7 +164,8 @@ def _measure_queue(settings: ScalingOptions, progress: Progress) -> dict[str, An
         progress("warming up the queue's engine")
         _queue_run(engine, settings, 0)
         for pair in range(settings.pairs):
-            progress(f"without and with {settings.queued:,} requests waiting, {pair + 1} of {settings.pairs}")
+            text = f"without and with {settings.queued:,} requests waiting, {pair + 1} of {settings.pairs}"
+            progress(text, pair / settings.pairs)
             without.append(_queue_run(engine, settings, 0))
             behind.append(_queue_run(engine, settings, settings.queued))
     ratios = [b / a for a, b in zip(without, behind, strict=True)]

@@ -9,11 +9,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from inflight.bench.options import Progress, StalenessOptions
+from inflight.bench.options import StalenessOptions
 from inflight.bench.served_tokens import Answer, ServedTokens, Update
 from inflight.bench.truth_teller import TruthTeller, versions_of
 from inflight.bench.update_targets import TARGETS, Draw, TargetError, UpdateTarget
 from inflight.core.clock import now_ns
+from inflight.observability.progress import Progress, untold
 
 _START_S, _POLL_S = 600.0, 0.5
 _ANSWER_S = 120.0
@@ -22,7 +23,7 @@ _AGAIN_S = 0.02
 """After a request that was refused the next one waits so long."""
 
 
-def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str, Any]:
     """Draw with `sequences` requests at a time while new weights come every `interval_ms`, `steps` times.
 
     The server must serve the truth-teller in `settings.weights`, which is written if it is not there. Raises
@@ -125,7 +126,7 @@ class _Run:
     async def _train(self) -> None:
         interval_s, next_s = self._settings.interval_ms / 1e3, time.monotonic()
         for version in range(1, self._settings.steps + 1):
-            self._progress(f"update {version} of {self._settings.steps}")
+            self._progress(f"update {version} of {self._settings.steps}", (version - 1) / self._settings.steps)
             await asyncio.to_thread(self._write, version)
             next_s = max(next_s + interval_s, time.monotonic())
             await asyncio.sleep(next_s - time.monotonic())

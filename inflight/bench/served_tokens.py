@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from inflight.bench.spread import percentiles, spread
 from inflight.bench.truth_teller import belong, versions_of
 from inflight.core.clock import NS_PER_MS
-from inflight.observability.staleness_meter import StalenessMeter
+from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 
 _ENDED_BY_ITSELF = ("stop", "length")
+_AGES = ("weight_lag_ms", "token_age_ms", "policy_age_ms", "version_lag")
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class ServedTokens:
         """exact: the server's logits are float32."""
         self._exact = exact
         self._meter = StalenessMeter()
+        self._ages: list[TokenStaleness] = []
         self.answers: list[Answer] = []
         self.updates: list[Update] = []
 
@@ -94,7 +97,10 @@ class ServedTokens:
         known = (versions >= 0) & (versions <= trainer_version)
         if known.any():
             times = np.concatenate([answer.times_ns for answer in answers])
-            self._meter.consume(versions[known], times[known], consumed_ns=time_ns, trainer_version=trainer_version)
+            ages = self._meter.consume(
+                versions[known], times[known], consumed_ns=time_ns, trainer_version=trainer_version
+            )
+            self._ages.append(ages)
 
     def result(self) -> dict[str, Any]:
         """The measures. Each {p50, p90, p99, max} is in milliseconds, and empty where nothing was seen:
@@ -105,20 +111,24 @@ class ServedTokens:
         two. weight_lag_ms, policy_age_ms, token_age_ms, version_lag: as everywhere (`StalenessMeter`).
         Counts: of requests that the server ended before their time, of tokens in them, which were thrown away, of
         tokens of torn weights, of those that the server attributes to another version than the one that drew them, and
-        of those whose log-probability belongs to another one or to none.
+        of those whose log-probability belongs to another one or to none. And what `spread` says of the measures.
         """
         meter = self._meter.summary()
         aborted = [answer for answer in self.answers if answer.finish_reason and not answer.ended_by_itself]
         versions = [versions_of(answer.token_ids) for answer in self.answers]
         arrivals = np.unique(np.concatenate([answer.times_ns for answer in self.answers] or [np.zeros(0, np.int64)]))
         within, across = self._gaps(versions)
+        of_updates = {
+            "swap_ms": self._swaps_ms(versions),
+            "update_ms": [(u.answered_ns - u.called_ns) / NS_PER_MS for u in self.updates],
+            "stall_ms": self._stalls_ms(arrivals),
+        }
+        of_tokens = {name: [getattr(each, name) for each in self._ages] for name in _AGES}
         return {
-            "swap_ms": percentiles(self._swaps_ms(versions)),
-            "update_ms": percentiles([(u.answered_ns - u.called_ns) / NS_PER_MS for u in self.updates]),
-            "stall_ms": percentiles(self._stalls_ms(arrivals)),
+            **{name: percentiles(values) for name, values in of_updates.items()},
             "gap_ms": percentiles(within),
             "gap_across_ms": percentiles(across),
-            **{name: meter[name] for name in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "version_lag")},
+            **{name: meter[name] for name in _AGES},
             "num_updates": len(self.updates),
             "num_requests": len(self.answers),
             "num_tokens": int(sum(len(each) for each in versions)),
@@ -130,6 +140,7 @@ class ServedTokens:
             "num_foreign_logprobs": int(
                 sum((~belong(a.token_ids, a.logprobs, exact=self._exact)).sum() for a in self.answers)
             ),
+            **spread(of_updates | of_tokens),
         }
 
     def _swaps_ms(self, versions: list[np.ndarray]) -> list[float]:
@@ -172,11 +183,3 @@ class ServedTokens:
             for labels, each in labeled
             for label, version in zip_longest(labels, each.tolist())
         )
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """{p50, p90, p99, max} of exact values; empty if there are none."""
-    if not len(values):
-        return {}
-    points = np.percentile(values, [50, 90, 99, 100])
-    return {name: float(f"{value:.4g}") for name, value in zip(("p50", "p90", "p99", "max"), points, strict=True)}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -10,77 +11,85 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from inflight.bench.options import Progress, StalenessOptions, TraceOptions
+from inflight.bench.measured_run import measured
+from inflight.bench.options import StalenessOptions, TraceOptions
 from inflight.bench.peers import vllm_python
-from inflight.core.clock import now_ns
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.demo.trainer import load_trainer, split_cores, torch_threads
+from inflight.demo.trainer import Threads, load_trainer, split_cores, torch_threads
 from inflight.engine.device import resolve_device
 from inflight.observability.plots import new_table
+from inflight.observability.progress import Progress, untold
 from inflight.session import LaunchedEngine, launch
-from inflight.training.data.batch import PackedBatch, pack
-from inflight.training.objective.loss import policy_loss
+from inflight.training.grpo import GRPOConfig, grpo
+from inflight.weights.publisher import Publisher
 
 GROUP_SIZE = 4
+WARM_UP_STEPS = 3
 POINTS = ("p50", "p90", "p99", "max")
 SERVED = ("swap_ms", "update_ms", "stall_ms", "gap_ms", "gap_across_ms")
 
 
-def measure(settings: StalenessOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
-    """Train on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a time.
+def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str, Any]:
+    """Train by GRPO on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a
+    time, and publish after every `publish_every`-th.
 
-    On a CPU engine and trainer get half of the cores each. An optimizer step consumes `sequences` rollouts, and twice
-    as many are outstanding: a trainer slower than the generator lets it idle at that bound. The result holds
-    {p50, p90, p99} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms and swap_ms, version_lag {p50, max},
-    and the counts of tokens and swaps. With `settings.target` a server is measured (`served_staleness`).
+    An optimizer step consumes `sequences` rollouts. With mode "inflight" twice as many are outstanding: a trainer
+    slower than the generator lets it idle at that bound. On a CPU engine and trainer get half of the cores each, but
+    for mode "sync", in which one of them works at a time and has them all. Three steps before these do not count: in
+    them kernels are compiled, and the first prompts, which begin together, come to their end.
+
+    The result holds {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
+    stall_ms, version_lag {p50, max}, and the counts of tokens and swaps; trainer_s and engine_s, seconds by what each
+    side did; what `spread` says of the measures, and tokens_per_s of consecutive parts. With `settings.target` a server
+    is measured (`served_staleness`).
     """
     if settings.target is not None:
         return _module_for_servers().measure(settings, progress)
-    groups = max(1, settings.sequences // GROUP_SIZE)
-    params = SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True)
-    with engine_and_trainer(settings, slots=settings.slots, backend=settings.backend) as (engine, model):
+    config = GRPOConfig(
+        steps=WARM_UP_STEPS + settings.steps,
+        groups_per_step=max(1, settings.sequences // GROUP_SIZE),
+        sampling=SamplingParams(n=GROUP_SIZE, max_tokens=settings.tokens, ignore_eos=True),
+        schedule=settings.mode,
+        skip_uniform_groups=False,
+    )
+    with engine_and_trainer(
+        settings, slots=settings.slots, backend=settings.backend, in_turn=settings.mode == "sync"
+    ) as (engine, model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        vocabulary = engine.info.vocab_size
-
-        def prompts(count: int) -> list[list[int]]:
-            return torch.randint(vocabulary, (count, settings.prompt_tokens)).tolist()
-
-        def train(batch: PackedBatch) -> None:
-            loss, _ = policy_loss(model, batch.to(model.device))
-            loss.backward()
-
+        prompts = random_prompts(engine.info.vocab_size, settings.prompt_tokens)
         with engine.publisher(model) as publisher:
             engine.wait_for_version(publisher.publish())  # from here on the engine draws by the trainer's weights
-            rollouts = [rollout for group in engine.generate(prompts(groups), params) for rollout in group]
-            train(pack(rollouts, [1.0] * len(rollouts)))  # kernels are compiled
-            optimizer.zero_grad()
-            engine.submit(prompts(2 * groups), params)
-            began_ns, drawn = now_ns(), engine.stream.num_tokens
-            batches = engine.stream.batches(rollouts=groups * GROUP_SIZE, score=parity_of_tokens)
-            for step, batch in enumerate(batches):
-                if step == settings.steps:
-                    break
-                progress(f"step {step + 1} of {settings.steps}")
-                engine.submit(prompts(groups), params)
-                train(batch)
-                optimizer.step()
-                optimizer.zero_grad()
-                publisher.publish()
-            seconds = (now_ns() - began_ns) / 1e9
-            status = engine.status()
-        result = {
-            "bench": "staleness",
-            **asdict(settings),
-            "engine": engine.info.execution(),
-            "tokens_per_s": (engine.stream.num_tokens - drawn) / seconds,
-            "num_swaps": status.num_swaps,
-            "num_swaps_in_flight": status.num_swaps_in_flight,
-            "seconds": seconds,
-            **engine.staleness.summary(),
-        }
-        engine.cancel()
-    return result
+            seldom = _EveryNth(publisher, settings.publish_every)
+            reports = grpo(engine, seldom, model, optimizer, prompts, parity_of_tokens, config)
+            for report in islice(reports, WARM_UP_STEPS):
+                progress(f"warm-up, step {report.step} of {WARM_UP_STEPS}", report.step / config.steps)
+            with measured(engine) as run:
+                for report in reports:
+                    run.step(report)
+                    progress(f"step {report.step - WARM_UP_STEPS} of {settings.steps}", report.step / config.steps)
+        return {"bench": "staleness", **asdict(settings), "engine": engine.info.execution(), **run.result()}
+
+
+class _EveryNth:
+    """A publisher that publishes at every n-th call."""
+
+    def __init__(self, publisher: Publisher, every: int):
+        self._publisher, self._every, self._calls = publisher, every, 0
+
+    @property
+    def version(self) -> int:
+        return self._publisher.version
+
+    def publish(self) -> int:
+        self._calls += 1
+        return self.version if self._calls % self._every else self._publisher.publish()
+
+
+def random_prompts(vocabulary: int, length: int) -> Iterator[list[int]]:
+    """Token ids, without end."""
+    while True:
+        yield torch.randint(vocabulary, (length,)).tolist()
 
 
 def _module_for_servers() -> ModuleType:
@@ -93,11 +102,12 @@ def _module_for_servers() -> ModuleType:
 
 @contextmanager
 def engine_and_trainer(
-    settings: StalenessOptions | TraceOptions, *, slots: int = 2, backend: str = "inflight"
+    settings: StalenessOptions | TraceOptions, *, slots: int = 2, backend: str = "inflight", in_turn: bool = False
 ) -> Iterator[tuple[LaunchedEngine, PreTrainedModel]]:
-    """Launch an engine for `sequences` in groups of GROUP_SIZE, and load its trainer in fp32."""
+    """Launch an engine for `sequences` in groups of GROUP_SIZE, and load its trainer in fp32. in_turn: one of them
+    works at a time, and has all cores."""
     device = resolve_device(settings.device)
-    threads = split_cores(device)
+    threads = Threads(torch.get_num_threads(), 0) if in_turn else split_cores(device)
     with (
         torch_threads(threads.trainer),
         launch(
@@ -120,7 +130,7 @@ def engine_and_trainer(
 def table(result: dict[str, Any]) -> Table:
     """Show the distribution of every age, and the counts that a server is measured by."""
     if result["target"] is None:
-        title = f"{result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
+        title = f"{result['mode']}, {result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
     else:
         title = f"{result['num_updates']} updates of {result['target']}, "
     shown = new_table(f"{result['model']}: {title}{result['tokens_per_s']:,.0f} tokens/s", "", *POINTS, left="")

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from inflight.bench.options import Progress, StreamOptions
+from inflight.bench.options import StreamOptions
 from inflight.core.clock import now_ns
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.plots import new_table
+from inflight.observability.progress import Progress, untold
 from inflight.stream.inbox import Inbox
 from inflight.stream.journal import JournalWriter
 from inflight.stream.writer import StreamWriter
@@ -32,7 +33,7 @@ _PARAMS = SamplingParams(ignore_eos=True)
 _PROMPT = [1] * 32
 
 
-def measure(settings: StreamOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, Any]:
     """Send frames from one process to another for `seconds`, on a core each where there are two.
 
     Every sequence draws the tokens 0, 1, 2, …, so that each of them can be told lost, doubled or misplaced. The result
@@ -94,11 +95,11 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
     total: dict[str, Any] | None = None
     with closing(inbox):
         while total is None or num_groups < total["groups"]:
-            if total is None and writer.poll():
-                total = writer.recv()
             answer = inbox.next()
             if not isinstance(answer, list):
                 _rest(answer)
+                if total is None and writer.poll():
+                    total = writer.recv()
                 continue
             inbox.remove([answer[0].group_id])
             [rollout] = answer
@@ -131,7 +132,7 @@ def _rest(answer: "Future[None] | None") -> None:
 
 def _num_wrong(rollout: Rollout, expected: np.ndarray) -> int:
     """Tokens that are not those that were drawn."""
-    return int((rollout.token_ids != expected[: len(rollout.token_ids)]).sum())
+    return int(np.count_nonzero(rollout.token_ids != expected[: len(rollout.token_ids)]))
 
 
 def _write(reader: Connection, directory: str, settings: StreamOptions, core: int) -> None:

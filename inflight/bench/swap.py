@@ -2,13 +2,16 @@
 
 The engine draws for a fixed number of sequences in a process of its own; this process receives its frames and
 publishes. Windows without publishes, windows of publishes one after another, and copies of the same size between two
-plain buffers alternate. On a CPU each side keeps to its half of the cores.
+plain buffers alternate; then the same while this process computes products without a pause, as a trainer does. On a CPU
+each side keeps to its half of the cores.
 """
 
 import os
 import random
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -21,10 +24,12 @@ import torch
 import zmq
 from rich.table import Table
 
-from inflight.bench.options import Progress, SwapOptions
+from inflight.bench.options import SwapOptions
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import OURS, Worker, interpreter, make_setup, vllm_python
+from inflight.bench.spread import spread
 from inflight.core.clock import NS_PER_MS
+from inflight.core.errors import InflightError
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
@@ -34,16 +39,21 @@ from inflight.engine.device import resolve_device
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.loading import load_model
 from inflight.observability.plots import new_table
+from inflight.observability.progress import Progress, untold
 from inflight.stream.reader import StreamReader
 from inflight.weights.link import EngineEndpoint
 from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import default_directory
+from inflight.weights.transports.slots import Slots
 
 QUIET_PASSES = 16
 WARM_UP_PASSES = 8
 """Passes at the beginning of each quiet window that are not counted."""
 PEER_PUBLISHES = 20
 PASSES_BETWEEN_PAUSES = 16
+_PRODUCT = {"cuda": 8192, "cpu": 256}
+"""Rows and columns of the products that a busy trainer computes: a millisecond or two each on a GPU."""
+_QUEUED_PRODUCTS = 4
 _MOST_COPIED_BYTES = 2 << 30
 """Bytes, at most, of the plain copy that a publish is compared with."""
 _TIMEOUT_MS = 60_000
@@ -66,14 +76,20 @@ class _Samples:
     copies_s: list[float] = field(default_factory=list)
     memcpys_gb_s: list[float] = field(default_factory=list)
 
+    def gaps_ms(self) -> dict[str, Any]:
+        """The {p50, p99} of each kind; None while copying, where every version went live with the pass after it."""
+        gaps = {"across_swaps": self.swap_gaps, "while_copying": self.copy_gaps, "without": self.quiet_gaps}
+        return {name: percentiles(values) if values else None for name, values in gaps.items()}
 
-def measure(settings: SwapOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+
+def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any]:
     """Publish `publishes` times while the engine draws, and compare with passes between which nothing happens.
 
     swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
     between a sequence's tokens across a swap over that without; copy_gb_s and memcpy_gb_s count bytes read and bytes
     written per second, of a publish and of a plain copy of as many bytes (at most 2 GiB) while the engine draws; grown:
-    what both processes and the device hold more at the end than after the first round. paused_stall_ms: pausing our own
+    what both processes and the device hold more at the end than after the first round. busy: for each of `pieces_us`
+    the gap_ms and copy_ms of `busy_publishes` publishes while the trainer computes. paused_stall_ms: pausing our own
     engine, publishing, and resuming it with the new weights, as engines do that load in place; with a peer,
     peer_stall_ms: pausing it, loading the same weights from a directory and resuming. Requests keep their caches in
     both, and p99 is the longest of at most 20.
@@ -100,7 +116,7 @@ def measure(settings: SwapOptions, progress: Progress = lambda _: None) -> dict[
             peer = _measure_peer(settings, setup, Path(temporary), progress)
     samples, written_bytes = ours.samples, ours.written_bytes
     copy_s = float(np.median(samples.copies_s))
-    quiet, across = percentiles(samples.quiet_gaps), percentiles(samples.swap_gaps)
+    gaps = samples.gaps_ms()
     return {
         "bench": "swap",
         **asdict(settings),
@@ -110,15 +126,16 @@ def measure(settings: SwapOptions, progress: Progress = lambda _: None) -> dict[
         "swap_ms": percentiles(samples.swaps),
         "stall_ms": percentiles(samples.stalls),
         "paused_stall_ms": percentiles(samples.paused_stalls),
-        "forward_ms": quiet,
-        "gap_ms": {"across_swaps": across, "while_copying": percentiles(samples.copy_gaps), "without": quiet},
-        "gap_ratio": across["p99"] / quiet["p99"],
+        "forward_ms": gaps["without"],
+        "gap_ms": gaps,
+        "gap_ratio": gaps["across_swaps"]["p99"] / gaps["without"]["p99"],
         "weight_bytes": written_bytes,
         "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
         "copy_gb_s": (ours.read_bytes + written_bytes) / copy_s / 1e9,
         "memcpy_gb_s": float(np.median(samples.memcpys_gb_s)),
         **run,
         **peer,
+        **spread({"swap_ms": samples.swaps, "stall_ms": samples.stalls, "forward_ms": samples.quiet_gaps}),
     }
 
 
@@ -141,6 +158,10 @@ def table(result: dict[str, Any]) -> Table:
     row("token to token without publishes", result["gap_ms"]["without"])
     row("token to token while a publish is copied", result["gap_ms"]["while_copying"])
     row("token to token across a swap", result["gap_ms"]["across_swaps"])
+    for busy in result["busy"]:
+        how = f"pieces of {busy['piece_us'] / 1e3:g} ms" if busy["piece_us"] else "one piece"
+        row(f"across a swap, copied in {how}, trainer busy", busy["gap_ms"]["across_swaps"])
+        row("without publishes, trainer busy", busy["gap_ms"]["without"])
     row("ours as others do it: pause, publish, resume", result["paused_stall_ms"])
     row(f"{result['peer']}: pause, load, resume", result["peer_stall_ms"])
     shown.caption = (
@@ -177,8 +198,8 @@ class _Ours(ExitStack):
         self._reader = self.enter_context(closing(StreamReader(self._launcher.welcome.stream_endpoint)))
         dtype = getattr(torch, setup.dtype if settings.masters == "auto" else settings.masters)
         trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
-        endpoint = EngineEndpoint(self._launcher.client.endpoint, self._launcher.check)
-        self._publisher = self.enter_context(Publisher(endpoint, trainer, timeout_s=600))
+        self._trainer = trainer
+        self._publisher = self.enter_context(self._new_publisher(Slots()))
         parameters, slot_dtype = list(trainer.parameters()), getattr(torch, setup.dtype)
         self.read_bytes = sum(parameter.nbytes for parameter in parameters)
         self.written_bytes = sum(parameter.numel() * slot_dtype.itemsize for parameter in parameters)
@@ -190,16 +211,37 @@ class _Ours(ExitStack):
         """Return how the engine runs, how many rounds of prompts it took, and what has grown meanwhile."""
         settings, rounds, held = self._settings, 0, {}
         while (before := len(self.samples.swaps)) < settings.publishes:
-            progress(f"{before} of {settings.publishes} publishes")
-            self._round(seed=rounds)
+            progress(f"{before} of {settings.publishes} publishes", before / settings.publishes)
+            self._round(self.samples, seed=rounds)
             rounds += 1
             held = held or self._held()
-            if len(self.samples.swaps) == before:
-                raise ValueError(f"--tokens {settings.tokens} is too few for a window of publishes; raise it")
         grown = {name: value - held[name] for name, value in self._held().items()}
         progress("pause, publish and resume")
         self._pausing_round()
-        return {"engine": self._launcher.welcome.execution(), "num_rounds": rounds, "grown": grown}
+        busy = [self._measure_busy(piece_us, progress) for piece_us in settings.pieces_us if settings.busy_publishes]
+        return {"engine": self._launcher.welcome.execution(), "num_rounds": rounds, "grown": grown, "busy": busy}
+
+    def _measure_busy(self, piece_us: int, progress: Progress) -> dict[str, Any]:
+        """Publish in such pieces while this process computes."""
+        self._publisher.close()
+        self._publisher = self.enter_context(self._new_publisher(Slots(piece_ms=piece_us / 1e3)))
+        samples, rounds = _Samples(), 0
+        with computing(self._device):
+            while len(samples.swaps) < self._settings.busy_publishes:
+                done, asked = len(samples.swaps), self._settings.busy_publishes
+                progress(f"{done} of {asked} publishes beside a busy trainer, in pieces of {piece_us} µs", done / asked)
+                self._round(samples, seed=-2 - rounds)
+                rounds += 1
+        return {
+            "piece_us": piece_us,
+            "num_swaps": len(samples.swaps),
+            "gap_ms": samples.gaps_ms(),
+            "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
+        }
+
+    def _new_publisher(self, transport: Slots) -> Publisher:
+        endpoint = EngineEndpoint(self._launcher.client.endpoint, self._launcher.check)
+        return Publisher(endpoint, self._trainer, transport=transport, timeout_s=600)
 
     def _held(self) -> dict[str, int]:
         """Count what a leak would make grow."""
@@ -214,9 +256,10 @@ class _Ours(ExitStack):
             held |= {"device_bytes": total - free, "trainer_allocated_bytes": torch.cuda.memory_allocated(self._device)}
         return held
 
-    def _round(self, *, seed: int) -> None:
-        """Draw all sequences from their prompts to their ends, and publish in every other window."""
-        samples = self.samples
+    def _round(self, samples: _Samples, *, seed: int) -> None:
+        """Draw all sequences from their prompts to their ends, and publish in every other window. Raises ValueError if
+        there was none."""
+        before = len(samples.swaps)
         windows = cycle([("quiet", WARM_UP_PASSES + QUIET_PASSES), ("publishes", self._settings.window)])
         window, left = next(windows)  # what happens, and for how many passes or publishes
         last: TokenFrame | None = None
@@ -244,6 +287,8 @@ class _Ours(ExitStack):
                 window, left = next(windows)
             if window == "publishes" and not awaited:
                 awaited = self._publisher.publish()
+        if len(samples.swaps) == before:
+            raise ValueError(f"--tokens {self._settings.tokens} is too few for a window of publishes; raise it")
 
     def _pausing_round(self) -> None:
         """Measure what it would cost to stop for new weights: the same engine, the same copy, the same sequences in
@@ -289,6 +334,43 @@ class _Ours(ExitStack):
         if self._source.is_cuda:
             torch.cuda.synchronize()
         return 2 * self._source.nbytes / (time.perf_counter() - began) / 1e9
+
+
+@contextmanager
+def computing(device: torch.device) -> Iterator[None]:
+    """Compute products in a thread while the block runs, as many as the device takes; a few are always queued."""
+    began, stop = threading.Event(), threading.Event()
+    failures: list[Exception] = []
+
+    def compute() -> None:
+        try:
+            multiply()
+        except Exception as error:  # what is measured beside a trainer that idles would look well
+            failures.append(error)
+            began.set()
+
+    def multiply() -> None:
+        size = _PRODUCT[device.type]
+        a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
+        out, queued = torch.empty_like(a), deque[Any]()
+        while not stop.is_set():
+            torch.mm(a, b, out=out)
+            began.set()
+            if device.type == "cuda":
+                queued.append(torch.cuda.current_stream(device).record_event())
+                if len(queued) > _QUEUED_PRODUCTS:
+                    queued.popleft().synchronize()
+
+    thread = threading.Thread(target=compute, name="inflight-busy-trainer", daemon=True)
+    thread.start()
+    began.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise InflightError(f"the trainer did not compute: {failures[0]!r}") from failures[0]
 
 
 def halves_of_cores() -> tuple[set[int], set[int]]:

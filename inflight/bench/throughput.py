@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -18,31 +18,38 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from inflight.bench.options import Progress, ThroughputOptions
+from inflight.bench.options import ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup
 from inflight.engine.loading import load_config
 from inflight.observability.plots import draw_sizes, new_figure, new_table, number, save_figure
+from inflight.observability.progress import Progress, parts_of, untold
 
 SETTLE_S = 0.5
 """Pause between two runs, in which the threads of the side that just ran fall asleep."""
 WARM_UP_TOKENS = 64
 """Tokens per sequence, at most, of each side's first run on a GPU; on a CPU it is a run like the others."""
 
+GROUP = 8
+"""Sequences with one prompt in a backlog."""
 MAX_OTHER_CPU = 0.2
 """Cores that other programs may use during a run before a remark says so."""
 MAX_LOGPROB_GAP = 0.1
 """Relative difference of mean log-probabilities, which are means over different draws, before a remark says so."""
 
 
-def measure(settings: ThroughputOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[str, Any]:
     """Measure tokens per second of our engine and of each peer, for each number of sequences.
 
     Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
     uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
     the last token; the first run of each side at each number of sequences is a warm-up (on a GPU of at most
-    WARM_UP_TOKENS per sequence). Without peers ours runs `pairs` times.
+    WARM_UP_TOKENS per sequence). Without peers ours runs `pairs` times. With `backlog` the engines draw as many
+    sequences at a time as with the largest number of them, and others wait. Raises ValueError if that is not the only
+    one.
     """
+    if settings.backlog and len(set(settings.sequences)) > 1:
+        raise ValueError(f"--backlog takes one number of --sequences, got {','.join(map(str, settings.sequences))}")
     for peer in settings.peers:
         interpreter(peer)
     sizes = sorted(set(settings.sequences))
@@ -51,6 +58,7 @@ def measure(settings: ThroughputOptions, progress: Progress = lambda _: None) ->
         progress("saving the model")
         lengths = settings.prompt_tokens[1] + settings.tokens[1]
         setup = make_setup(settings, sizes[-1], lengths, threads=settings.threads, directory=directory)
+        setup = replace(setup, shared_prompts=settings.backlog > 0)
         workers: dict[str, Worker] = {}
         hellos: dict[str, Hello] = {}
         for name in (OURS, *settings.peers):
@@ -59,7 +67,8 @@ def measure(settings: ThroughputOptions, progress: Progress = lambda _: None) ->
             workers[name] = stack.enter_context(Worker(side, setup, directory))
             hellos[name] = workers[name].wait_until_ready()
         seeds = count(settings.seed * 1_000_000, 1_000)
-        points = [_measure_point(settings, size, workers, seeds, progress) for size in sizes]
+        parts = zip(sizes, parts_of(progress, len(sizes)), strict=True)
+        points = [_measure_point(settings, size, workers, seeds, part) for size, part in parts]
     for point in points:
         if setup.device == "cuda":  # a worker's own processes would be counted as others
             point["other_cpu"] = None
@@ -160,7 +169,13 @@ def _measure_point(
         time.sleep(SETTLE_S)
         least, most = settings.tokens
         tokens = (least, most) if most_tokens is None else (min(least, most_tokens), min(most, most_tokens))
-        job = Job(sequences=sequences, tokens=tokens, prompt_tokens=settings.prompt_tokens, seed=seed)
+        job = Job(
+            sequences=sequences * (settings.backlog or 1),
+            tokens=tokens,
+            prompt_tokens=settings.prompt_tokens,
+            seed=seed,
+            group=GROUP if settings.backlog else 1,
+        )
         began, began_cpu_s = time.monotonic(), _busy_cpu_s()
         done = workers[name].run(job)
         others.append((_busy_cpu_s() - began_cpu_s - done.cpu_s) / (time.monotonic() - began))
@@ -171,10 +186,12 @@ def _measure_point(
         run(name, next(seeds), WARM_UP_TOKENS if workers[name].device == "cuda" else None)
     others.clear()
     peers: dict[str, dict[str, Any]] = {}
-    for peer in settings.peers or (None,):
+    opponents = settings.peers or (None,)
+    for turn, peer in enumerate(opponents):
         mine, theirs = [], []
         for pair in range(settings.pairs):
-            progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}")
+            share = (turn + pair / settings.pairs) / len(opponents)
+            progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}", share)
             seed = next(seeds)
             mine.append(run(OURS, seed))
             theirs += [run(peer, seed)] if peer else []
@@ -206,6 +223,7 @@ def _speed(run: Run) -> float:
 def _summary(runs: list[Run]) -> dict[str, Any]:
     return {
         "tokens_per_s": median(map(_speed, runs)),
+        "tokens_per_s_of_runs": [_speed(run) for run in runs],
         "logprob_mean": sum(run.logprob_mean for run in runs) / len(runs),
         "idle_cpu": max(run.idle_cpu for run in runs),
     }

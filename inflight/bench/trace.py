@@ -1,6 +1,6 @@
 """`inflight bench trace`: a short time of decoding, publishing and training at once, as a trace and in figures."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,13 +9,13 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from inflight.bench.options import Progress, TraceOptions
-from inflight.bench.staleness import GROUP_SIZE, engine_and_trainer, parity_of_tokens
+from inflight.bench.options import TraceOptions
+from inflight.bench.staleness import GROUP_SIZE, engine_and_trainer, parity_of_tokens, random_prompts
 from inflight.core.sampling import SamplingParams
+from inflight.observability.progress import Progress, untold
 from inflight.observability.trace import check_path
 from inflight.observability.trace_file import GPU_WORK, Event, read
 from inflight.training.grpo import GRPOConfig, grpo
-from inflight.training.schedules import Example
 
 _PASSES = ("prefill", "decode")
 _TRAINING = ("forward", "backward", "optimizer step")
@@ -36,7 +36,7 @@ class Work:
     copy: np.ndarray
 
 
-def measure(settings: TraceOptions, progress: Progress = lambda _: None) -> dict[str, Any]:
+def measure(settings: TraceOptions, progress: Progress = untold) -> dict[str, Any]:
     """Run GRPO on random prompts and arbitrary rewards, publish after each step, and trace `seconds` of it after
     `warmup_steps`. Weights of engine and trainer are of `dtype`; on a CPU each gets half of the cores. The result says
     for how many of the traced seconds was going on what `work_in` finds, and what of it at the same time.
@@ -51,10 +51,11 @@ def measure(settings: TraceOptions, progress: Progress = lambda _: None) -> dict
     with engine_and_trainer(settings) as (engine, model):
         nn.Module.to(model, getattr(torch, engine.info.layout.tensors[0].dtype))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-        examples = _random_prompts(engine.info.vocab_size, settings.prompt_tokens)
+        examples = random_prompts(engine.info.vocab_size, settings.prompt_tokens)
         with engine.publisher(model) as publisher:
             for report in grpo(engine, publisher, model, optimizer, examples, parity_of_tokens, config):
-                progress(f"step {report.step}" + ", tracing" * (trace is not None))
+                warmed_up = min(1.0, report.step / settings.warmup_steps)
+                progress(f"step {report.step}" + ", tracing" * (trace is not None), warmed_up)
                 if trace is None and report.step >= settings.warmup_steps:
                     trace = engine.trace(out, seconds=settings.seconds, details=settings.details)
                 elif trace is not None and trace.done:
@@ -151,8 +152,3 @@ def _intervals(events: Iterable[Event]) -> np.ndarray:
 
 def _joined(intervals: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.empty((0, 2)), *intervals])
-
-
-def _random_prompts(vocab_size: int, length: int) -> Iterator[Example]:
-    while True:
-        yield Example(torch.randint(vocab_size, (length,)).tolist(), {})

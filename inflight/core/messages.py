@@ -21,7 +21,7 @@ from inflight.core.layout import Alias, WeightLayout
 from inflight.core.sampling import SamplingParams
 
 LIVE_VERSION = -1
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages and of frames. Raise it with every change after which two versions do not understand each
 other."""
 PACKAGE = str(Path(inflight.__file__).parent)
@@ -167,8 +167,8 @@ class SlotReady(_Message, frozen=True):
 class Detach(_Message, frozen=True):
     """The publisher goes, and gives back what it has."""
 
-    untouched: list[int] = []
-    """Slots that it was lent and did not write to."""
+    written: list[int] = []
+    """Slots that it may have written to, and does not announce."""
 
 
 # ---- engine → client --------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, replacing, write_json
 from inflight.observability.events import EVENTS_FILE
-from inflight.observability.loggers import Logger, TensorBoard, Trackio, WandB
+from inflight.observability.loggers import Logger, open_logger
 from inflight.run import Run
 from inflight.session import LaunchedEngine, launch
 from inflight.training.data.scored_groups import Dropped
@@ -355,17 +355,11 @@ class _Run:
 def tracker(options: DemoOptions, task: str) -> Iterator[list[Logger]]:
     """Open what the numbers of a run go to, or nothing, and close it at the end. Raises LoggerError."""
     assert options.out is not None
-    name, config = options.out.name, {key: str(value) for key, value in asdict(options).items()}
-    if options.tracker == "tensorboard":
-        logger = TensorBoard(options.out / "tensorboard")
-    elif options.tracker == "wandb":
-        logger = WandB(f"inflight-{task}", name=name, directory=options.out, config=config)
-    elif options.tracker == "trackio":
-        logger = Trackio(f"inflight-{task}", name=name, config=config)
-    else:
+    if options.tracker == "none":
         yield []
         return
-    with logger:
+    config = {key: str(value) for key, value in asdict(options).items()}
+    with open_logger(options.tracker, options.out, project=f"inflight-{task}", config=config) as logger:
         yield [logger]
 
 

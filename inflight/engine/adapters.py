@@ -52,7 +52,7 @@ class AdapterBank:
         graphs adapters are computed in passes that need none, too."""
         names, rank = options.adapters, options.lora_rank
         targets = _targets(model)
-        self.names = {name: index for index, name in enumerate(names)}
+        self._num_adapters = len(names)
         self.layout = adapter_layout(model, options)
         memory = make_slot(SLOTS * self.layout.total_bytes, device)
         self.slot_table = SlotTable(self.layout, memory.split(SLOTS))
@@ -80,15 +80,16 @@ class AdapterBank:
                 setattr(module, _ATTRIBUTE, self._loras[name])
                 module.register_forward_hook(_add)
 
-    def select(self, adapters: Sequence[str | None], counts: Sequence[int]) -> None:
-        """Before a pass: the adapter of each sequence, of which the live slot is read, and the number of its tokens."""
-        self.active = self._always or any(adapter is not None for adapter in adapters)
+    def select(self, adapters: np.ndarray, counts: np.ndarray) -> None:
+        """Before a pass: the place of each sequence's adapter, i32[S], −1 for none, of which the live slot is read, and
+        the number of its tokens, i64[S]."""
+        self.active = self._always or bool((adapters >= 0).any())
         if not self.active and not self._num_rows:
             return
         slot = self.slot_table.live
         assert slot is not None
-        indices = [-1 if name is None else slot * len(self.names) + self.names[name] for name in adapters]
-        rows = torch.from_numpy(np.repeat(np.array(indices, np.int32), counts))
+        indices = np.where(adapters < 0, -1, slot * self._num_adapters + adapters).astype(np.int32)
+        rows = torch.from_numpy(np.repeat(indices, counts))
         if self.rows.is_cuda:
             rows = rows.pin_memory()
         self.rows[: len(rows)].copy_(rows, non_blocking=True)

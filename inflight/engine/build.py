@@ -29,9 +29,11 @@ from inflight.engine.order import load_order
 from inflight.engine.outputs import RoutedExpertsRecorder
 from inflight.engine.own_columns import load_columns
 from inflight.engine.requests import Limits, Requests
+from inflight.engine.rows import Rows
 from inflight.engine.sampler import Sampler
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.stopping import StopCondition
+from inflight.engine.warm_up import warm_up_draws
 from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
@@ -86,9 +88,16 @@ class Parts:
             max_blocks=self.memory.max_blocks,
             prefix_caching=options.prefix_caching,
         )
-        self.runner = ModelRunner(modules, self.memory, options, self.adapters, unfused_reason)
-        self.scheduler = Scheduler(self.cache, options, order)
         eos_ids = eos_token_ids(modules[0])
+        self.rows = Rows(
+            options.max_sequences,
+            num_groups=self.cache.num_groups,
+            max_blocks=self.cache.max_blocks,
+            eos_ids=eos_ids,
+            adapters=options.adapters if self.adapters is not None else (),
+        )
+        self.runner = ModelRunner(modules, self.memory, self.rows, options, self.adapters, unfused_reason)
+        self.scheduler = Scheduler(self.cache, self.rows, options, order)
         tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
         self.stop = StopCondition(eos_ids, tokenizer)
         own_columns = load_columns(options.columns, vocab_size=int(text_config.vocab_size), device=self.device)
@@ -103,6 +112,9 @@ class Parts:
         forks_share = not options.record_routed_experts
         self.requests = Requests(self.scheduler, self.slot_table, self.limits, forks_share=forks_share)
         self.sampler = Sampler(self.limits.vocab_size, eos_ids, self.runner.last_tokens, own_columns)
+        # Logits that are changed before a draw are in fp32, and so are all of a fused model (fused.py).
+        drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
+        warm_up_draws(drawn_from, self.limits.vocab_size, self.device)
         self.routed_experts: RoutedExpertsRecorder | None = None
         if options.record_routed_experts:
             self.routed_experts = RoutedExpertsRecorder(modules, text_config)

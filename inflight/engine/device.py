@@ -35,6 +35,11 @@ def memory_left(device: torch.device) -> int:
     raise DeviceMemoryError("cannot read the memory that is left from /proc/meminfo")
 
 
+def copy_to_device(values: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy values of the host into a tensor of the same shape, without waiting for its device."""
+    target.copy_(values.pin_memory() if target.device.type == "cuda" else values, non_blocking=True)
+
+
 def to_device(
     values: torch.Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:

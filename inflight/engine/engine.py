@@ -6,13 +6,14 @@ the host they are appended to their sequences, some of which end (collect), and 
 """
 
 import uuid
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from inflight.core.clock import now_ns
-from inflight.core.frames import FrameHeader, Swap, TokenFrame
+from inflight.core.frames import FrameHeader, Swap, TakenOver, TokenFrame
 from inflight.core.options import EngineOptions
 from inflight.core.spans import note, span
 from inflight.engine.backend import Backend, Execution, Load
@@ -20,7 +21,7 @@ from inflight.engine.build import Parts
 from inflight.engine.outputs import routed_experts_columns, token_columns
 from inflight.engine.prompt_scores import Scores, score_prompts
 from inflight.engine.sampler import Samples
-from inflight.engine.sequence import Schedule
+from inflight.engine.sequence import Schedule, Sequence
 from inflight.engine.stall import StallClock
 from inflight.engine.verbs import verb
 from inflight.weights.slot_table import SlotTable
@@ -170,13 +171,13 @@ class Engine(Parts, Backend):
         self._swap()
         launched, schedule = None, self._schedule()
         if schedule is not None:
-            kind = "decode" if schedule.num_single == len(schedule.chunks) else "prefill"
-            with span(kind, version=schedule.version, sequences=len(schedule.chunks)):
+            kind = "prefill" if schedule.prompts else "decode"
+            with span(kind, version=schedule.version, sequences=len(schedule.rows)):
                 logits = self.runner.forward(schedule, self.slot_table.slot_of(schedule.version))
                 launched = self._sample(schedule, logits)
         if self._overlap:
             launched, self._under_way = self._under_way, launched
-        rows = self._collect(launched) if launched is not None else []
+        rows = self._collect(launched) if launched is not None else None
         return self._emit(launched, rows)
 
     def _swap(self) -> None:
@@ -208,19 +209,19 @@ class Engine(Parts, Backend):
         live = self.slot_table.version
         version = self.scheduler.next_version(live)
         stamp = self.version if version == live else version
-        self.memory.copy_blocks(self.cache.take_copies())  # of what earlier passes computed
+        copies = self.cache.take_copies()  # of what earlier passes computed
+        if any(copies):
+            self.memory.copy_blocks(copies)
         schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
-        return schedule if schedule.chunks else None
+        return schedule if len(schedule.rows) else None
 
     def _sample(self, schedule: Schedule, logits: torch.Tensor) -> _Launched:
         """Draw tokens, score those of prompts, and put their way to the host behind the pass."""
         with span("sample"):
-            sequences = [sequence for sequence, _ in schedule.draws]
-            drawn = logits[: len(sequences)]
-            samples = self.sampler.sample(drawn, sequences) if sequences else Samples.none(self.device)
-            scores = None
-            if schedule.num_scored:
-                scores = score_prompts(logits[len(sequences) :], schedule).to_host()
+            draws = schedule.draws
+            num_drawn = len(draws.cohort)
+            samples = self.sampler.sample(logits[:num_drawn], draws) if num_drawn else Samples.none(self.device)
+            scores = score_prompts(logits[num_drawn:], schedule).to_host() if schedule.num_scored else None
             routed_experts = self.routed_experts.take() if self.routed_experts else None
             samples = samples.to_host()
             done = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
@@ -232,63 +233,76 @@ class Engine(Parts, Backend):
         adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
         return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, scores, done)
 
-    def _collect(self, launched: _Launched) -> list[int]:
+    def _collect(self, launched: _Launched) -> np.ndarray:
         """Wait for the results of a pass, append the tokens to their sequences and end those that are finished. Returns
-        the rows that count."""
+        the draws that count, i64[…]."""
         with span("collect"):
             if launched.done is not None:
                 launched.done.synchronize()
-            tokens, logprobs = launched.samples.tokens.tolist(), launched.samples.logprobs.numpy()
-            finite = np.isfinite(logprobs).tolist()
-            rows: list[int] = []
-            for row, (sequence, _) in enumerate(launched.schedule.draws):
-                sequence.num_pending -= 1
-                if sequence.finished:  # by the token before, while this pass was under way
-                    continue
-                rows.append(row)
-                sequence.tokens.append(tokens[row])
-                if not finite[row]:
+            draws, samples = launched.schedule.draws, launched.samples
+            finite = np.isfinite(samples.logprobs.numpy())
+            counts, may_end = self.rows.read(draws, samples.tokens.numpy())
+            if not finite.all():
+                may_end = may_end | (counts & ~finite)
+            for index in may_end.nonzero()[0].tolist():
+                sequence = draws.cohort.sequences[index]
+                if not finite[index]:
                     self.requests.finish(sequence, "error")
                 elif self.stop.is_met(sequence):
                     self.requests.finish(sequence, "stop")
                 elif len(sequence.tokens) >= sequence.max_tokens:
                     self.requests.finish(sequence, "length")
-            self.scheduler.remember(launched.schedule.chunks)
+            self.scheduler.remember(launched.schedule)
+            rows = counts.nonzero()[0]
             self.num_tokens += len(rows)
         return rows
 
-    def _emit(self, launched: _Launched | None, rows: list[int]) -> TokenFrame | None:
-        """The frame of a pass, of which these rows count; without a pass, one that brings news, if there are any."""
-        if launched is not None:
-            schedule, samples, swap = launched.schedule, launched.samples, launched.swap
-        elif self.requests.has_news or self._untold_swap is not None:
-            schedule, samples = Schedule(self.version, self.version), Samples.none(torch.device("cpu"))
-            swap, self._untold_swap = self._untold_swap, None
-        else:
-            return None
+    def _emit(self, launched: _Launched | None, rows: np.ndarray | None) -> TokenFrame | None:
+        """The frame of a pass, of which these draws count; without a pass, one that brings news, if there are any."""
+        if launched is None or rows is None:
+            return self._tell_news() if self.requests.has_news or self._untold_swap is not None else None
+        schedule, samples = launched.schedule, launched.samples
+        header = self._header(schedule.stamp, len(rows), launched.swap, schedule.starts, schedule.taken_over)
+        request_ids = schedule.draws.cohort.request_ids
+        tokens, logprobs = samples.tokens.numpy().astype(np.int32), samples.logprobs.numpy()
+        if len(rows) < len(request_ids):
+            request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
+        extras = token_columns(samples, rows)
+        if self.routed_experts is not None and launched.routed_experts is not None:
+            extras |= routed_experts_columns(schedule, launched.routed_experts, self.routed_experts.dtype)
+        if launched.scores is not None:
+            extras |= launched.scores.columns()
+        return TokenFrame(header, request_ids, tokens, logprobs, extras)
+
+    def _tell_news(self) -> TokenFrame:
+        """A frame without tokens."""
+        swap, self._untold_swap = self._untold_swap, None
+        header = self._header(self.version, 0, swap)
+        return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
+
+    def _header(
+        self,
+        version: int,
+        num_tokens: int,
+        swap: Swap | None,
+        starts: Seq[Sequence] = (),
+        taken_over: Seq[TakenOver] = (),
+    ) -> FrameHeader:
+        """The next frame's, with all that there is to tell of requests."""
         groups, finishes = self.requests.take_news()
         header = FrameHeader(
             engine_id=self.engine_id,
             sequence=self._num_frames,
-            version=schedule.stamp,
+            version=version,
             time_ns=now_ns(),
             step=self.step_count,
-            num_tokens=len(rows),
+            num_tokens=num_tokens,
             groups=groups,
-            starts=[s.request_id for s in schedule.starts],
-            taken_over=schedule.taken_over,
+            starts=[sequence.request_id for sequence in starts],
+            taken_over=list(taken_over),
             finishes=finishes,
             swap=swap,
             next_group_id=self.requests.next_group_id,
         )
         self._num_frames += 1
-        request_ids = np.array([s.request_id for s, _ in schedule.draws], np.uint64)
-        tokens, logprobs = samples.tokens.numpy(), samples.logprobs.numpy()
-        if len(rows) < len(request_ids):
-            request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
-        extras = token_columns(samples, rows)
-        if self.routed_experts is not None and launched is not None and launched.routed_experts is not None:
-            extras |= routed_experts_columns(schedule.chunks, launched.routed_experts, self.routed_experts.dtype)
-        if launched is not None and launched.scores is not None:
-            extras |= launched.scores.columns()
-        return TokenFrame(header, request_ids, tokens.astype(np.int32), logprobs, extras)
+        return header

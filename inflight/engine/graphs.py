@@ -5,18 +5,22 @@ one pool of memory, as only one runs at a time. The last product, with the vocab
 far the largest, and it is one launch.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import numpy as np
 import torch
 
-from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory, Places
+from inflight.engine.device import copy_to_device
 from inflight.engine.fused import FusedDecoder
 from inflight.engine.kv_cache import NO_BLOCK
 
-_WARM_UP_PASSES = 2
+_failed: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture failed: the allocator of pinned memory may keep a pointer to each (torch's CUDAGraph.cpp)."""
 
 
 def graph_sizes(max_sequences: int) -> list[int]:
@@ -33,12 +37,17 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """(what computes it again, the tensor that then holds the result)."""
+    def __call__(
+        self, compute: Callable[[], torch.Tensor], *, proven: bool = False
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """(what computes it again, the tensor that then holds the result). Raises RuntimeError if it waits for the
+        device, which no graph can do. proven: such a pass was recorded before; else it is computed once while waiting
+        is forbidden, since a capture that fails is hard to end."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP_PASSES):  # kernels are compiled and loaded
+            compute()  # kernels are compiled and loaded
+            with nullcontext() if proven else _waiting_forbidden():
                 compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
@@ -46,9 +55,31 @@ class Recorder:
             # Other threads may take memory meanwhile: a loader, or NCCL.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = compute()
+        except BaseException:
+            self._give_up(graph)
+            raise
         finally:
             torch.cuda.set_stream(current)  # which a capture that fails does not go back to
         return graph.replay, result
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Do what is left of the end of a capture: where CUDA refuses to end it, `capture_end` raises before it tells
+        the allocator, which would go on to take the pool's memory and give no cached memory back."""
+        _failed.append(graph)
+        with suppress(RuntimeError):  # it was told
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_releasePool(self._device.index, self._pool)
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """Whatever waits for the device raises RuntimeError, in all threads of the process."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class DecodeGraphs:
@@ -57,53 +88,81 @@ class DecodeGraphs:
     Rows beyond a batch's own compute a token of their own in block 0 of the cache, which belongs to nobody.
     """
 
-    def __init__(self, decoders: Seq[FusedDecoder], memory: KVMemory, backend: GraphBackend, max_sequences: int):
-        """Records all graphs. Raises RuntimeError if a pass cannot be recorded."""
+    def __init__(
+        self,
+        decoders: Seq[FusedDecoder],
+        memory: KVMemory,
+        backend: GraphBackend,
+        max_sequences: int,
+        *,
+        proven: bool = False,
+    ):
+        """Records all graphs. Raises RuntimeError if a pass cannot be recorded. proven: the same were recorded before
+        in this process, in which other threads may wait for the device by now."""
         self._decoders, self._memory, self._backend = decoders, memory, backend
         device = memory.device
         self._sizes = graph_sizes(max_sequences)
-        self._inputs = torch.zeros(2 + len(memory.groups), max_sequences, dtype=torch.int64, device=device)
-        """Token ids, positions, and the cache index of each group."""
-        self._rows = torch.arange(max_sequences, device=device)
+        self._inputs = torch.zeros((2 + len(memory.groups)) * (max_sequences + 1), dtype=torch.int64, device=device)
+        """Batch rows, positions, and the cache index of each group, one after another for a pass of any size."""
+        self._token_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        self._batches: dict[int, tuple[torch.Tensor, ForwardBatch]] = {}
+        """Maps sizes to their part of the inputs, [2 + groups, size or one more], and the batch that reads it."""
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
         """Maps (slot, size) to what a replay leaves for the head."""
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
         self._backend.prepare_graphs(memory, max_sequences)
-        groups, tokens, host = len(memory.groups), self._rows[:0], torch.empty(0, dtype=torch.int32)
-        tables = [np.empty((0, 1), np.int32)] * groups
-        empty = ForwardBatch(tokens, tokens, [tokens] * groups, tables, host, host, tokens)
         record = Recorder(device)
         with torch.inference_mode():
             for size in reversed(self._sizes):  # the largest first, whose memory the others then use
-                batch = self._padded(empty, size)
+                batch = self._make_batch(size)
                 for slot, decoder in enumerate(decoders):
                     backend.begin_graph(batch, memory)
-                    self._replays[slot, size], self._hidden[slot, size] = record(partial(decoder.hidden, batch))
+                    self._replays[slot, size], self._hidden[slot, size] = record(
+                        partial(decoder.hidden, batch), proven=proven
+                    )
+                    proven = True
 
     def __len__(self) -> int:
         return len(self._replays)
 
-    @torch.inference_mode()
-    def run(self, slot: int, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [S, V] of a batch of S single tokens."""
-        count = len(batch.contexts)
-        size = next(size for size in self._sizes if size >= count)
-        self._inputs[:, :count] = torch.stack((batch.token_ids, batch.positions, *batch.cache_index))
-        self._inputs[:, count:size] = 0
-        self._backend.begin_graph(self._padded(batch, size), self._memory)
+    def run(self, slot: int, last_tokens: torch.Tensor, batch_rows: np.ndarray, places: Places) -> torch.Tensor:
+        """Logits [S, V] of a pass over single tokens, those that were drawn last in these batch rows i64[S]."""
+        count = len(batch_rows)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        inputs, batch = self._batches[size]
+        host = np.zeros(inputs.shape, np.int64)
+        for line, values in zip(host, (batch_rows, places.positions, *places.cache_index), strict=True):
+            line[:count] = values
+        copy_to_device(torch.from_numpy(host), inputs)
+        torch.index_select(last_tokens, 0, inputs[0, :size], out=batch.token_ids)
+        batch.tables = [_padded(table, size, NO_BLOCK) for table in places.tables]
+        batch.contexts = torch.from_numpy(_padded(places.contexts, size, 1).astype(np.int32))
+        self._backend.begin_graph(batch, self._memory)
         self._replays[slot, size]()
         return self._decoders[slot].logits(self._hidden[slot, size][:count])
 
-    def _padded(self, batch: ForwardBatch, size: int) -> ForwardBatch:
-        """The batch at the addresses that graphs read, with `size` sequences."""
-        more = size - len(batch.contexts)
-        return ForwardBatch(
-            token_ids=self._inputs[0, :size],
-            positions=self._inputs[1, :size],
-            cache_index=list(self._inputs[2:, :size]),
-            tables=[np.pad(table, ((0, more), (0, 0)), constant_values=NO_BLOCK) for table in batch.tables],
+    def _make_batch(self, size: int) -> ForwardBatch:
+        """The batch at the addresses that graphs of `size` sequences read. Tables and contexts come with each pass."""
+        width = size + size % 2  # Triton compiles a kernel once more for pointers that are no multiples of 16 bytes
+        inputs = self._inputs[: (2 + len(self._memory.groups)) * width].view(-1, width)
+        batch = ForwardBatch(
+            token_ids=self._token_ids[:size],
+            positions=inputs[1, :size],
+            cache_index=list(inputs[2:, :size]),
+            tables=[np.full((size, 1), NO_BLOCK, np.int32) for _ in self._memory.groups],
             starts=torch.arange(size + 1, dtype=torch.int32),
-            contexts=torch.cat((batch.contexts, batch.contexts.new_ones(more))),
-            rows=self._rows[:size],
+            contexts=torch.ones(size, dtype=torch.int32),
+            rows=torch.arange(size, device=inputs.device),
             num_single=size,
         )
+        self._batches[size] = inputs, batch
+        return batch
+
+
+def _padded(values: np.ndarray, size: int, value: int) -> np.ndarray:
+    """[size, …]: an array with more rows of this value at its end."""
+    if len(values) == size:
+        return values
+    padded = np.full((size, *values.shape[1:]), value, values.dtype)
+    padded[: len(values)] = values
+    return padded

@@ -25,6 +25,8 @@ Namespace = int | str
 
 NO_VERSION = -1
 """Stands in place of a version or namespace while nothing is computed yet."""
+NEVER = 2**62
+"""Stands for a number of tokens that is not reached."""
 MIXED = -2
 """Stands in place of a namespace when the keys and values of a sequence are of several; no more are remembered."""
 
@@ -37,7 +39,8 @@ class Holding:
     """Block numbers per group, NO_BLOCK for the leading ones that were given back because a sliding window has passed
     them. A list only grows; a sequence that gave its blocks back holds another list."""
     computed: int = 0
-    """Leading tokens whose keys and values are in the blocks once the passes that are under way are done."""
+    """Leading tokens whose keys and values are in the blocks once the passes that are under way are done, as far as the
+    cache was told: of tokens that are computed one by one it is told when it is asked for something."""
     namespace: Namespace = NO_VERSION
     """The namespace of all of these keys and values, or MIXED."""
     oldest: int = NO_VERSION
@@ -94,12 +97,19 @@ class KVCache:
         belongs to nobody. max_blocks: those that one sequence needs at most."""
         self.block_size, self.max_blocks = block_size, max_blocks
         self._groups = [_Group(window, num_blocks) for window, num_blocks in groups]
+        self.slides = any(group.window is not None for group in self._groups)
+        """Some group has a sliding window."""
         self._prefix_caching = prefix_caching
         self._copies: list[dict[int, int]] = [{} for _ in self._groups]
         self._entries: dict[_Key, _Entry] = {}
         self._new_ids = itertools.count()
         self.num_reused_tokens = 0
         """Tokens that the prefix cache spared."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers."""
+        return len(self._groups)
 
     @property
     def num_blocks(self) -> int:
@@ -171,6 +181,17 @@ class KVCache:
                 blocks.append(self._take_block(index))
         return True
 
+    def grow(self, holdings: Sequence[Holding]) -> list[list[int]] | None:
+        """Take one more block for each of these sequences. Returns the blocks, for each group one for each sequence;
+        None, with nothing taken, if there are too few, or a sliding window would give some back."""
+        if self.slides or any(group.num_available < len(holdings) for group in self._groups):
+            return None
+        taken = [[self._take_block(index) for _ in holdings] for index in range(len(self._groups))]
+        for index, blocks in enumerate(taken):
+            for holding, block in zip(holdings, blocks, strict=True):
+                holding.blocks[index].append(block)
+        return taken
+
     def has_room(self, holding: Holding, length: int, *, spare: int) -> bool:
         """Whether `length` tokens of the sequence fit and would leave `spare` blocks of each group."""
         needed = min(-(-length // self.block_size), self.max_blocks) + spare
@@ -186,6 +207,27 @@ class KVCache:
             holding.namespace = namespace if holding.namespace == NO_VERSION else MIXED
         if holding.oldest == NO_VERSION:
             holding.oldest = version
+
+    def catch_up(self, holding: Holding, computed: int) -> None:
+        """Note that a sequence has `computed` tokens by now, the last of them in the namespace and under the version
+        that the cache was told of by `advance`."""
+        holding.computed = computed
+
+    def room(self, holding: Holding) -> int:
+        """The length up to which `reserve` would do nothing for a sequence that has just reserved, and goes on token by
+        token."""
+        length = len(holding.blocks[0]) * self.block_size
+        for group in self._groups:
+            if group.window is not None:  # its next block is out of sight one block further
+                unseen = max(0, holding.computed + 1 - group.window) // self.block_size
+                length = min(length, (unseen + 1) * self.block_size + group.window - 1)
+        return length
+
+    def next_full(self, holding: Holding) -> int:
+        """The number of computed and known tokens at which `remember` has something to do; NEVER, if that cannot be."""
+        if holding.namespace == MIXED or not self._prefix_caching:
+            return NEVER
+        return (holding.num_remembered + 1) * self.block_size
 
     def share(self, parent: Holding, child: Holding, length: int) -> bool:
         """Let a sequence without blocks hold those of its parent's first `length` tokens; the last one, where it is
@@ -227,14 +269,14 @@ class KVCache:
             key = (namespace, holding.last_entry, tokens(chunk * size, (chunk + 1) * size))
             entry = self._entries.get(key)
             if entry is None or entry.oldest < holding.oldest:
-                pairs = list(zip(self._groups, blocks, strict=True))
-                if any(block == NO_BLOCK or block in group.entry_of for group, block in pairs):
-                    holding.namespace = MIXED  # the chain ends here
-                    return
+                for group, block in zip(self._groups, blocks, strict=True):
+                    if block == NO_BLOCK or block in group.entry_of:
+                        holding.namespace = MIXED  # the chain ends here
+                        return
                 if entry is not None:
                     self._forget_entry(entry)
                 entry = self._entries[key] = _Entry(next(self._new_ids), key, blocks, holding.oldest)
-                for group, block in pairs:
+                for group, block in zip(self._groups, blocks, strict=True):
                     group.entry_of[block] = entry
             holding.last_entry = entry.id
             holding.num_remembered += 1

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -22,10 +22,13 @@ from inflight.core.messages import PACKAGE, Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
 from inflight.engine.client import EngineClient
 from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
+from inflight.weights.cuda_ipc import ALLOCATOR_VARIABLES, without_expandable_segments
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
 logger = logging.getLogger("inflight.engine")
 
+ENGINE_PREFIX = "INFLIGHT_ENGINE_"
+"""Variables with this prefix are the engine's alone: INFLIGHT_ENGINE_OMP_NUM_THREADS=4 is OMP_NUM_THREADS=4 there."""
 _SHUTDOWN_S = 5.0
 """Bound for the answer to `shutdown`, and then again for the end."""
 
@@ -111,6 +114,7 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
         try:
             return subprocess.Popen(
                 child.command("inflight.engine.main", startup, python=python),
+                env=_environment(os.environ),
                 stdin=subprocess.PIPE,  # closes when this process ends; the engine watches it
                 stdout=log,
                 stderr=log,
@@ -122,6 +126,25 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
                 f"the engine's process cannot run in {python or 'this interpreter'}: {error}; backend_python, or "
                 "INFLIGHT_VLLM_PYTHON, is the path of a Python that has vLLM"
             ) from error
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """What the engine's process gets of this one's variables. Variables whose names begin with INFLIGHT_ENGINE_ are its
+    own, under the rest of the name, in place of those of this process."""
+    theirs = {name: value for name, value in ours.items() if not name.startswith(ENGINE_PREFIX)}
+    theirs |= {
+        name.removeprefix(ENGINE_PREFIX): ours[name]
+        for name in ours
+        if name.startswith(ENGINE_PREFIX) and name != ENGINE_PREFIX
+    }
+    kept = without_expandable_segments(theirs)
+    for name in ALLOCATOR_VARIABLES:
+        if kept.get(name, "") != theirs.get(name, ""):
+            logger.info(
+                "the engine starts without the allocator's expandable_segments, which this process keeps: their memory "
+                "cannot be shared by CUDA IPC (%s=%r became %r)", name, theirs[name], kept.get(name, ""),
+            )  # fmt: skip
+    return kept
 
 
 def _vllm_python(options: EngineOptions) -> str:

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import agrees_with, check_weights, make_batch, why_unfused
-from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory, Places
 from inflight.engine.attention.hook import run_packed
 from inflight.engine.device import to_device
 from inflight.engine.fused import FusedDecoder
 from inflight.engine.graphs import DecodeGraphs
-from inflight.engine.kv_cache import NO_BLOCK
-from inflight.engine.sequence import Schedule
+from inflight.engine.rows import Rows
+from inflight.engine.sequence import Schedule, places_of
 
 logger = logging.getLogger("inflight.engine")
 
@@ -24,19 +24,25 @@ logger = logging.getLogger("inflight.engine")
 class ModelRunner:
     """Turns a schedule into tensors and tensors into logits. `modules[slot]` reads the weights of that slot."""
 
+    _recorded_before = False
+    """True once graphs were recorded."""
+
     def __init__(
         self,
         modules: Seq[PreTrainedModel],
         memory: KVMemory,
+        rows: Rows,
         options: EngineOptions,
         adapters: AdapterBank | None,
         unfused_reason: str | None,
     ):
         self._modules = list(modules)
         self._adapters = adapters
-        self._memory, self._options = memory, options
+        self._memory, self._rows, self._options = memory, rows, options
         self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=memory.device)
         """The token drawn last in each batch row. It never visits the host on its way into the next pass."""
+        self.num_decoded_by_graph = self.num_decoded_eagerly = 0
+        """Last tokens of sequences that graphs have computed, and that were computed kernel by kernel."""
         self._decoders: list[FusedDecoder] = []
         length = min(12, options.max_context)
         ids = torch.arange(length, device=memory.device) * 7919 + 1
@@ -47,7 +53,6 @@ class ModelRunner:
         """Why the model runs as Transformers runs it; None where it runs fused."""
         if self.unfused_reason is not None:
             logger.info("the model runs as Transformers runs it: %s", self.unfused_reason)
-        self._tables = [_BlockTable(options.max_sequences, memory.max_blocks) for _ in memory.groups]
         self._wants_graphs = options.cuda_graphs
         self._graphs: DecodeGraphs | None = None
         self.capture()
@@ -63,7 +68,10 @@ class ModelRunner:
         if not self._wants_graphs or not self._decoders or not isinstance(backend, GraphBackend):
             return
         try:
-            self._graphs = DecodeGraphs(self._decoders, self._memory, backend, self._options.max_sequences)
+            self._graphs = DecodeGraphs(
+                self._decoders, self._memory, backend, self._options.max_sequences, proven=self._recorded_before
+            )
+            self._recorded_before = True
         except RuntimeError as error:  # a mixture of experts that asks the device how many tokens each of them has
             logger.warning("the engine runs without CUDA graphs, as a pass cannot be recorded: %s", error)
             self._wants_graphs = False
@@ -78,58 +86,83 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
         """Logits [M + S, V], one row per draw of the schedule and then one per scored token, in their orders."""
-        rows, row_of_each = _rows_with_logits(schedule), None
-        if schedule.num_scored or len({chunk for _, chunk in schedule.draws}) < len(rows):
-            rows, row_of_each = np.unique(rows, return_inverse=True)  # samples of one prompt draw from the same row
-        batch = self._batch(schedule, rows)
-        if self._adapters is not None:
-            self._adapters.select([c.sequence.adapter for c in schedule.chunks], [c.count for c in schedule.chunks])
-        if self._graphs is not None and schedule.num_single == len(schedule.chunks):
-            logits = self._graphs.run(slot, batch)
-        else:
-            self._memory.backend.begin(batch, self._memory)
-            if self._decoders:
-                logits = self._decoders[slot](batch)
-            else:
-                logits = run_packed(self._modules[slot], batch, self._memory)
-        if row_of_each is not None:
+        single, parts = schedule.num_single, []
+        by_graph = single if self._graphs is not None else 0
+        self.num_decoded_by_graph += by_graph
+        self.num_decoded_eagerly += single - by_graph
+        if self._graphs is not None and single:
+            parts.append(self._decode(self._graphs, schedule, slot))
+        if not schedule.prompts:
+            return parts[0] if parts else self._compute(schedule, 0, np.arange(single), slot)
+        rows, row_of_each = np.unique(_rows_with_logits(schedule), return_inverse=True)  # samples share a prompt's row
+        parts.append(self._compute(schedule, by_graph, rows[by_graph:] - by_graph, slot))
+        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
+        parts.clear()  # they may be large
+        if not np.array_equal(row_of_each, np.arange(len(rows))):
             logits = logits[self._to_device([row_of_each])[0]]
         return logits
 
-    def _batch(self, schedule: Schedule, rows: np.ndarray) -> ForwardBatch:
-        """rows: those of the pass that have logits, rising."""
-        chunks, size = schedule.chunks, self._memory.block_size
-        counts = np.array([chunk.count for chunk in chunks])
-        begins = np.array([chunk.start for chunk in chunks])
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        positions = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)
-        num_single = schedule.num_single
-        token_ids = [0] * num_single  # the last tokens of sequences, which are on the device
-        for chunk in chunks[num_single:]:
-            token_ids += chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
-        used = -(-int((begins + counts).max()) // size)
-        owner = np.repeat(np.arange(len(chunks)), counts)
-        rows_S = np.array([chunk.sequence.batch_row for chunk in chunks])
-        tables, cache_index = [], []
-        for group, table_of_rows in enumerate(self._tables):
-            for chunk in chunks:
-                table_of_rows.update(chunk.sequence.batch_row, chunk.sequence.holding.blocks[group])
-            table = table_of_rows.blocks[rows_S, :used]
-            cache_index.append(table[owner, positions // size].astype(np.int64) * size + positions % size)
-            tables.append(table)
-        ids, positions, rows_M, batch_rows, *cache_index = self._to_device(
-            [np.array(token_ids, np.int64), positions, rows, rows_S[:num_single], *cache_index]
+    def _decode(self, graphs: DecodeGraphs, schedule: Schedule, slot: int) -> torch.Tensor:
+        """Logits of the sequences whose last token is computed, by a graph."""
+        single = schedule.num_single
+        rows, begins = schedule.rows[:single], schedule.begins[:single]
+        self._select_adapters(rows, schedule.counts[:single])
+        return graphs.run(slot, self.last_tokens, rows, self._places(rows, begins, begins + 1))
+
+    def _compute(self, schedule: Schedule, first: int, rows: np.ndarray, slot: int) -> torch.Tensor:
+        """Logits of the chunks from `first` on, kernel by kernel: no single tokens, or all of them. rows: those that
+        have logits among the tokens of these chunks, rising."""
+        batch = self._batch(schedule, first, rows)
+        self._select_adapters(schedule.rows[first:], schedule.counts[first:])
+        self._memory.backend.begin(batch, self._memory)
+        if self._decoders:
+            return self._decoders[slot](batch)
+        return run_packed(self._modules[slot], batch, self._memory)
+
+    def _select_adapters(self, batch_rows: np.ndarray, counts: np.ndarray) -> None:
+        if self._adapters is not None:
+            self._adapters.select(self._rows.adapters[batch_rows], counts)
+
+    def _places(
+        self, batch_rows: np.ndarray, positions: np.ndarray, contexts: np.ndarray, counts: np.ndarray | None = None
+    ) -> Places:
+        """Of chunks of the sequences in these batch rows i64[S]. positions: i64[T]; contexts: i64[S]; counts: the
+        tokens of each, i64[S], None for one each."""
+        size = self._memory.block_size
+        tables = [table[batch_rows, : -(-int(contexts.max()) // size)] for table in self._rows.tables]
+        owner = np.arange(len(batch_rows))
+        owner = owner if counts is None else np.repeat(owner, counts)
+        block, place = np.divmod(positions, size)
+        cache_index = [table[owner, block].astype(np.int64) * size + place for table in tables]
+        return Places(positions, cache_index, tables, contexts)
+
+    def _batch(self, schedule: Schedule, first: int, rows: np.ndarray) -> ForwardBatch:
+        batch_rows, begins, counts = (column[first:] for column in (schedule.rows, schedule.begins, schedule.counts))
+        single = schedule.num_single - first
+        if schedule.prompts:
+            places = self._places(batch_rows, places_of(begins, counts), begins + counts, counts)
+        else:
+            places = self._places(batch_rows, begins, begins + 1)
+        token_ids = np.zeros(len(places.positions), np.int64)  # the last tokens of sequences are on the device
+        at = single
+        for chunk in schedule.prompts:
+            token_ids[at : at + chunk.count] = chunk.sequence.token_slice(chunk.start, chunk.start + chunk.count)
+            at += chunk.count
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.add.accumulate(counts, out=starts[1:])
+        ids, positions, rows_M, single_rows, *cache_index = self._to_device(
+            [token_ids, places.positions, rows, batch_rows[:single], *places.cache_index]
         )
-        ids[:num_single] = self.last_tokens[batch_rows]
+        ids[:single] = self.last_tokens[single_rows]
         return ForwardBatch(
             token_ids=ids,
             positions=positions,
             rows=rows_M,
             cache_index=cache_index,
-            tables=tables,
-            starts=torch.from_numpy(starts.astype(np.int32)),
-            contexts=torch.from_numpy((begins + counts).astype(np.int32)),
-            num_single=num_single,
+            tables=places.tables,
+            starts=torch.from_numpy(starts),
+            contexts=torch.from_numpy(places.contexts.astype(np.int32)),
+            num_single=single,
         )
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
@@ -155,27 +188,9 @@ class ModelRunner:
 
 def _rows_with_logits(schedule: Schedule) -> np.ndarray:
     """The rows i64[M + S] of a pass after which tokens are drawn, and then those whose next tokens are scored."""
-    ends = np.cumsum([chunk.count for chunk in schedule.chunks])
-    drawn = ends[np.array([chunk for _, chunk in schedule.draws], np.int64)] - 1
+    ends = np.cumsum(schedule.counts)
+    drawn = ends[schedule.draws.chunks] - 1
     if not schedule.num_scored:
         return drawn
-    scored = [end - c.count + np.arange(c.num_scored) for end, c in zip(ends, schedule.chunks, strict=True)]
-    return np.concatenate([drawn, *scored])
-
-
-class _BlockTable:
-    """The blocks of the running sequences by batch row, brought up to date and not made anew for each pass. Of a block
-    that a sliding window has left behind the old number stays; nothing looks at it."""
-
-    def __init__(self, batch_rows: int, max_blocks: int):
-        self.blocks = np.full((batch_rows, max_blocks), NO_BLOCK, np.int32)
-        self._known: list[tuple[list[int], int]] = [([], 0)] * batch_rows
-        """The list that each row was last brought up to date with, and its length then."""
-
-    def update(self, batch_row: int, blocks: list[int]) -> None:
-        """`blocks` only ever grows; a sequence that gave its own back holds another list."""
-        last, known = self._known[batch_row]
-        known = known if last is blocks else 0
-        if len(blocks) > known:
-            self.blocks[batch_row, known : len(blocks)] = blocks[known:]
-            self._known[batch_row] = blocks, len(blocks)
+    prompts = zip(ends[schedule.num_single :], schedule.prompts, strict=True)
+    return np.concatenate([drawn, *(end - chunk.count + np.arange(chunk.num_scored) for end, chunk in prompts)])

@@ -11,13 +11,15 @@ from inflight.core.columns import COLUMNS
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.rollout import SamplingMask
 from inflight.engine.sampler import Samples
-from inflight.engine.scheduler import Chunk
+from inflight.engine.sequence import Schedule, places_of
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def token_columns(samples: Samples, rows: Iterable[int]) -> dict[str, np.ndarray]:
     """The optional columns of these rows, as `TokenFrame.extras` names them."""
+    if not samples.columns:
+        return {}
     keep, columns = list(rows), {name: column.numpy() for name, column in samples.columns.items()}
     counts, ids, cut_from = (columns.pop(name, None) for name in ("mask_counts", "mask_token_ids", "mask_cut_from"))
     extras = {
@@ -33,12 +35,11 @@ def token_columns(samples: Samples, rows: Iterable[int]) -> dict[str, np.ndarray
     return extras
 
 
-def routed_experts_columns(chunks: Sequence[Chunk], chosen: torch.Tensor, dtype: np.dtype) -> dict[str, np.ndarray]:
+def routed_experts_columns(schedule: Schedule, chosen: torch.Tensor, dtype: np.dtype) -> dict[str, np.ndarray]:
     """The experts i64[tokens, layers, k] of all tokens that a pass computed, and the requests that they belong to."""
-    request_ids = np.array([chunk.sequence.request_id for chunk in chunks], np.uint64)
     return {
-        "routed_request_ids": np.repeat(request_ids, [chunk.count for chunk in chunks]),
-        "routed_positions": np.concatenate([np.arange(c.start, c.start + c.count) for c in chunks]),
+        "routed_request_ids": np.repeat(schedule.request_ids, schedule.counts),
+        "routed_positions": places_of(schedule.begins, schedule.counts),
         "routed_experts": chosen.cpu().numpy().astype(dtype),
     }
 

@@ -40,7 +40,7 @@ class Scores:
 @torch.inference_mode()
 def score_prompts(logits_SV: torch.Tensor, schedule: Schedule) -> Scores:
     """Score the tokens that a schedule says, each by the logits after the token before it."""
-    chunks = [chunk for chunk in schedule.chunks if chunk.num_scored]
+    chunks = [chunk for chunk in schedule.prompts if chunk.num_scored]
     ids: list[int] = []
     for chunk in chunks:
         ids += chunk.sequence.prompt[chunk.start + 1 : chunk.start + 1 + chunk.num_scored]

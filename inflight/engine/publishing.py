@@ -7,7 +7,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import LayoutMismatchError, ProtocolError, PublisherConflictError
+from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
 from inflight.core.messages import (
     Attach,
     Attached,
@@ -55,11 +55,13 @@ class PublisherService:
             return self._attach(sender, message)
         if isinstance(message, Detach):
             if sender == self._seat.holder:
-                self._slot_table.withdraw(message.untouched)
+                self._slot_table.withdraw(message.written)
             self._seat.leave(sender)
             return None
         self._seat.check(sender)
         began_ns = now_ns()
+        if isinstance(message, Fill | SlotReady):
+            self._slot_table.written()
         match message:
             case Prepare():
                 self._submit(sender, message)
@@ -89,7 +91,7 @@ class PublisherService:
             for slot in slot_table.lend(in_use=self._engine.slot_in_use(slot_table)):
                 began_ns = now_ns()
                 if not self._control.send(holder, SlotFree(slot=slot)):  # it does not know that it was lent one
-                    slot_table.withdraw([slot])
+                    slot_table.withdraw()
                 self._engine.stall_clock.handled(slot_table, began_ns)
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
@@ -102,6 +104,11 @@ class PublisherService:
         if before is not None:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._control.send(before, Failed(kind=type(error).__name__, message=str(error)))
+        try:
+            slots = [slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else []
+        except InflightError:  # it cannot publish, and another one may
+            self._seat.leave(sender)
+            raise
         self._slot_table = slot_table
         if self._filler is not None:
             self._filler.retire()
@@ -110,7 +117,7 @@ class PublisherService:
         return Attached(
             ticket=message.ticket,
             layout=slot_table.layout,
-            slots=[slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else [],
+            slots=slots,
             free=[slot for slot in free if (slot_table, slot) not in self._loading],
             version=self._engine.newest_version,
             aliases=self._engine.aliases if message.aliases and not message.adapters else [],

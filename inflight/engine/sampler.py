@@ -19,7 +19,7 @@ from inflight_kernels import draw, uniforms
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import to_device
 from inflight.engine.own_columns import ColumnFunction, compute_columns
-from inflight.engine.sequence import Sequence
+from inflight.engine.sequence import Cohort, Draws, Sequence
 
 _MANY = 512
 """Candidates that are tried before a whole vocabulary is sorted."""
@@ -73,7 +73,8 @@ class _Filtered(NamedTuple):
 class _Rows:
     """Parameters of the rows of a batch, as tensors; held as long as the same sequences sample."""
 
-    key: list[int]
+    cohort: Cohort
+    """Those who they are of."""
     temperatures: torch.Tensor
     seeds: torch.Tensor
     batch_rows: torch.Tensor
@@ -106,10 +107,10 @@ class Sampler:
         """Maps a batch row to the request whose tokens `_seen` holds, and how many of them."""
 
     @torch.inference_mode()
-    def sample(self, logits_MV: torch.Tensor, sequences: Seq[Sequence]) -> Samples:
+    def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
         """Sample the next token of each sequence from its row of logits of any float dtype."""
-        rows = self._rows_of(sequences)
-        positions = self._tensor([s.length - 1 for s in sequences], torch.int64)
+        rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
+        positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
             logits_MV = self._adjust(logits_MV.float(), sequences, rows.adjusted)
         if rows.filtered:
@@ -122,7 +123,7 @@ class Sampler:
                 cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
                 logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
-        self._last_tokens[rows.batch_rows] = samples.tokens
+        self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
         if watched and self._seen is not None:
             index = self._tensor(watched, torch.int64)
@@ -133,20 +134,20 @@ class Sampler:
 
     # ---- parameters ---------------------------------------------------------------------------------------------
 
-    def _rows_of(self, sequences: Seq[Sequence]) -> _Rows:
-        key = [s.request_id * 65536 + s.batch_row for s in sequences]
-        if self._rows is None or self._rows.key != key:
-            params = [s.params for s in sequences]
+    def _rows_of(self, cohort: Cohort) -> _Rows:
+        if self._rows is None or self._rows.cohort is not cohort:
+            special = [(i, cohort.sequences[i].params) for i in cohort.special]
+            asked = {name for _, params in special for name in params.columns}
             self._rows = _Rows(
-                key=key,
-                temperatures=self._tensor([p.temperature for p in params], torch.float32),
-                seeds=self._tensor([s.seed for s in sequences], torch.int64),
-                batch_rows=self._tensor([s.batch_row for s in sequences], torch.int64),
-                adjusted=[i for i, p in enumerate(params) if p.adjusted],
-                filtered=[i for i, p in enumerate(params) if p.filtered],
-                entropy=any(p.return_entropy for p in params),
-                top=max(p.top_logprobs for p in params),
-                own={name: f for name, f in self._own_columns.items() if any(name in p.columns for p in params)},
+                cohort=cohort,
+                temperatures=to_device(torch.from_numpy(cohort.temperatures), self._device),
+                seeds=to_device(torch.from_numpy(cohort.seeds), self._device),
+                batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
+                adjusted=[i for i, params in special if params.adjusted],
+                filtered=[i for i, params in special if params.filtered],
+                entropy=any(params.return_entropy for _, params in special),
+                top=max((params.top_logprobs for _, params in special), default=0),
+                own={name: f for name, f in self._own_columns.items() if name in asked},
             )
         return self._rows
 

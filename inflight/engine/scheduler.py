@@ -9,13 +9,18 @@ from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
+import numpy as np
+
 from inflight.core.options import EngineOptions
 from inflight.engine.kv_cache import NO_VERSION, KVCache, Namespace
 from inflight.engine.order import Order, check_order, first_come_first_served
+from inflight.engine.rows import NOBODY, PREFILL, Rows
 from inflight.engine.sequence import UNPINNED, Chunk, Schedule, Sequence
 
 _COST_OF_SCORE = 8
 """A prompt token that is scored counts as so many in the budget of a pass, since its logits are computed, too."""
+_MOST_REGIMES = 64
+"""More than there are slots."""
 
 
 class Scheduler:
@@ -26,12 +31,14 @@ class Scheduler:
     first of them, which computes the prompt for all.
     """
 
-    def __init__(self, cache: KVCache, options: EngineOptions, order: Order = first_come_first_served):
-        """Uses max_sequences, max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions."""
-        self._cache, self._options, self.order = cache, options, order
-        self._free_rows = list(range(options.max_sequences - 1, -1, -1))
+    def __init__(self, cache: KVCache, rows: Rows, options: EngineOptions, order: Order = first_come_first_served):
+        """Uses max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions."""
+        self._cache, self._rows, self._options, self.order = cache, rows, options, order
         self.running: dict[int, Sequence] = {}
         """Maps request ids to sequences, in order; equal ones as they were admitted."""
+        self._running_rows = np.zeros(0, np.int64)
+        """Their batch rows in that order, as of `_running_epoch`."""
+        self._running_epoch = 0
         self._waiting: dict[int | None, list[tuple[float, int, Sequence]]] = {}
         """Maps pins to heaps of (order, turn, sequence). They may hold finished sequences, which are skipped."""
         self._turns, self._turns_in_front = itertools.count(1), itertools.count(-1, -1)
@@ -47,6 +54,9 @@ class Scheduler:
         self._kv_namespaces: dict[str, int] = {}
         """Maps adapters to the namespace of what they compute now, with the weights under them."""
         self._new_kv_namespaces = itertools.count(1 << 40)  # beyond all versions
+        self._regimes: dict[tuple[int, int], int] = {}
+        """Numbers for the versions and stamps of the last passes."""
+        self._new_regimes = itertools.count(PREFILL + 1)
 
     @property
     def has_work(self) -> bool:
@@ -76,6 +86,7 @@ class Scheduler:
     def fork(self, parent: Sequence, leader: Sequence) -> None:
         """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
         self.add(leader)
+        self._tell_cache(parent)
         shared = min(parent.holding.computed, leader.length - 1)
         if shared > 0 and parent.batch_row >= 0 and self._cache.share(parent.holding, leader.holding, shared):
             leader.taken_over, leader.taken_over_version = shared, leader.holding.oldest
@@ -118,7 +129,7 @@ class Scheduler:
             return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
 
         for sequence in reversed(list(self.running.values())):
-            if is_meant(sequence) and sequence.has_drawn_in_row:
+            if is_meant(sequence) and self._rows.regimes[sequence.batch_row] != PREFILL:
                 self._send_back(sequence)
         for fork in list(self._waiting_forks.values()):
             if is_meant(fork):
@@ -128,73 +139,131 @@ class Scheduler:
         """Keep what these adapters compute from now on apart from all that was computed before."""
         self._kv_namespaces |= {adapter: next(self._new_kv_namespaces) for adapter in adapters}
 
-    def remember(self, chunks: Iterable[Chunk]) -> None:
-        """Enter the blocks that have filled up, now that the ids of their tokens are known, into the prefix cache."""
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if not sequence.finished:
-                self._cache.remember(sequence.holding, sequence.num_known, sequence.token_slice)
+    def remember(self, schedule: Schedule) -> None:
+        """Enter the blocks that have filled up, now that the tokens of a pass are known, into the prefix cache."""
+        cohort = schedule.draws.cohort
+        full = self._rows.are_full(cohort, schedule.num_single)
+        for index in full.nonzero()[0].tolist():
+            self._remember(cohort.sequences[index])
+        for chunk in schedule.prompts:
+            if chunk.sequence.batch_row >= 0:
+                self._remember(chunk.sequence)
 
     def schedule(self, version: int, *, live: bool = True, stamp: int | None = None) -> Schedule:
         """The next pass under `version`: sequences pinned to it and, if it is live, all that are not pinned. stamp: the
         version that its tokens bear, which counts publishes of adapters, too; None: `version`."""
         stamp = version if stamp is None else stamp
+        single, chunks, budget = self._continue_running(version, live, stamp)
         pins = (UNPINNED, version) if live else (version,)
-        single, several, budget = self._continue_running(pins, version, stamp)
-        followers = {chunk.sequence.request_id: self._let_follow(chunk.sequence) for chunk in several}
+        followers = {chunk.sequence.request_id: self._let_follow(chunk.sequence) for chunk in chunks}
         joined: list[Sequence] = []
-        while budget > 0 and self._free_rows:
+        while budget > 0 and self._rows.num_free:
             sequence = self._first_waiting(pins)
             if sequence is None or not (self.admits or sequence.started) or not self._admit(sequence, version, stamp):
                 break
             count, budget = _fitting(sequence, sequence.length - sequence.holding.computed, budget)
-            if not self._cache.reserve(sequence.holding, sequence.holding.computed + count):
+            if not self._reserve(sequence, sequence.holding.computed + count):
                 raise AssertionError("a sequence was admitted without room for it")
-            several.append(self._advance(sequence, count, version, stamp))
+            chunks.append(self._advance(sequence, count, version, stamp))
             joined.append(sequence)
             followers[sequence.request_id] = self._let_follow(sequence)
-        chunks = single + several
-        draws: list[tuple[Sequence, int]] = []
-        for index, chunk in enumerate(chunks):
+        drawing_rows: list[int] = []
+        after: list[int] = []
+        for index, chunk in enumerate(chunks, len(single)):
             sequence = chunk.sequence
             if sequence.holding.computed == sequence.length:
-                following = followers.get(sequence.request_id, ())
-                draws += [(s, index) for s in (sequence, *following)]
+                following = followers[sequence.request_id]
+                drawing_rows += [s.batch_row for s in (sequence, *following)]
+                after += [index] * (1 + len(following))
                 joined += following
-        for sequence, _ in draws:
-            sequence.num_pending += 1
-            sequence.has_drawn_in_row = True
         starts = [s for s in joined if not s.started]
         for sequence in starts:
             sequence.started = True
         taken_over = [s.prefix_taken_over() for s in joined if s.taken_over]
-        num_scored = sum(chunk.num_scored for chunk in several)
-        return Schedule(version, stamp, chunks, len(single), draws, starts, taken_over, num_scored)
+        alone = np.arange(len(single))
+        draws = self._rows.draw(_extended(single, drawing_rows), _extended(alone, after), self._regime(version, stamp))
+        rows, begins, counts = single, draws.positions[: len(single)] - 1, np.ones_like(alone)
+        if chunks:
+            more = zip(*((c.sequence.batch_row, c.start, c.count) for c in chunks), strict=True)
+            rows, begins, counts = map(_extended, (rows, begins, counts), more)
+        return Schedule(version, stamp, rows, begins, counts, chunks, draws, starts, taken_over)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _continue_running(
-        self, pins: tuple[int | None, ...], version: int, stamp: int
-    ) -> tuple[list[Chunk], list[Chunk], int]:
-        """Chunks of the running sequences: those that are the last token of one, and those of prompts; and what is left
-        of the budget of prompt tokens."""
-        single: list[Chunk] = []
-        several: list[Chunk] = []
+    def _continue_running(self, version: int, live: bool, stamp: int) -> tuple[np.ndarray, list[Chunk], int]:
+        """What the running sequences do: the rows i64[N] of those that compute their last token, the chunks of prompts,
+        and what is left of the budget of prompt tokens."""
+        rows, among = self._rows, self._in_order()
+        chunks: list[Chunk] = []
         budget = self._options.max_prefill_tokens
-        for sequence in list(self.running.values()):
-            if sequence.batch_row < 0 or sequence.pin not in pins:  # preempted by one before it, or of another version
+        lengths, regimes = rows.lengths[among], rows.regimes[among]
+        takes_part = lengths < rows.limits[among]  # else its last token is drawn, but not read yet
+        if not live or self._unfinished.keys() != {UNPINNED}:
+            takes_part &= rows.fit(among, version, live=live)
+        is_told = regimes == self._regime(version, stamp)
+        growing = takes_part & is_told & (lengths > rows.reserved[among])
+        if (is_told | ~takes_part).all() and self._grow(among[growing]):
+            return among if takes_part.all() else among[takes_part], chunks, budget
+        for row in among[takes_part & (growing | ~is_told)].tolist():
+            sequence: Sequence | None = rows.sequences[row]
+            if sequence is None:  # preempted by one before it
                 continue
-            if len(sequence.tokens) + sequence.num_pending >= sequence.max_tokens:
-                continue  # its last token is drawn, but not read yet
+            if rows.regimes[row] != PREFILL:
+                self._tell_cache(sequence)
+                if self._make_room(sequence, sequence.length):
+                    self._advance(sequence, 1, version, stamp)
+                continue
             computed = sequence.holding.computed
-            todo = sequence.length - computed
-            drew_last = sequence.has_drawn_in_row and todo == 1
-            count, left = (1, budget) if drew_last else _fitting(sequence, todo, budget)
-            if not count or not self._make_room(sequence, computed + count):
-                continue
-            (single if drew_last else several).append(self._advance(sequence, count, version, stamp))
-            budget = left
-        return single, several, budget
+            count, left = _fitting(sequence, sequence.length - computed, budget)
+            if count and self._make_room(sequence, computed + count):
+                chunks.append(self._advance(sequence, count, version, stamp))
+                budget = left
+        decodes = takes_part & (regimes != PREFILL) & (rows.request_ids[among] != NOBODY)
+        return among[decodes], chunks, budget
+
+    def _grow(self, rows: np.ndarray) -> bool:
+        """Take another block for each of these decoding rows i64[N]. False, with nothing taken, if that is not all that
+        is to be done."""
+        if not len(rows):
+            return True
+        blocks = self._cache.grow([sequence.holding for sequence in self._rows.sequences[rows]])
+        if blocks is not None:
+            self._rows.add_blocks(rows, blocks, self._cache.block_size)
+        return blocks is not None
+
+    def _regime(self, version: int, stamp: int) -> int:
+        """The number of a version and a stamp: sequences that draw under one of their own need not tell the cache."""
+        if (version, stamp) not in self._regimes:
+            if len(self._regimes) > _MOST_REGIMES:
+                self._regimes.clear()
+            self._regimes[version, stamp] = next(self._new_regimes)
+        return self._regimes[version, stamp]
+
+    def _in_order(self) -> np.ndarray:
+        """The batch rows i64[N] of the running sequences, in their order."""
+        if self._running_epoch != self._rows.epoch:
+            rows = (sequence.batch_row for sequence in self.running.values())
+            self._running_rows = np.fromiter(rows, np.int64, len(self.running))
+            self._running_epoch = self._rows.epoch
+        return self._running_rows
+
+    def _tell_cache(self, sequence: Sequence) -> None:
+        """Of the tokens that a decoding sequence has computed since the cache was last told."""
+        if sequence.batch_row >= 0 and self._rows.regimes[sequence.batch_row] != PREFILL:
+            self._cache.catch_up(sequence.holding, sequence.length - 1)
+
+    def _remember(self, sequence: Sequence) -> None:
+        self._tell_cache(sequence)
+        self._cache.remember(sequence.holding, sequence.num_known, sequence.token_slice)
+        self._rows.fills[sequence.batch_row] = self._cache.next_full(sequence.holding)
+
+    def _reserve(self, sequence: Sequence, length: int) -> bool:
+        """Blocks for a running sequence's first `length` tokens. False, with nothing taken, if there are too few."""
+        if not self._cache.reserve(sequence.holding, length):
+            return False
+        self._rows.reserved[sequence.batch_row] = self._cache.room(sequence.holding)
+        self._rows.update_blocks(sequence)
+        return True
 
     def _advance(self, sequence: Sequence, count: int, version: int, stamp: int) -> Chunk:
         holding, (namespace, computed_by) = sequence.holding, self._kv_namespace(sequence, version, stamp)
@@ -218,7 +287,8 @@ class Scheduler:
         followers, leader.followers = [s for s in leader.followers if not s.finished], []
         joined = 0
         for follower in followers:
-            if not self._free_rows or not self._cache.share(leader.holding, follower.holding, leader.holding.computed):
+            room = self._rows.num_free > 0
+            if not room or not self._cache.share(leader.holding, follower.holding, leader.holding.computed):
                 break
             follower.taken_over, follower.taken_over_version = leader.taken_over, leader.taken_over_version
             self._enter(follower)
@@ -262,12 +332,12 @@ class Scheduler:
 
     def _num_growing(self) -> int:
         """Running sequences that may come to need another block."""
-        size = self._cache.block_size
-        return sum(len(s.holding.blocks[0]) * size < len(s.prompt) + s.max_tokens for s in self.running.values())
+        rows, among = self._rows, self._in_order()
+        return int((rows.num_blocks[among] * self._cache.block_size < rows.limits[among]).sum())
 
     def _make_room(self, sequence: Sequence, length: int) -> bool:
         """Blocks for a running sequence, if need be from others. False if it had to give up its own."""
-        while not self._cache.reserve(sequence.holding, length):
+        while not self._reserve(sequence, length):
             if self._take_from_waiting():
                 continue
             victim = next(reversed(self.running.values()))
@@ -291,8 +361,9 @@ class Scheduler:
         self._waiting_forks.pop(sequence.request_id, None)
 
     def _enter(self, sequence: Sequence) -> None:
-        sequence.batch_row = self._free_rows.pop()
-        sequence.has_drawn_in_row = False
+        self._rows.enter(sequence)
+        if not self._cache.slides:
+            self._rows.reserved[sequence.batch_row] = self._cache.room(sequence.holding)
         last = next(reversed(self.running.values()), sequence)
         self.running[sequence.request_id] = sequence
         if self.order(sequence) < self.order(last):
@@ -304,8 +375,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.request_id]
-        self._free_rows.append(sequence.batch_row)
-        sequence.batch_row = -1
+        self._rows.leave(sequence)
         self._release(sequence)
 
     def _wait(self, sequence: Sequence, turn: int) -> None:
@@ -317,3 +387,9 @@ def _fitting(sequence: Sequence, todo: int, budget: int) -> tuple[int, int]:
     cost = _COST_OF_SCORE if sequence.scores_prompt else 1
     count = min(todo, max(0, -(-budget // cost)))
     return count, budget - count * cost
+
+
+def _extended(numbers: np.ndarray, more: Iterable[int]) -> np.ndarray:
+    """i64: an array with more numbers at its end."""
+    more = list(more)
+    return np.concatenate((numbers, np.array(more, np.int64))) if more else numbers

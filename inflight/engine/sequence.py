@@ -2,13 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from inflight.core.frames import TakenOver
 from inflight.core.sampling import SamplingParams
 from inflight.engine.kv_cache import NO_VERSION, Holding
 
 UNPINNED = None
+
+
+class Lengths(Protocol):
+    """What counts the tokens of running sequences (`Rows`)."""
+
+    lengths: np.ndarray
+    """i64[batch rows]: tokens so far, with those that are drawn but not read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,15 +39,15 @@ class Sequence:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the prompt brought along, for an order of scheduling."""
     tokens: list[int] = field(default_factory=list)
-    num_pending: int = 0
-    """Tokens drawn on the device of which this process has not read the ids yet."""
+    num_unread: int = 0
+    """Tokens drawn before it gave up its row of which this process has not read the ids yet."""
     finished: bool = False
     started: bool = False
     """A pass has computed some of it."""
     followers: list["Sequence"] = field(default_factory=list)
     """Samples of the same prompt that wait for this one to compute it."""
-    has_drawn_in_row: bool = False
-    """Its last token is in the device state of its batch row."""
+    rows: Lengths | None = None
+    """Where it is counted while it runs, and knows its `batch_row`."""
     batch_row: int = -1
     """Row of the per-sequence device state while it runs, −1 else."""
     holding: Holding = field(default_factory=Holding)
@@ -63,9 +72,14 @@ class Sequence:
         return len(self.prompt) + len(self.tokens)
 
     @property
+    def num_pending(self) -> int:
+        """Tokens drawn on the device of which this process has not read the ids yet."""
+        return self.num_unread if self.rows is None else self.length - self.num_known
+
+    @property
     def length(self) -> int:
         """Tokens so far, which is the position of the next one."""
-        return len(self.prompt) + len(self.tokens) + self.num_pending
+        return self.num_known + self.num_unread if self.rows is None else int(self.rows.lengths[self.batch_row])
 
     def prefix_taken_over(self) -> TakenOver:
         """The part of the prompt that it took over."""
@@ -85,7 +99,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens start … start + count − 1 of a sequence are computed in the pass."""
+    """Tokens start … start + count − 1 of a prompt, or of all before a preemption, are computed in the pass."""
 
     sequence: Sequence
     start: int
@@ -94,22 +108,87 @@ class Chunk:
     """Its first tokens whose logits tell how likely the next token of the prompt is."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cohort:
+    """M sequences that draw together, in one pass or in many, and what stays the same for them meanwhile."""
+
+    epoch: int
+    """That of the batch rows (`Rows.epoch`): while it lasts, all of them are there."""
+    sequences: list[Sequence]
+    rows: np.ndarray
+    """i64[M]: their batch rows."""
+    request_ids: np.ndarray
+    """u64[M]"""
+    entered: np.ndarray
+    """i64[M]: the epochs in which they entered their rows."""
+    limits: np.ndarray
+    """i64[M]: the length of each at most."""
+    stop_ids: np.ndarray
+    """i64[…, M]: tokens that end them, and numbers that are no tokens."""
+    watched: np.ndarray
+    """bool[M]: any token may end them."""
+    seeds: np.ndarray
+    """i64[M]"""
+    temperatures: np.ndarray
+    """f32[M]"""
+    special: list[int]
+    """Those for whose draws a temperature and a seed are not all that is to be known."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Draws(NamedTuple):
+    """The tokens that a pass draws, those of decoding sequences first."""
+
+    cohort: Cohort
+    """Those who draw them."""
+    chunks: np.ndarray
+    """i64[M]: the chunk of the pass after whose last token each is drawn."""
+    positions: np.ndarray
+    """i64[M]: the place of each in its sequence."""
+
+
 @dataclass(slots=True)
 class Schedule:
-    """One forward pass: chunks of one token first, then the longer ones."""
+    """One forward pass of S chunks: the last tokens of decoding sequences first, each of which draws the next one, then
+    the chunks of prompts."""
 
     version: int
     """The version of the weights that computes it."""
     stamp: int
     """The version that its tokens bear: `version`, or that of adapters published since."""
-    chunks: list[Chunk] = field(default_factory=list)
-    num_single: int = 0
-    """Leading chunks that are the last token of a sequence; the others belong to prompts."""
-    draws: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Sequences that draw a token, each with the index of the chunk after whose last token it does."""
+    rows: np.ndarray
+    """i64[S]: the batch row of each chunk's sequence."""
+    begins: np.ndarray
+    """i64[S]: the place of each chunk's first token in its sequence."""
+    counts: np.ndarray
+    """i64[S]: its tokens."""
+    prompts: list[Chunk]
+    """The last of the chunks."""
+    draws: Draws
     starts: list[Sequence] = field(default_factory=list)
     """Sequences that take part in a pass for the first time."""
     taken_over: list[TakenOver] = field(default_factory=list)
     """Prompt tokens that did not have to be computed, of the sequences that joined."""
-    num_scored: int = 0
-    """Prompt tokens that are scored, of all chunks."""
+
+    @property
+    def num_single(self) -> int:
+        """Leading chunks that are the last token of a sequence; the others belong to prompts."""
+        return len(self.rows) - len(self.prompts)
+
+    @property
+    def request_ids(self) -> np.ndarray:
+        """u64[S]: the request of each chunk."""
+        of_prompts = np.array([chunk.sequence.request_id for chunk in self.prompts], np.uint64)
+        return np.concatenate((self.draws.cohort.request_ids[: self.num_single], of_prompts))
+
+    @property
+    def num_scored(self) -> int:
+        """Prompt tokens that are scored, of all chunks."""
+        return sum(chunk.num_scored for chunk in self.prompts)
+
+
+def places_of(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """i64[T]: the place of each token of chunks, which begin at begins i64[S] and have counts i64[S] of them."""
+    return np.arange(counts.sum()) + np.repeat(begins - np.cumsum(counts) + counts, counts)

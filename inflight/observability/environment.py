@@ -28,7 +28,7 @@ def environment() -> dict[str, Any]:
     return {
         "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
-        "machine": machine | ({"mps": mps_runs()} if gpu else {}),
+        "machine": machine | (_sharing() if gpu else {}),
         "versions": {"python": platform.python_version()}
         | {name: installed(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
     }
@@ -85,6 +85,11 @@ def _commit(directory: Path = Path(__file__).parent) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         commit, dirty = "", False
     return commit + "-dirty" * dirty if commit else os.environ.get("INFLIGHT_COMMIT")
+
+
+def _sharing() -> dict[str, Any]:
+    """Return how processes share the GPU, and the percentage of its threads that this one may have."""
+    return {"mps": mps_runs(), "mps_share": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")}
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,7 @@ from importlib import import_module
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 from inflight.core.errors import LoggerError
 
@@ -117,6 +117,36 @@ class Trackio(_Closed):
 
     def close(self) -> None:
         self._run.finish()
+
+
+LoggerName = Literal["jsonl", "tensorboard", "wandb", "trackio"]
+
+
+def open_logger(
+    name: LoggerName,
+    directory: str | Path,
+    *,
+    project: str = "inflight",
+    run: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> JsonLines | TensorBoard | WandB | Trackio:
+    """The logger of this name, as a context manager, so that a program's user may choose: "jsonl" (steps.jsonl in the
+    directory), "tensorboard" (in its folder tensorboard), "wandb" (kept there, offline) or "trackio" (where trackio
+    keeps its runs).
+
+    run: what the run is called; None: as the directory. config: what it was made of. The last two take project, run and
+    config. Raises ValueError for another name, and LoggerError where the library is missing or nothing can be written.
+    """
+    directory = Path(directory)
+    if name == "jsonl":
+        return JsonLines(directory / "steps.jsonl")
+    if name == "tensorboard":
+        return TensorBoard(directory / "tensorboard")
+    if name == "wandb":
+        return WandB(project, name=run or directory.name, directory=directory, config=config)
+    if name == "trackio":
+        return Trackio(project, name=run or directory.name, config=config)
+    raise ValueError(f"a logger is one of {', '.join(get_args(LoggerName))}, got {name!r}")
 
 
 def _require(package: str, logger: str) -> ModuleType:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def require_matplotlib() -> None:
     """Raise InflightError if there is no matplotlib; it is called before minutes of measuring."""
     if find_spec("matplotlib") is None:
-        raise InflightError("--plot needs matplotlib; install it with: pip install 'inflight[demo]'")
+        raise InflightError("figures need matplotlib; install it with: pip install 'inflight[bench]'")
 
 
 def new_table(title: str, *columns: str, left: str | None = None) -> Table:

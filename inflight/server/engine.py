@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from inflight.core.messages import Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.rollout_stream import RolloutStream
 from inflight.weights.publisher import Publisher
 
@@ -21,6 +22,8 @@ class ServedEngine(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def stream(self) -> RolloutStream: ...
+    @property
+    def staleness(self) -> StalenessMeter: ...
     async def asubmit(
         self,
         prompts: Any,

@@ -27,6 +27,12 @@ class Metrics:
             "vllm:e2e_request_latency_seconds", "From request to last token.", buckets=_SECONDS, registry=registry
         )
         self._gauges = {name: Gauge(name, text, registry=registry) for name, (text, _) in _OF_STATUS.items()}
+        about = "For how long the engine did what."
+        self._states = Gauge("inflight_state_seconds", about, ["state"], registry=registry)
+        self._quantiles = {
+            measure: Gauge(name, text, ["quantile"], registry=registry)
+            for measure, (name, text) in _OF_STALENESS.items()
+        }
         self._up = Gauge("inflight_up", "Whether the engine answers.", registry=registry)
 
     def text(self) -> bytes:
@@ -39,6 +45,11 @@ class Metrics:
             self._up.set(1)
             for name, (_, value) in _OF_STATUS.items():
                 self._gauges[name].set(value(status))
+            for state, seconds in status.seconds_by_state.items():
+                self._states.labels(state).set(seconds)
+        for measure, gauge in self._quantiles.items():
+            for point, ms in self._engine.staleness.summary()[measure].items():
+                gauge.labels(f"0.{point[1:].rstrip('0')}").set(ms / 1e3)
         return generate_latest(self._registry)
 
 
@@ -47,6 +58,11 @@ def _share(parts: Iterable[int]) -> float:
     return used / all_ if all_ else 0.0
 
 
+_OF_STALENESS = {
+    "swap_ms": ("inflight_swap_seconds", "publish() called until the first token of that version, since the start."),
+    "stall_ms": ("inflight_stall_seconds", "Work and no forward pass because of a swap, since the start."),
+}
+"""Maps measures of swaps to what their quantiles are called, and to what they mean."""
 _OF_STATUS = {
     "inflight_weight_version": ("The version of the weights that is live.", lambda s: s.version),
     "inflight_tokens": ("Tokens drawn by the engine, for everybody.", lambda s: s.num_tokens),

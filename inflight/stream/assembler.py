@@ -185,10 +185,11 @@ class Assembler:
         header = frame.header
         for start in header.groups:
             if start.group_id not in self._groups:
-                self._begin(start)
-            elif _ids(start) != _ids(self._groups[start.group_id].start):  # else another engine goes on with it
+                self._begin(start, header.engine_id)
+            elif _ids(start) != _ids(self._groups[start.group_id].start):
                 raise FrameError(f"group {start.group_id} has begun already, with other requests")
-            self._hand_to(header.engine_id, self._groups[start.group_id])
+            else:  # another engine goes on with it
+                self._hand_to(header.engine_id, self._groups[start.group_id])
         for part in header.taken_over:
             if (partial := self._partials.get(part.request_id)) is not None:  # what it was, at the worst
                 partial.prefix_tokens = max(part.num_tokens, partial.prefix_tokens)
@@ -206,11 +207,13 @@ class Assembler:
                 complete.append(group)
         return complete
 
-    def _begin(self, start: GroupStart) -> None:
+    def _begin(self, start: GroupStart, engine_id: str = "") -> None:
         ids, columns = _ids(start), asked_columns(start.params)
         if not self._partials.keys().isdisjoint(ids):
             raise FrameError(f"group {start.group_id} has requests {ids[0]} to {ids[-1]}, some of another group")
-        self._groups[start.group_id] = group = _Group(start, np.array(start.prompt_token_ids, np.int32))
+        self._groups[start.group_id] = group = _Group(
+            start, np.array(start.prompt_token_ids, np.int32), engine_id=engine_id
+        )
         masked = start.params.return_sampling_mask and start.params.filtered
         opened = [_Partial(group, self._store.open(columns), [] if masked else None) for _ in ids]
         self._partials.update(zip(ids, opened, strict=True))

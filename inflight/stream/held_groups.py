@@ -25,6 +25,28 @@ class HeldGroup:
         return ended > 0 and ended == self.rollouts[0].params.n
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """What a finished group holds."""
+
+    num_tokens: int
+    num_rollouts: int
+    nbytes: int
+    oldest: int | None
+    """The oldest version of a token, if there is one."""
+
+    @classmethod
+    def of(cls, group: Group) -> "GroupSize":
+        scores = group[0].prompt_scores
+        versions = [int(rollout.weight_versions[0]) for rollout in group if len(rollout.weight_versions)]
+        return cls(
+            num_tokens=sum(len(rollout.token_ids) for rollout in group),
+            num_rollouts=len(group),
+            nbytes=sum(rollout.nbytes for rollout in group) + (0 if scores is None else scores.nbytes),
+            oldest=min(versions, default=None),
+        )
+
+
 class HeldGroups:
     """Counts what finished groups hold."""
 
@@ -37,17 +59,14 @@ class HeldGroups:
     def oldest(self) -> int | None:
         return min(self._versions, default=None)
 
-    def add(self, group: Group, sign: int = 1) -> None:
-        self.num_tokens += sign * sum(len(rollout.token_ids) for rollout in group)
-        self.num_rollouts += sign * len(group)
-        self.nbytes += sign * sum(rollout.nbytes for rollout in group)
-        if (scores := group[0].prompt_scores) is not None:
-            self.nbytes += sign * scores.nbytes
-        versions = [int(rollout.weight_versions[0]) for rollout in group if len(rollout.weight_versions)]
-        if versions:
-            self._versions[min(versions)] += sign
-            if not self._versions[min(versions)]:
-                del self._versions[min(versions)]
+    def add(self, size: GroupSize, sign: int = 1) -> None:
+        self.num_tokens += sign * size.num_tokens
+        self.num_rollouts += sign * size.num_rollouts
+        self.nbytes += sign * size.nbytes
+        if size.oldest is not None:
+            self._versions[size.oldest] += sign
+            if not self._versions[size.oldest]:
+                del self._versions[size.oldest]
 
-    def remove(self, group: Group) -> None:
-        self.add(group, -1)
+    def remove(self, size: GroupSize) -> None:
+        self.add(size, -1)

@@ -18,7 +18,7 @@ from inflight.core.errors import EngineDiedError, EngineHungError, FrameError, I
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.keys import ClientKeys
 from inflight.stream.assembler import Assembler
-from inflight.stream.held_groups import Group, HeldGroup, HeldGroups
+from inflight.stream.held_groups import Group, GroupSize, HeldGroup, HeldGroups
 from inflight.stream.journal import JournalWriter
 from inflight.stream.reader import StreamReader
 from inflight.stream.wire import Held
@@ -116,8 +116,8 @@ class Inbox:
         """Maps ids to groups that have finished and were not handed out."""
         self._held_of: defaultdict[str, HeldGroups] = defaultdict(HeldGroups)
         """What those of them hold that an engine drew, by its id."""
-        self._drawn_by: dict[int, str] = {}
-        """Maps their ids to those of these engines."""
+        self._drawn_by: dict[int, tuple[str, GroupSize]] = {}
+        """Maps their ids to those of these engines, and to what they hold."""
         self._ready: deque[int] = deque()
         """Ids of groups that `next` may return, in this order; some of them may have been taken by name."""
         self._waiters: list[_Waiter] = []
@@ -238,9 +238,10 @@ class Inbox:
     def _let_go(self, group_ids: Iterable[int]) -> None:
         """These groups are not held here any more, if they were."""
         for group_id in group_ids:
-            if (group := self._finished.pop(group_id, None)) is not None:
-                self._held.remove(group)
-                self._held_of[self._drawn_by.pop(group_id)].remove(group)
+            if self._finished.pop(group_id, None) is not None:
+                engine_id, size = self._drawn_by.pop(group_id)
+                self._held.remove(size)
+                self._held_of[engine_id].remove(size)
 
     def _close(self, group_ids: Collection[int]) -> None:
         """These groups do not come out of `next` any more."""
@@ -486,10 +487,10 @@ class Inbox:
             if group_id in self._dropped:
                 self._dropped.remove(group_id)
                 continue
-            self._finished[group_id] = group
-            self._held.add(group)
-            self._held_of[engine_id].add(group)
-            self._drawn_by[group_id] = engine_id
+            self._finished[group_id], size = group, GroupSize.of(group)
+            self._drawn_by[group_id] = engine_id, size
+            self._held.add(size)
+            self._held_of[engine_id].add(size)
             for waiter in self._waiters:
                 waiter.needed -= group_id in waiter.wanted
         self._wake(lambda waiter: waiter.needed <= 0)

@@ -92,10 +92,10 @@ class StreamReader:
         if self._held is not None:
             frame, self._held = self._held, None
             return frame
-        self._acknowledge()
+        if (self.next or 0) - self._acknowledged >= _FRAMES_PER_ACK or self._acknowledges_late:
+            self._acknowledge()
         deadline_ns = now_ns() + timeout_ms * 1_000_000
-        while self._has_message() or self._socket.poll(max(0, (deadline_ns - now_ns()) // 1_000_000)):
-            data = self._socket.recv()
+        while (data := self._next_message(deadline_ns)) is not None:
             if data[: len(MAGIC)] != MAGIC:
                 self._hear(data)
             elif self._subscribed and (frame := self._take(data)) is not None:
@@ -107,7 +107,7 @@ class StreamReader:
     def close(self) -> None:
         """Let the socket go; the engine keeps what was not acknowledged. Safe to call twice."""
         if not self._socket.closed:
-            self._acknowledge(at_once=True)
+            self._acknowledge()
             self._tell(Leave())
             self._socket.close(linger=100)
 
@@ -161,22 +161,29 @@ class StreamReader:
         self._asked_ns, self._subscribed = now_ns(), False
         self._tell(Subscribe(self._name, self.next))
 
-    def _acknowledge(self, *, at_once: bool = False) -> None:
-        new = (self.next or 0) - self._acknowledged
-        late = now_ns() - self._acknowledged_ns > _ACK_NS
-        rests = at_once or not self._has_message()
-        if late or new >= _FRAMES_PER_ACK or rests:
-            held = self._held_by_trainer(self._num_tokens, self._num_rollouts)
-            if late or new or held != self._told:
-                self._told, self._acknowledged, self._acknowledged_ns = held, self.next or 0, now_ns()
-                self._tell(Ack(self._acknowledged, held))
+    def _acknowledge(self) -> None:
+        """Say what has come and what the trainer holds, if that is news or has not been said for long."""
+        held = self._held_by_trainer(self._num_tokens, self._num_rollouts)
+        if self._acknowledges_late or (self.next or 0) != self._acknowledged or held != self._told:
+            self._told, self._acknowledged, self._acknowledged_ns = held, self.next or 0, now_ns()
+            self._tell(Ack(self._acknowledged, held))
+
+    @property
+    def _acknowledges_late(self) -> bool:
+        return now_ns() - self._acknowledged_ns > _ACK_NS
 
     def _tell(self, message: Ack | Leave | Subscribe) -> None:
         with suppress(zmq.Again):  # nobody is there, or reads; what matters of it is said again
             self._socket.send(encode(message), zmq.NOBLOCK)
 
-    def _has_message(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+    def _next_message(self, deadline_ns: int) -> bytes | None:
+        """What comes next, or None if nothing comes in time. Before it waits, all that has come is acknowledged."""
+        with suppress(zmq.Again):
+            return self._socket.recv(zmq.NOBLOCK)
+        self._acknowledge()
+        if self._socket.poll(max(0, (deadline_ns - now_ns()) // 1_000_000)):
+            return self._socket.recv()
+        return None
 
 
 def _gap(expected: int, number: int) -> StreamGapError:

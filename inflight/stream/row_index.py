@@ -1,45 +1,74 @@
 """Which requests are under way, and where each has its tokens: arrays, so that a whole frame is looked up at once."""
 
+from collections import Counter
+
 import numpy as np
 
 Found = tuple[np.ndarray, np.ndarray]
 
+_BITS = 10
+_PAGE = 1 << _BITS
+"""Ids to a page."""
+_MOST_JOINED = 8
+"""Pages that lie close together are looked into as one."""
+_UNKNOWN = -1
+
 
 class RowIndex:
-    """Maps ids of requests, u64, to their rows in a store, i64. The ids of a group follow one another."""
+    """Maps ids of requests, u64, to their rows in a store, i64. The ids of a group follow one another, and those of all
+    that is under way lie close together, so that a few pages of a table hold them."""
 
     def __init__(self) -> None:
-        self._ids = np.empty(0, np.uint64)
-        """In rising order."""
-        self._rows = np.empty(0, np.int64)
+        self._pages: dict[int, np.ndarray] = {}
+        """Maps the number of a page to the rows i64[_PAGE] of its ids, or _UNKNOWN."""
+        self._num_known: Counter[int] = Counter()
+        """The number of ids of each page that are known."""
 
     def add(self, first_id: int, rows: list[int]) -> None:
         """Requests first_id, first_id + 1, … have these rows. None of them is known yet."""
-        ids = np.uint64(first_id) + np.arange(len(rows), dtype=np.uint64)
-        at = self._place(first_id)
-        self._ids = np.concatenate([self._ids[:at], ids, self._ids[at:]])
-        self._rows = np.concatenate([self._rows[:at], np.array(rows, np.int64), self._rows[at:]])
+        while rows:
+            page, begin = first_id >> _BITS, first_id % _PAGE
+            fitting, rows = rows[: _PAGE - begin], rows[_PAGE - begin :]
+            if page not in self._pages:
+                self._pages[page] = np.full(_PAGE, _UNKNOWN, np.int64)
+            self._pages[page][begin : begin + len(fitting)] = fitting
+            self._num_known[page] += len(fitting)
+            first_id += len(fitting)
 
     def remove(self, request_id: int) -> None:
         """This request, which is known, is not under way any more."""
-        at = self._place(request_id)
-        self._ids = np.concatenate([self._ids[:at], self._ids[at + 1 :]])
-        self._rows = np.concatenate([self._rows[:at], self._rows[at + 1 :]])
+        page = request_id >> _BITS
+        self._pages[page][request_id % _PAGE] = _UNKNOWN
+        self._num_known[page] -= 1
+        if not self._num_known[page]:
+            del self._pages[page], self._num_known[page]
 
     def find(self, request_ids: np.ndarray) -> Found:
         """u64[n] to bool[n], which of them are known, and i64[k], the rows of these. An id that is named again counts
         the first time alone."""
-        if not len(self._ids):
-            return np.zeros(len(request_ids), bool), np.empty(0, np.int64)
-        places = np.searchsorted(self._ids, request_ids)
-        places[places == len(self._ids)] = 0
-        known = self._ids[places] == request_ids
-        rows = self._rows[places[known]]
+        rows = self._rows(request_ids)
+        known = rows != _UNKNOWN
+        rows = rows[known]
         if len(rows) > 1 and np.bincount(rows).max() > 1:
             _, first = np.unique(rows, return_index=True)
             known[np.delete(np.flatnonzero(known), first)] = False
             rows = rows[np.sort(first)]
         return known, rows
 
-    def _place(self, request_id: int) -> int:
-        return int(np.searchsorted(self._ids, np.uint64(request_id)))
+    def _rows(self, request_ids: np.ndarray) -> np.ndarray:
+        """i64[n], _UNKNOWN for those that are not known."""
+        if not len(request_ids):
+            return np.empty(0, np.int64)
+        first, last = int(request_ids.min()) >> _BITS, int(request_ids.max()) >> _BITS
+        if last - first < _MOST_JOINED:
+            table = np.concatenate([self._pages.get(page, _NOTHING) for page in range(first, last + 1)])
+            return table[request_ids - np.uint64(first << _BITS)]
+        rows = np.full(len(request_ids), _UNKNOWN, np.int64)
+        for page in np.unique(request_ids >> np.uint64(_BITS)).tolist():
+            if page in self._pages:
+                here = request_ids >> np.uint64(_BITS) == page
+                rows[here] = self._pages[page][request_ids[here] % np.uint64(_PAGE)]
+        return rows
+
+
+_NOTHING = np.full(_PAGE, _UNKNOWN, np.int64)

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 PAGE = 128
-"""Tokens to a page."""
+"""Tokens to a page, a power of two."""
 _FIRST_PAGES = 64
+_NUM_SENT = 2
+"""Columns that every frame has; the others of COLUMNS_OF_ALL have one value for all of its tokens."""
 COLUMNS_OF_ALL = {"token_ids": np.int32, "logprobs": np.float32, "weight_versions": np.int64, "sampled_at_ns": np.int64}
 
 
@@ -70,9 +72,10 @@ class TokenStore:
     def append(self, rows: np.ndarray, version: int, time_ns: int, columns: Mapping[str, np.ndarray]) -> None:
         """Append a token to each of these requests, named by their rows i64[n] and each at most once. columns:
         token_ids, logprobs and optional ones [n, …], which are left out if no request of the store asked for them."""
-        columns = {name: values for name, values in columns.items() if name in COLUMNS_OF_ALL or self._num_asking[name]}
+        if len(columns) > _NUM_SENT:
+            columns = {n: values for n, values in columns.items() if n in COLUMNS_OF_ALL or self._num_asking[n]}
         ends = self._ends[rows]
-        full = np.flatnonzero(ends % PAGE == 0)
+        (full,) = (ends & (PAGE - 1) == 0).nonzero()
         if len(full):
             for index, row in zip(full.tolist(), rows[full].tolist(), strict=True):
                 page = self._take_page()
@@ -88,7 +91,7 @@ class TokenStore:
                 column[ends] = values
         self._columns["weight_versions"][ends] = version
         self._columns["sampled_at_ns"][ends] = time_ns
-        if len(columns) > 2:
+        if len(columns) > _NUM_SENT:
             self._count(rows, columns)
         self._ends[rows] = ends + 1
 
@@ -120,13 +123,10 @@ class TokenStore:
             *COLUMNS_OF_ALL,
             *(name for name, count in tokens.num_values.items() if num_tokens and count == num_tokens),
         ]
-        spans = [
-            slice(page * PAGE + max(0, begin - i * PAGE), page * PAGE + min(PAGE, num_tokens - i * PAGE))
-            for i, page in enumerate(tokens.pages)
-            if (i + 1) * PAGE > begin
-        ]
-        columns = {name: self._columns[name] for name in names}
-        return {name: np.concatenate([all_[:0], *(all_[span] for span in spans)]) for name, all_ in columns.items()}
+        first = begin // PAGE
+        pages = np.array(tokens.pages[first:], np.int64) * PAGE
+        places = (pages[:, None] + np.arange(PAGE)).ravel()[begin - first * PAGE : num_tokens - first * PAGE]
+        return {name: self._columns[name].take(places, axis=0) for name in names}
 
     def _take_page(self) -> int:
         if not self._free_pages:

@@ -1,6 +1,8 @@
 """Slots in device memory, shared by CUDA IPC: a handle per slot is exported when a publisher attaches, none later."""
 
 import os
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -9,6 +11,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from inflight.core.errors import DeviceMemoryError, ProtocolError
 from inflight.core.messages import CudaIpcDescriptor
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both hold options of PyTorch's allocator, as NAME:VALUE with commas between them; the second is the older name."""
+_EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*True\s*", re.IGNORECASE)
 
 
 class CudaSlot:
@@ -20,8 +26,7 @@ class CudaSlot:
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "CudaSlot":
         """Make a slot. Raises DeviceMemoryError if it does not fit or could not be shared."""
-        config = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        if "expandable_segments:True" in config.replace(" ", ""):
+        if without_expandable_segments(os.environ) != dict(os.environ):
             raise DeviceMemoryError(
                 "slots in expandable segments cannot be shared by CUDA IPC; "
                 "remove expandable_segments:True from PYTORCH_ALLOC_CONF for the engine process"
@@ -58,8 +63,16 @@ class CudaSlot:
             ) from error
 
     def descriptor(self) -> CudaIpcDescriptor:
-        """Export the slot. Each export may be attached to once."""
-        args: Any = reduce_tensor(self.buffer)[1]
+        """Export the slot. Each export may be attached to once. Raises ProtocolError if the driver does not let this
+        process share its memory."""
+        try:
+            args: Any = reduce_tensor(self.buffer)[1]
+        except RuntimeError as error:
+            raise ProtocolError(
+                f"the engine's slot on {self.buffer.device} cannot be shared by CUDA IPC "
+                f"({str(error).splitlines()[0]}), which some containers and virtual machines forbid. Publish with "
+                "transport=inflight.Broadcast() there"
+            ) from error
         *_, handle, _, offset, _, counter, counter_offset, event, sync = args
         offset += self.buffer.storage_offset()  # what is exported is the storage, of which a split slot is a part
         uuid, nbytes = uuid_of(self.buffer.device), len(self.buffer)
@@ -71,6 +84,19 @@ class CudaSlot:
 
     def unlink(self) -> None:
         """Device memory has no name; it lives until the engine process ends."""
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same variables, but for the option of PyTorch's allocator whose memory CUDA IPC cannot share; its other
+    options stay."""
+    left = dict(environment)
+    for name in ALLOCATOR_VARIABLES:
+        if name in left:
+            options = re.split(r",(?![^\[]*\])", left.pop(name))  # commas between brackets belong to one option
+            kept = [option for option in options if not _EXPANDABLE.fullmatch(option)]
+            if any(option.strip() for option in kept):
+                left[name] = ",".join(kept)
+    return left
 
 
 def use_own_stream(device: torch.device) -> None:

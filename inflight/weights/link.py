@@ -126,8 +126,8 @@ class EngineLink:
         """The newest version that the engine holds."""
         self.free = list(self.attached.free)
         """Slots that may be written to."""
-        self._untouched: set[int] = set()
-        """Free slots that the engine lent since, and that were not written to."""
+        self._written = set(self.free)
+        """Slots that may hold something else than what the engine computed with, and were not announced."""
 
     def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
         """Take a free slot, or wait for the next that the engine frees, which it does at a forward boundary.
@@ -140,7 +140,7 @@ class EngineLink:
             self.send(SlotRequest())
         self._wait_until(lambda: bool(self.free), "lent no slot", timeout_s, setting)
         slot = self.free.pop()
-        self._untouched.discard(slot)
+        self._written.add(slot)
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -156,6 +156,7 @@ class EngineLink:
     def announce(self, slot: int, record: Published, checksum: int | None = None) -> None:
         """Give the slot back with a whole version in it."""
         self.send(SlotReady(slot=slot, fingerprint=self.layout.fingerprint, checksum=checksum, **asdict(record)))
+        self._written.discard(slot)  # which the engine knows better now
         self.version = record.version
 
     def ticket(self) -> int:
@@ -197,7 +198,7 @@ class EngineLink:
         """Give back what the engine has lent, and end the conversation."""
         try:
             self._hear_all()
-            self.send(Detach(untouched=sorted(self._untouched)))
+            self.send(Detach(written=sorted(self._written)))
         finally:
             self.release()
 
@@ -225,7 +226,6 @@ class EngineLink:
             raise message
         if isinstance(message, SlotFree):
             self.free.append(message.slot)
-            self._untouched.add(message.slot)
 
     def _wait_until(
         self, is_over: Callable[[], bool], what: str, total_s: float, setting: str, *, asks_for_signs: bool = True

@@ -87,6 +87,7 @@ class Publisher:
         self._error: InflightError | None = None
         self._refused: Exception | None = None
         self._source = _source_of(model)
+        self._source.pace = transport.pace() if isinstance(transport, Transport) else None  # else refused by name below
         self._gpu = self._source.device if self._source.device.type == "cuda" else None
         self._written: Any = None  # events on the trainer's and on the copy's stream
         self._copied: Any = None

@@ -52,6 +52,8 @@ class SlotTable:
         self._ready: SlotReady | None = None
         """A whole version that waits for the next forward boundary."""
         self._wanted = False
+        self._only_slot_is_whole = False
+        """No slot is live, as the only one is the publisher's or about to be, and nobody has written to it yet."""
         self._version_of: dict[int, int] = {0: 0}
         """Maps live and kept slots to their versions."""
         self._pins: dict[int, int] = {}
@@ -86,18 +88,23 @@ class SlotTable:
 
     def attach(self, *, in_use: int | None = None) -> list[int]:
         """Return the slots that belong to a publisher that arrives; any earlier one is gone."""
-        self._wanted = False
+        self._wanted = self._only_slot_is_whole = False
         return [slot for slot, state in enumerate(self.states) if state is SlotState.LENT] + self.lend(in_use=in_use)
 
     def request(self) -> None:
         """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
         self._wanted = len(self.slots) == 1
 
-    def withdraw(self, untouched: Sequence[int] = ()) -> None:
-        """The publisher that wanted to write is gone. If it has the only slot and did not write to it, that is live
-        again; else the engine would have to wait for the next publisher."""
+    def written(self) -> None:
+        """The publisher has written to a slot, or has it written to."""
+        self._only_slot_is_whole = False
+
+    def withdraw(self, written: Sequence[int] = ()) -> None:
+        """The publisher that wanted to write is gone. written: slots that it may have written to without a word. If the
+        only slot is none of them it is live again; else the engine would have to wait for the next publisher."""
         self._wanted = False
-        if self.live is None and self._ready is None and self.states == [SlotState.LENT] and 0 in untouched:
+        if self._only_slot_is_whole and 0 not in written:
+            self._only_slot_is_whole = False
             self.states[0] = SlotState.LIVE
             self._version_of[0] = self.version
             self.live = 0
@@ -140,7 +147,7 @@ class SlotTable:
             self.live, self.version = ready.slot, ready.version
         elif self._wanted and self.live is not None and not self._pins:
             self._retire(self.live)
-            self.live = None
+            self.live, self._only_slot_is_whole = None, True
         if self.live is None:
             self._wanted = False
         return ready

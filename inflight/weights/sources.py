@@ -10,6 +10,7 @@ from torch import nn
 from inflight.core.errors import InflightError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.weights.pace import Pace
 from inflight.weights.tensors import fill, layout_of, published_tensors
 
 
@@ -27,6 +28,9 @@ class Source(ABC):
     """Tensors that are published under names that the engine knows."""
 
     device: torch.device
+    pace: Pace | None = None
+    """How a copy is cut into pieces; None: not at all. It is for models that one process holds; other sources need not
+    look at it."""
 
     @abstractmethod
     def offer(self, welcome: Welcome) -> Offer:
@@ -58,7 +62,7 @@ class ModelSource(Source):
         return Offer(layout_of(self._model))
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        fill(views, published_tensors(self._model))
+        fill(views, published_tensors(self._model), self.pace)
 
     def is_changed_by(self, optimizer: torch.optim.Optimizer) -> bool:
         ours = {id(parameter) for parameter in self._model.parameters()}

@@ -116,7 +116,7 @@ class StagingBuffer(Target):
     def engines(self) -> list[EngineLink]:
         with self._condition:
             sent = [engine for _, sender in self._senders for engine in sender.engines]
-            return sent + [engine for engine, _ in self._arriving]
+            return sent + [engine for engine, _ in self._arriving if engine not in sent]
 
     def close(self) -> None:
         with self._condition:
@@ -162,15 +162,17 @@ class StagingBuffer(Target):
         for engine, transport in arriving:
             equal = (s for settings, s in self._senders if settings == transport and not transport.writes_to_slots)
             sender = next(equal, None) or transport.sender()
-            with self._condition:
-                self._arriving.remove((engine, transport))
+            ended: InflightError | None = None
             try:
                 sender.add(engine)
-            except InflightError as error:  # it has ended since it attached
-                self._lose(engine, error)
-                continue
-            if (transport, sender) not in self._senders:
-                self._senders.append((transport, sender))
+            except InflightError as error:  # since it attached
+                ended = error
+            with self._condition:  # until now it is one of `engines`
+                self._arriving.remove((engine, transport))
+                if ended is not None:
+                    self._lose(engine, ended)
+                elif (transport, sender) not in self._senders:
+                    self._senders.append((transport, sender))
         if newest is None:
             assert self._sent is not None
             return *self._sent, None

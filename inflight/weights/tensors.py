@@ -8,6 +8,7 @@ from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
+from inflight.weights.pace import Pace
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
 """Classes that hold a model as their `module`, told by name, so that deepspeed need not be imported."""
@@ -60,6 +61,7 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 
 
 @torch.no_grad()
-def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy every tensor into its view, cast to the view's dtype."""
-    copy_all(list(views.values()), [tensors[name].detach() for name in views])
+def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], pace: Pace | None = None) -> None:
+    """Copy every tensor into its view, cast to the view's dtype; with a pace in pieces, which are waited for."""
+    copy = copy_all if pace is None else pace.copy
+    copy(list(views.values()), [tensors[name].detach() for name in views])

@@ -11,7 +11,7 @@ from inflight_kernels.lora import add_lora
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
-from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, rms_norm
+from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, rms_norm, unrounded_linear
 
 __all__ = [
     "Norm",
@@ -30,4 +30,5 @@ __all__ = [
     "selective_logprobs",
     "selective_logprobs_reference",
     "uniforms",
+    "unrounded_linear",
 ]

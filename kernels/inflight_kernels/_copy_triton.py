@@ -103,7 +103,7 @@ def copy_all(
     return [destination for destination, _ in left], [source for _, source in left]
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=256)  # one for each piece of a version, in each slot
 def _table(
     rows: tuple[tuple[int, int, int, int], ...], device: torch.device, stream: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return product(x, weight, bias)
 
 
+def unrounded_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The same, but a GPU's sums of products of bfloat16 or float16, which it forms in float32, stay as they are:
+    [T, N] in float32. On a CPU, and for float32, what `linear` gives."""
+    if x.device.type == "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+        return linear(x, weight, bias)
+    out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return out if bias is None else out.add_(bias)
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The same by a library alone. On a CPU that is faster for many rows, and the last bits of a row depend on how many
     rows there are."""

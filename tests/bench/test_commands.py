@@ -80,6 +80,7 @@ def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
 def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     file = tmp_path / "swap.json"
     options = ("--sequences", "3", "--tokens", "120", "--publishes", "5", "--slots", slots, "--json", str(file))
+    options += ("--busy-publishes", "2", "--pieces-us", "0,50")
     result = last_line(bench("swap", *TINY, *options))
     assert result["num_swaps"] >= 5
     for name in ("swap_ms", "stall_ms", "forward_ms", "copy_ms"):
@@ -90,6 +91,11 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     assert result["copy_gb_s"] > 0
     assert result["memcpy_gb_s"] > 0
     assert result["peer_stall_ms"] is None
+    assert [busy["piece_us"] for busy in result["busy"]] == [0, 50]
+    for busy in result["busy"]:
+        assert busy["num_swaps"] >= 2
+        assert busy["gap_ms"]["across_swaps"]["p99"] > 0
+        assert busy["gap_ms"]["without"]["p50"] > 0
     assert json.loads(file.read_text())["gap_ratio"] == result["gap_ratio"]
 
 
@@ -103,6 +109,10 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
         (["throughput", "--sequences", "1,x"], "--sequences must be one or more positive numbers"),
         (["throughput", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
         (["throughput", "--tokens", "9-3"], "--tokens must be a positive number or two that rise"),
+        (
+            ["throughput", "--sequences", "8,16", "--backlog", "2"],
+            "--backlog takes one number of --sequences",
+        ),
         (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["scaling", "--contexts", "0"], "--contexts must be one or more positive numbers"),
         (["learning", "--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
@@ -152,3 +162,21 @@ def test_every_worker_gets_the_same_prompts_all_different():
     assert {len(ids) for ids, _ in requests} == {6, 7, 8}
     assert {tokens for _, tokens in requests} == set(range(2, 10))
     assert [tokens for _, tokens in random_requests(job, 1)] == [tokens for _, tokens in requests]
+
+
+def test_a_backlog_has_groups_of_one_prompt_that_end_independently():
+    job = Job(sequences=40, tokens=(2, 90), prompt_tokens=(6, 8), seed=3, group=8)
+    requests = random_requests(job, 512)
+    groups = [requests[i : i + 8] for i in range(0, 40, 8)]
+    assert all(len({tuple(ids) for ids, _ in group}) == 1 for group in groups)
+    assert len({tuple(ids) for ids, _ in requests}) == 5
+    assert all(len({tokens for _, tokens in group}) > 1 for group in groups)
+
+
+@pytest.mark.slow
+def test_throughput_of_a_backlog_counts_all_tokens():
+    options = ("--sequences", "8", "--backlog", "3", "--tokens", "2-9", "--prompt-tokens", "3-5", "--pairs", "1")
+    result = last_line(bench("throughput", *TINY, *options))
+    assert result["backlog"] == 3
+    assert result["tokens_per_s"] > 0
+    assert result["points"][0]["prefill_s"] is None

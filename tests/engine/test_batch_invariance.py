@@ -12,6 +12,7 @@ from sampler_cases import (
     FILTERS,
     RECORDED,
     draw,
+    draws_of,
     entropy_of,
     expected_logprobs,
     make_sequence,
@@ -109,7 +110,7 @@ def test_a_sampler_that_drew_before_draws_as_a_new_one_does():
     for step in range(8):
         drawing = sequences[step % 3 :] if step > 3 else sequences  # others join and leave
         logits = randn(len(drawing), 50, seed=step) * 2
-        drawn, fresh = sampler.sample(logits, drawing), draw(logits, drawing)
+        drawn, fresh = sampler.sample(logits, draws_of(drawing)), draw(logits, drawing)
         assert torch.equal(drawn.tokens, fresh.tokens)
         assert torch.equal(drawn.logprobs, fresh.logprobs)
         for sequence, token in zip(drawing, drawn.tokens.tolist(), strict=True):
@@ -122,8 +123,8 @@ def test_a_penalty_counts_tokens_that_are_not_read_yet():
     logits = torch.arange(50.0)[None] + 1
     drawn = []
     for _ in range(4):
-        drawn.append(int(sampler.sample(logits, [sequence]).tokens[0]))
-        sequence.num_pending += 1
+        drawn.append(int(sampler.sample(logits, draws_of([sequence])).tokens[0]))
+        sequence.num_unread += 1
     assert drawn == [49, 48, 47, 46]
 
 
@@ -132,7 +133,7 @@ def test_a_penalty_forgets_who_had_the_lane_before():
     sampler, logits = new_sampler(50, 1), torch.arange(50.0)[None] + 1
     for request in range(3):
         sequence = make_sequence(request, params, prompt=[request], batch_row=0)
-        assert sampler.sample(logits, [sequence]).tokens.tolist() == [49]
+        assert sampler.sample(logits, draws_of([sequence])).tokens.tolist() == [49]
 
 
 def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane():
@@ -141,7 +142,7 @@ def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane(
     logits = torch.arange(50.0)[None] + 1
     for batch_row in (0, 1, 0, 1):
         sequence.batch_row = batch_row
-        sequence.tokens += sampler.sample(logits, [sequence]).tokens.tolist()
+        sequence.tokens += sampler.sample(logits, draws_of([sequence])).tokens.tolist()
     assert sequence.tokens == [49, 48, 47, 46]
 
 
@@ -149,7 +150,7 @@ def test_a_penalty_holds_when_a_preempted_sequence_comes_back_to_its_first_lane(
 def test_drawn_tokens_are_left_in_their_lanes(filters):
     last_tokens = torch.full((10,), -1)
     sequences = [make_sequence(batch_row, SamplingParams(**filters)) for batch_row in (8, 2, 5)]
-    drawn = Sampler(50, frozenset(), last_tokens).sample(randn(3, 50), sequences)
+    drawn = Sampler(50, frozenset(), last_tokens).sample(randn(3, 50), draws_of(sequences))
     assert last_tokens[[8, 2, 5]].tolist() == drawn.tokens.tolist()
     assert (last_tokens == -1).sum() == 7
 
@@ -203,7 +204,7 @@ def test_a_row_of_nan_ends_with_an_error_and_hurts_nobody(make_engine, monkeypat
 
     def poisoned(schedule, slot):
         logits = forward(schedule, slot).clone()
-        for row, (sequence, _) in enumerate(schedule.draws):
+        for row, sequence in enumerate(schedule.draws.cohort.sequences):
             if sequence.request_id in (1, 2) and len(sequence.tokens) == 5:
                 logits[row, 11] = math.nan
         return logits

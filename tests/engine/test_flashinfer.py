@@ -35,7 +35,7 @@ class FakeRecorder:
     def __init__(self, device):
         assert device == CPU
 
-    def __call__(self, compute):
+    def __call__(self, compute, *, proven):
         result = compute()
         return (lambda: result.copy_(compute())), result
 
@@ -153,6 +153,25 @@ def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch):
     assert (len(begun), engine.step_count) == (1, 20)
 
 
+def test_sequences_that_decode_never_leave_their_graph_while_others_join(fake_gpu, make_engine, monkeypatch):
+    engine = make_engine(max_sequences=6, max_prefill_tokens=5)
+    begun, mixed = [], []
+    begin, schedule = FlashInferAttention.begin, engine.scheduler.schedule
+    monkeypatch.setattr(FlashInferAttention, "begin", lambda *args: begun.append(args[1]) or begin(*args))
+
+    def note(*args, **kwargs):
+        scheduled = schedule(*args, **kwargs)
+        mixed.append(bool(scheduled.prompts and scheduled.num_single))
+        return scheduled
+
+    monkeypatch.setattr(engine.scheduler, "schedule", note)
+    rollouts = run(engine, ragged_prompts(30, PARAMS))  # five for each batch row, of several samples, that end in turn
+    assert sum(mixed) > 20
+    assert not any(batch.num_single for batch in begun), "what is computed eagerly are prompts"
+    assert engine.runner.num_decoded_eagerly == 0
+    assert engine.runner.num_decoded_by_graph == sum(len(r.token_ids) for r in rollouts) - len(rollouts)
+
+
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):
     engine, assembler, models = make_engine(), Assembler(), [make_model("qwen3", seed) for seed in (0, 1)]
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
@@ -198,7 +217,7 @@ def test_sleeping_drops_the_graphs_and_waking_records_them_again(fake_gpu, make_
 
 
 def test_a_pass_that_cannot_be_recorded_runs_without_graphs(fake_gpu, make_engine, monkeypatch, caplog):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(FakeRecorder, "__call__", refuse)

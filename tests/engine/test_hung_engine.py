@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 import inflight
 from inflight.core import waiting
 from inflight.core.errors import EngineBusyError, EngineDiedError, EngineHungError, NonFiniteWeightsError
-from inflight.core.messages import LIVE_VERSION
+from inflight.core.messages import LIVE_VERSION, SlotRequest
 from inflight.engine.shapes import shape_config
+from inflight.weights.link import EngineLink
 
 BOUND_S = 1.0
 LONG = inflight.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -197,18 +198,30 @@ def test_one_slot_and_a_version_that_is_not_finite_leaves_the_engine_its_weights
 
 
 @pytest.mark.slow
-def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine():
-    """The publisher gives up while the engine is stopped, before it has learned that it may write."""
+@pytest.mark.parametrize("crossing", [False, True])
+def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine(crossing, monkeypatch):
+    """The publisher gives up while the engine is stopped, before its wish is read. crossing: it leaves while the engine
+    tells it that the slot is its own."""
     with launch(slots=1) as engine:
         publisher = engine.publisher(tiny(), timeout_s=BOUND_S)
         engine.wait_for_version(publisher.publish())
-        with stopped(engine):
+        if crossing:
+            monkeypatch.setattr(EngineLink, "_hear_all", lambda link: None)
+            monkeypatch.setattr(EngineLink, "acquire", ask_and_give_up)
+        with nullcontext() if crossing else stopped(engine):
             publisher.publish()
             with pytest.raises(EngineHungError):
                 publisher.wait_copied()
             publisher.close()
         [[rollout]] = engine.generate([[1, 2, 3]], LONG, timeout_s=20)
         assert set(rollout.weight_versions) == {1}
+
+
+def ask_and_give_up(link: EngineLink, timeout_s: float, setting: str) -> int:
+    """The engine has lent its slot by the time that the publisher leaves, which it does not know."""
+    link.send(SlotRequest())
+    time.sleep(1)
+    raise EngineHungError("the engine has said nothing")
 
 
 @pytest.mark.slow

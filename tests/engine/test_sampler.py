@@ -226,7 +226,7 @@ def test_the_position_of_a_draw_counts_prompt_drawn_and_pending_tokens():
     logits = torch.zeros(1, 1000)
     for prompt, tokens, pending in ((5, 0, 1), (2, 3, 1), (2, 1, 3)):
         sequence = make_sequence(0, SamplingParams(), prompt=[1] * prompt, tokens=[1] * tokens)
-        sequence.num_pending = pending
+        sequence.num_unread = pending
         expected = draw_reference(logits, torch.ones(1), torch.tensor([sequence.seed]), torch.tensor([5]))
         assert draw(logits, [sequence]).tokens == expected[0]
 

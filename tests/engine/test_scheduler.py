@@ -1,5 +1,6 @@
 """Which tokens take part in a pass, without a model; and an order of scheduling of one's own."""
 
+import numpy as np
 import pytest
 from kv_blocks import check_blocks
 from tiny_models import VOCABULARY, run
@@ -12,6 +13,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.kv_cache import KVCache
 from inflight.engine.order import Order, first_come_first_served, load_order
+from inflight.engine.rows import Rows
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.sequence import Schedule, Sequence
 
@@ -32,7 +34,8 @@ class Run:
     def __init__(self, order: Order = first_come_first_served, *, rows: int = 4, budget: int = 8, blocks: int = 100):
         options = EngineOptions(model="", max_sequences=rows, max_prefill_tokens=budget)
         self.cache = KVCache([(None, blocks + 1)], block_size=4, max_blocks=25)
-        self.scheduler = Scheduler(self.cache, options, order)
+        self.rows = Rows(rows, num_groups=1, max_blocks=25)
+        self.scheduler = Scheduler(self.cache, self.rows, options, order)
         self.sequences: list[Sequence] = []
 
     def add(self, length: int = 4, *, n: int = 1, max_tokens: int = 50, pin: int | None = None, **metadata) -> Sequence:
@@ -49,10 +52,8 @@ class Run:
     def step(self, version: int = 0, *, live: bool = True) -> Schedule:
         self.cache.take_copies()
         schedule = self.scheduler.schedule(version, live=live)
-        for sequence, _ in schedule.draws:
-            sequence.num_pending -= 1
-            sequence.tokens.append(0)
-        self.scheduler.remember(schedule.chunks)
+        self.rows.read(schedule.draws, np.zeros(len(schedule.draws.cohort), np.int64))
+        self.scheduler.remember(schedule)
         check_blocks(self.cache, [sequence.holding for sequence in self.sequences])
         return schedule
 
@@ -62,11 +63,13 @@ class Run:
 
 
 def drawing(schedule: Schedule) -> list[int]:
-    return [sequence.request_id for sequence, _ in schedule.draws]
+    return schedule.draws.cohort.request_ids.tolist()
 
 
 def chunks(schedule: Schedule) -> list[tuple[int, int, int]]:
-    return [(chunk.sequence.request_id, chunk.start, chunk.count) for chunk in schedule.chunks]
+    return list(
+        zip(*(column.tolist() for column in (schedule.request_ids, schedule.begins, schedule.counts)), strict=True)
+    )
 
 
 # ---- passes ----------------------------------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ def test_longest_first_never_takes_blocks_from_one_that_is_in_the_pass_already()
     unfinished = {sequence.request_id for sequence in run.sequences}
     for _ in range(400):
         schedule = run.step()
-        assert all(chunk.sequence.batch_row >= 0 for chunk in schedule.chunks)
+        assert set(schedule.request_ids.tolist()) <= set(run.running)
         for sequence in run.sequences:
             if sequence.request_id in unfinished and len(sequence.tokens) == 20:
                 run.scheduler.remove(sequence)

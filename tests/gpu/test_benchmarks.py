@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "kernels.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "kernel_bench.py"
 
 
 @pytest.fixture
@@ -42,8 +42,12 @@ def test_the_rehearsal_measures_every_kernel(tmp_path, benchmark):
         assert share is None or share == pytest.approx(row["gb_s"] / result["ceilings"]["copy_gb_s"])
         assert row["error"] <= row["tolerance"]
         assert row["peers"]["eager"] > 0
-    assert result["kernels"][0]["peers"]["flashinfer"] is None
-    assert result["kernels"][0]["peer_errors"]["flashinfer"]
+    [norm] = [row for row in result["kernels"] if row["name"] == "rms_norm"]
+    assert norm["peers"]["flashinfer"] is None
+    assert norm["peer_errors"]["flashinfer"]
+    prefill = [row["tflops"] for row in result["kernels"] if "prefill" in row["name"]]
+    assert all(prefill)
+    assert len(prefill) == 1
 
 
 def test_a_kernel_that_fails_or_is_wrong_hides_no_other(benchmark, monkeypatch, capsys):
@@ -61,7 +65,7 @@ def test_a_kernel_that_fails_or_is_wrong_hides_no_other(benchmark, monkeypatch, 
 
     cases = {"a": broken, "b": benchmark.norm_case, "c": wrong, "d": impossible}
     monkeypatch.setattr(benchmark, "CASES", cases)
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "--rehearse"])
+    monkeypatch.setattr(sys, "argv", ["kernel_bench.py", "--rehearse"])
     assert benchmark.main() == 1
     machine = benchmark.Machine(torch.device("cpu"), benchmark.SMALL, 0.0)
     a, b, c, d = benchmark.measure(machine)["kernels"]

@@ -10,7 +10,8 @@ import torch
 from tiny_models import CONFIGS, GPU_MODELS
 from transformers import AutoModelForCausalLM
 
-from inflight.engine.attention import flashinfer
+from inflight.engine.attention.backend import LayerShape
+from inflight.engine.attention.flashinfer_kernels import kernels_for
 from inflight.engine.attention.hook import ATTENTION_NAME, probe_layers
 from inflight.engine.shapes import SHAPES
 
@@ -19,22 +20,33 @@ sys.path.append(str(ROOT / "benchmarks" / "gpu"))
 import bundle  # noqa: E402
 
 
-def test_modules_are_those_of_the_built_in_shapes_and_of_the_gpu_tests_and_no_more():
-    needed = {bundle.Module(shape.head_dim) for shape in SHAPES.values()}
+def modules_of(layers):
+    """What the engine's choice of kernels runs for these layers."""
+    for layer in layers:
+        variant, kernels = (layer.key_dim, bool(layer.window), bool(layer.softcap)), kernels_for(layer)
+        yield bundle.Module(*variant, kind=kernels.prefill)
+        yield bundle.Module(*variant, kind="cuda_cores" if kernels.decode == "cuda_cores" else kernels.decode_backend)
+
+
+def test_modules_are_those_of_the_built_in_shapes_and_of_the_gpu_tests_and_what_is_measured_beside_them():
+    shapes = [
+        LayerShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, None, torch.bfloat16, 1.0)
+        for shape in SHAPES.values()
+    ]
+    needed = set(modules_of(shapes)) | {bundle.Module(128, kind=kind) for kind in ("fa2", "fa3", "cuda_cores")}
     for name in GPU_MODELS:
         config = CONFIGS[name]()
         config.head_dim = 64  # as the test does
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
-        layers = probe_layers(model)
-        needed |= {bundle.Module(layer.key_dim, bool(layer.window), bool(layer.softcap)) for layer in layers}
+        needed |= set(modules_of(probe_layers(model)))
     assert set(bundle.MODULES) == needed
 
 
-def test_modules_are_those_that_the_attention_backend_runs():
-    backend, *types = bundle.Module(64).arguments[:4]
-    assert backend == flashinfer._BACKEND
-    assert flashinfer._TENSOR_CORES  # else single tokens have modules of their own
-    assert types == [torch.bfloat16] * 3
+def test_the_kinds_of_modules_have_the_arguments_of_their_generators():
+    types = (torch.bfloat16,) * 3
+    assert bundle.Module(64).arguments[:4] == ("fa2", *types)
+    assert bundle.Module(64, kind="fa3").arguments[:4] == ("fa3", *types)
+    assert bundle.Module(64, window=True, kind="cuda_cores").arguments == (*types, torch.int32, 64, 64, 0, True, False)
 
 
 def test_every_dependency_of_inflight_is_on_the_host_or_in_the_bundle():
@@ -50,6 +62,7 @@ def test_every_dependency_of_inflight_is_on_the_host_or_in_the_bundle():
     [
         ("flashinfer/prefill.py", True),
         ("flashinfer/data/csrc/batch_prefill_paged_kernel_inst.jinja", True),
+        ("flashinfer/data/csrc/batch_decode_jit_binding.cu", True),
         ("flashinfer/data/csrc/norm.cu", False),
         ("flashinfer/data/cutlass/include/cute/tensor.hpp", False),
         ("tvm_ffi/lib/libtvm_ffi.so", True),

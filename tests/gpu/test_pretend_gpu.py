@@ -16,6 +16,7 @@ import numpy as np
 import pretend_gpu
 import pytest
 import torch
+from inflight_kernels import _sampling_triton, unrounded_linear
 from made_batches import make_batch
 from tiny_models import VOCABULARY, make_model, publish
 
@@ -27,6 +28,7 @@ from inflight.engine import build as build_module
 from inflight.engine import model_runner
 from inflight.engine.attention.flashinfer import FlashInferAttention
 from inflight.engine.engine import Engine
+from inflight.engine.graphs import Recorder
 from inflight.stream.assembler import Assembler
 from inflight.training.objective.loss import policy_loss
 from inflight.weights.tensors import slot_views
@@ -247,6 +249,80 @@ def graph_reads_and_writes_the_same_memory() -> None:
         assert results[0].tolist() == [2 * value + 1]
 
 
+def a_pass_that_waits_is_found_before_its_capture_begins() -> None:
+    recorder, began = Recorder(torch.device("cuda", 0)), []
+    values = torch.arange(3, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "graph", lambda *_, **__: began.append(1))
+        with pytest.raises(pretend_gpu.RefusedError, match="which is forbidden now"):
+            recorder(lambda: values.nonzero())
+    assert not began
+    assert values.tolist() == [0, 1, 2]  # waiting is allowed again
+    replay, result = recorder(lambda: values + 1)
+    replay()
+    assert result.tolist() == [1, 2, 3]
+
+
+def logits_leave_the_head_unrounded() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(n, generator=random).bfloat16() for n in ((5, 64), (300, 64), (300,)))
+    exact = x.float() @ weight.float().T
+    for given, expected in ((None, exact), (bias, exact + bias.float())):
+        logits = unrounded_linear(x.to("cuda"), weight.to("cuda"), given if given is None else given.to("cuda"))
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.cpu(), expected)
+        assert not torch.equal(logits.cpu(), expected.bfloat16().float())
+    options = EngineOptions(
+        model=MODEL, device="cuda", dtype="bfloat16", max_sequences=2, max_context=64, attention="torch"
+    )
+    with Engine(options) as engine:
+        dtypes, sample = set(), engine.sampler.sample
+
+        def noted(logits, sequences):
+            dtypes.add(logits.dtype)
+            return sample(logits, sequences)
+
+        engine.sampler.sample = noted
+        engine.submit([Prompt([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))])
+        while engine.has_work:
+            engine.step()
+        assert engine.runner.num_graphs
+        assert dtypes == {torch.float32}
+
+
+def every_kind_of_draw_is_compiled_at_start() -> None:
+    kinds: list[tuple[torch.dtype, bool]] = []
+    launch = _sampling_triton.draw
+
+    def noted(logits, temperatures, seeds, positions, entropy, block_size):
+        kinds.append((logits.dtype, entropy))
+        return launch(logits, temperatures, seeds, positions, entropy=entropy)
+
+    for fused in (True, False):
+        options = EngineOptions(
+            model=MODEL,
+            device="cuda",
+            dtype="bfloat16",
+            max_sequences=2,
+            max_context=64,
+            attention="torch",
+            fused=fused,
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_sampling_triton, "draw", noted)
+            kinds.clear()
+            with Engine(options) as engine:
+                at_start = set(kinds)
+                kinds.clear()
+                for params in ({}, {"return_entropy": True}, {"repetition_penalty": 1.4, "return_entropy": True}):
+                    params = SamplingParams(max_tokens=3, ignore_eos=True, **params)
+                    engine.submit([Prompt([1, 2, 3], params)])
+                    while engine.has_work:
+                        engine.step()
+            assert {entropy for _, entropy in kinds} == {False, True}
+            assert set(kinds) <= at_start, (kinds, at_start)
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -279,7 +355,13 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
         what_cuda_refuses_is_refused,
         copy_to_the_host_holds_garbage_until_its_event,
         graph_reads_and_writes_the_same_memory,
+        a_pass_that_waits_is_found_before_its_capture_begins,
     )
+
+
+@pytest.mark.slow
+def test_logits_leave_the_head_unrounded_and_draws_from_them_are_compiled_at_start(tmp_path):
+    run_with_gpu(tmp_path, logits_leave_the_head_unrounded, every_kind_of_draw_is_compiled_at_start)
 
 
 def main(directory: str, *programs: str) -> None:

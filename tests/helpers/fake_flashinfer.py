@@ -10,13 +10,17 @@ import torch
 
 
 class _Wrapper:
+    by_cuda_cores = False
+
     def __init__(self, workspace: torch.Tensor, layout: str, backend: str):
         assert layout == "NHD"
-        assert backend == "fa2"
+        assert backend in ("fa2", "fa3")
         assert workspace.dtype == torch.uint8
 
     def _set(self, q_heads, kv_heads, head_dim, page_size, window_left, logits_soft_cap, sm_scale, dtypes) -> None:
         assert dtypes[0] == dtypes[1]
+        if self.by_cuda_cores and q_heads // kv_heads not in (1, 2, 3, 4, 8):
+            raise RuntimeError(f"Unsupported group_size: {q_heads // kv_heads}")
         self._shape = (q_heads, kv_heads, head_dim, page_size)
         self._window_left, self._softcap, self._scale, self._dtype = window_left, logits_soft_cap, sm_scale, dtypes[0]
 
@@ -55,7 +59,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         backend="auto",
     ):
         super().__init__(float_workspace_buffer, kv_layout, backend)
-        assert use_tensor_cores
+        self.by_cuda_cores = not use_tensor_cores
         self._graph = use_cuda_graph
         self._lists = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
 

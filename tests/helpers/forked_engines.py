@@ -66,10 +66,12 @@ atexit.register(_template.close)
 class ForkedPopen(subprocess.Popen):
     """What `subprocess.Popen` is to the launcher."""
 
-    def __init__(self, command: list[str], *, stdin: int, stdout: Any, stderr: Any, pass_fds: list[int], **_: Any):
+    def __init__(
+        self, command: list[str], *, stdin: int, stdout: Any, stderr: Any, pass_fds: list[int], env: dict, **_: Any
+    ):
         read_end, write_end = os.pipe()
         request = {
-            "startup": command[-1], "environ": dict(os.environ), "path": sys.path, "directory": os.getcwd(),
+            "startup": command[-1], "environ": env, "path": sys.path, "directory": os.getcwd(),
             "parent": os.getpid(),
         }  # fmt: skip
         try:

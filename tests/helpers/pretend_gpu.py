@@ -32,6 +32,7 @@ _INNER = torch.device("privateuseone:0")
 _NUM_BYTES = 8 << 30
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_ON_GPUS_ONLY = {aten.mm.dtype: lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype))}
 _WAIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _KERNELS = {  # by module, those with a reference of the same name
     "lora": ["add_lora"],
@@ -107,6 +108,7 @@ def _dispatch(func, args, kwargs):
         raise RefusedError(f"{func} from memory that is not pinned cannot be recorded")
     if _waits(func, args, kwargs):
         _wait(func)
+    func = _ON_GPUS_ONLY.get(func, func)
     return _compute(func, args, kwargs | {"device": torch.device("cpu")} if _on_cuda(device) else kwargs)
 
 
@@ -129,6 +131,8 @@ def _waits(func, args, kwargs):
 def _wait(what):
     if _now.graph is not None:
         raise RefusedError(f"{what} waits for the device and cannot be recorded")
+    if _now.sync_debug_mode == "error":
+        raise RefusedError(f"{what} waits for the device, which is forbidden now")
     _now.stream.synchronize()
 
 
@@ -242,7 +246,7 @@ class Graph:
             step()
 
 
-_now = SimpleNamespace(stream=Stream(), graph=None)
+_now = SimpleNamespace(stream=Stream(), graph=None, sync_debug_mode="default")
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
@@ -305,6 +309,8 @@ def install():
         "current_stream": lambda *_: _now.stream,
         "set_stream": lambda stream: setattr(_now, "stream", stream),
         "stream": _use_stream,
+        "get_sync_debug_mode": lambda: _now.sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(_now, "sync_debug_mode", mode),
         "Stream": Stream,
         "Event": Event,
         "CUDAGraph": Graph,

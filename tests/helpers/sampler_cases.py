@@ -17,8 +17,9 @@ from transformers import (
 )
 
 from inflight.core.sampling import SamplingParams
+from inflight.engine.rows import is_plain
 from inflight.engine.sampler import Sampler, Samples
-from inflight.engine.sequence import Sequence
+from inflight.engine.sequence import Cohort, Draws, Sequence
 
 EOS = 7
 BAN = -math.inf
@@ -78,7 +79,7 @@ def make_sequence(
         params=params,
         max_tokens=params.max_tokens,
         tokens=list(tokens),
-        num_pending=1,
+        num_unread=1,
         batch_row=row if batch_row is None else batch_row,
     )
 
@@ -87,8 +88,27 @@ def new_sampler(vocabulary: int, batch_rows: int) -> Sampler:
     return Sampler(vocabulary, frozenset({EOS}), torch.zeros(batch_rows, dtype=torch.int64))
 
 
+def draws_of(sequences: Seq[Sequence]) -> Draws:
+    """What a schedule says of sequences that draw after a chunk each."""
+    params = [sequence.params for sequence in sequences]
+    cohort = Cohort(
+        epoch=0,
+        sequences=list(sequences),
+        rows=np.array([s.batch_row for s in sequences]),
+        entered=np.ones(len(sequences), np.int64),
+        request_ids=np.array([s.request_id for s in sequences], np.uint64),
+        limits=np.array([len(s.prompt) + s.max_tokens for s in sequences]),
+        stop_ids=np.full((1, len(sequences)), -1),
+        watched=np.zeros(len(sequences), bool),
+        seeds=np.array([s.seed for s in sequences], np.int64),
+        temperatures=np.array([p.temperature for p in params], np.float32),
+        special=[i for i, p in enumerate(params) if not is_plain(p)],
+    )
+    return Draws(cohort, np.arange(len(sequences)), np.array([s.length - 1 for s in sequences]))
+
+
 def draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> Samples:
-    return new_sampler(logits.shape[1], 1 + max(s.batch_row for s in sequences)).sample(logits, sequences)
+    return new_sampler(logits.shape[1], 1 + max(s.batch_row for s in sequences)).sample(logits, draws_of(sequences))
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

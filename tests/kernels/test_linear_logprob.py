@@ -334,6 +334,6 @@ def test_a_peer_that_fails_is_told():
     def missing(problem):
         raise ImportError("no module named liger_kernel")
 
-    times_ms, failures = bench._measure_peers({"a": bench._ours, "b": missing}, problem, 1, lambda _: None)
+    times_ms, failures = bench._measure_peers({"a": bench._ours, "b": missing}, problem, 1, lambda *_: None)
     assert times_ms["a"] > 0
     assert (times_ms["b"], failures) == (None, {"b": "ImportError: no module named liger_kernel"})

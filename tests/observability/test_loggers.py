@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from inflight.core.errors import LoggerError
-from inflight.observability.loggers import JsonLines, TensorBoard, Trackio, WandB
+from inflight.observability.loggers import JsonLines, TensorBoard, Trackio, WandB, open_logger
 
 VALUES = {"loss": 0.5, "ratio/ess": 0.25}
 
@@ -86,3 +86,15 @@ def test_scalars_are_written_for_tensorboard(monkeypatch, tmp_path):
     with TensorBoard(tmp_path) as logger:
         logger.log(3, VALUES)
     assert seen == [str(tmp_path), ("loss", 0.5, 3), ("ratio/ess", 0.25, 3), "close"]
+
+
+def test_a_logger_is_opened_by_its_name(tmp_path, calls):
+    kind, seen = calls
+    with open_logger(kind.__name__.lower(), tmp_path / "first", project="mine", config={"steps": 3}) as logger:
+        assert type(logger) is kind
+    assert (seen[0]["project"], seen[0]["name"], seen[0]["config"]) == ("mine", "first", {"steps": 3})
+    with open_logger("jsonl", tmp_path / "second") as logger:
+        logger.log(1, VALUES)
+    assert json.loads((tmp_path / "second" / "steps.jsonl").read_text()) == {"step": 1, **VALUES}
+    with pytest.raises(ValueError, match="a logger is one of jsonl, tensorboard, wandb, trackio, got 'csv'"):
+        open_logger("csv", tmp_path)

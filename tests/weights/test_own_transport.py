@@ -1,6 +1,7 @@
 """A transport of one's own: the one of docs/transports.md, between this process and a real engine."""
 
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -47,6 +48,23 @@ def test_versions_reach_an_engine_over_it(engine, tmp_path):
     ids = torch.tensor([[1, 2, 3]])
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 3:]
     assert rollout.token_ids.tolist() == expected.tolist()
+
+
+def test_an_engine_that_its_sender_is_slow_to_take_is_there_all_the_same(engine, tmp_path, monkeypatch):
+    """Who asks meanwhile what became of the engine is not told that there is none."""
+    add, taking = raw_files.RawSender.add, threading.Event()
+
+    def slowly(sender, link) -> None:
+        taking.set()
+        time.sleep(0.1)
+        add(sender, link)
+
+    monkeypatch.setattr(raw_files.RawSender, "add", slowly)
+    with engine.publisher(make_model("qwen3"), transport=raw_files.RawFiles(directory=str(tmp_path))) as publisher:
+        version = publisher.publish()
+        assert taking.wait(10)
+        publisher.check()
+        engine.wait_for_version(version)
 
 
 def spoil(path: Path) -> None:

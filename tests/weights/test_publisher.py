@@ -106,6 +106,19 @@ def test_a_version_is_copied_and_announced_with_its_number(engine, model):
     assert all(torch.equal(view, dict(model.named_parameters())[name]) for name, view in views.items())
 
 
+def test_a_version_is_copied_in_pieces_as_it_is_at_once(engine, model):
+    with inflight.Publisher("nowhere", model, transport=inflight.Slots(piece_ms=1e-5)) as publisher:
+        for version in (1, 2):  # the first one measures
+            publisher.publish()
+            engine.wait_for(version)
+            pace = publisher._source.pace
+            assert pace is not None
+            assert pace.bytes_per_s > 0
+    for buffer in engine.buffers:
+        views = slot_views(buffer, engine.layout)
+        assert all(torch.equal(view, dict(model.named_parameters())[name]) for name, view in views.items())
+
+
 def test_when_publishing_outruns_an_engine_the_latest_version_wins(engine, model):
     with inflight.Publisher("nowhere", model) as publisher:
         for version in (1, 2):  # take both slots

@@ -123,18 +123,35 @@ def test_the_latest_version_wins():
     assert sorted(slot_table.lend()) == [0, first]
 
 
-def test_the_only_slot_goes_back_where_its_publisher_left_it_untouched():
+@pytest.mark.parametrize("lends", [True, False])
+def test_the_only_slot_is_live_again_where_its_publisher_left_it_as_it_was(lends):
+    """lends: the publisher may have been told that the slot is its own; else a pass still reads it."""
     slot_table = make_receiver(1)
-    for untouched, live in (([], None), ([0], 0)):
-        slot_table.request()
-        slot_table.take()
-        assert slot_table.lend() == [0]
-        slot_table.withdraw(untouched)
-        assert slot_table.live == live
-        if live is None:  # who knows what is in it
-            slot_table.ready(ready(0, 1))
-            slot_table.take()
-    assert (slot_table.version, slot_table.versions) == (1, [1])
+    slot_table.request()
+    slot_table.take()
+    assert slot_table.lend(in_use=None if lends else 0) == ([0] if lends else [])
+    slot_table.withdraw()
+    assert (slot_table.live, slot_table.states, slot_table.versions) == (0, [SlotState.LIVE], [0])
+    slot_table.request()  # and all goes on
+    slot_table.take()
+    assert (slot_table.live, slot_table.lend()) == (None, [0])
+
+
+@pytest.mark.parametrize("how", ["in silence", "as it said", "by one before it"])
+def test_the_only_slot_waits_for_the_next_publisher_where_somebody_wrote_to_it(how):
+    slot_table = make_receiver(1)
+    slot_table.request()
+    slot_table.take()
+    assert slot_table.lend() == [0]
+    if how == "as it said":  # and what it announced was refused
+        slot_table.written()
+    elif how == "by one before it":
+        assert slot_table.attach() == [0]
+    slot_table.withdraw([0] if how == "in silence" else [])
+    assert slot_table.live is None
+    slot_table.ready(ready(0, 1))
+    slot_table.take()
+    assert (slot_table.live, slot_table.versions) == (0, [1])
 
 
 def test_a_wish_for_the_only_slot_goes_with_its_publisher():

@@ -7,7 +7,7 @@ sliding window.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,19 @@ class LayerShape:
     softcap: float | None = None
     sinks: bool = False
     """Each head has an additional logit."""
+
+
+class Places(NamedTuple):
+    """Where the T tokens of S chunks belong, on the host."""
+
+    positions: np.ndarray
+    """i64[T]"""
+    cache_index: list[np.ndarray]
+    """i64[T] for each group of the KV cache."""
+    tables: list[np.ndarray]
+    """i32[S, B] for each group: the blocks of each chunk's sequence."""
+    contexts: np.ndarray
+    """i64[S]: tokens of each sequence up to the end of its chunk."""
 
 
 @dataclass(slots=True)

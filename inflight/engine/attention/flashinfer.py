@@ -2,7 +2,8 @@
 
 FlashInfer plans on the host, once per pass, how a batch is spread over the GPU; then every layer runs by that plan.
 Layers of one shape that see the same blocks share a plan. It takes the blocks of each sequence as a CSR matrix
-(`PageLists`). Everything was read in flashinfer-python 0.6.14 and holds in 0.7.2 too.
+(`PageLists`), and `flashinfer_kernels.py` says which of its kernels compute what. Everything was read in
+flashinfer-python 0.6.14 and holds in 0.7.2 too.
 """
 
 import importlib
@@ -17,6 +18,7 @@ import torch
 
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
+from inflight.engine.attention.flashinfer_kernels import graph_plan_bytes, kernels_for, why_not_kernels
 from inflight.engine.attention.paged import PagedAttention
 from inflight.models.twin import first_line
 
@@ -27,17 +29,8 @@ HEAD_DIMS = (64, 128, 256)
 """The kernels load rows in pieces of 128 bytes: other dimensions do not compile, or read what is not theirs."""
 DTYPES = (torch.bfloat16, torch.float16)
 
-# "auto" means fa3 on Hopper, for prompts only; mini-sglang found it slower there (attention/fi.py: "flashinfer fa3 is
-# slow, use fa2 instead"), and it would be a second set of kernels to compile.
-_BACKEND = "fa2"
-# The decoding kernel without tensor cores takes groups of 1, 2, 3, 4 and 8 heads only. vLLM always uses tensor cores
-# ("at least as good as cuda cores for all attention ops in latest gpus", v1/attention/backends/flashinfer.py), which
-# are the kernels of prompts: one module to compile where there would be two.
-_TENSOR_CORES = True
 _MIN_WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer recommends."""
-_GRAPH_PLAN_BYTES = 2**20
-"""A plan of S sequences takes less than 64 · S + 32 KiB; FlashInfer's own 8 MiB for each size of graph add up."""
 _TOLERANCE = 0.02
 """Relative error of bf16 attention whose partial results are rounded to bf16, and then some."""
 
@@ -61,12 +54,15 @@ def page_lists(table: np.ndarray, counts: np.ndarray, contexts: np.ndarray, wind
     queries only with one another, so that it does not see the difference; but it would weigh what is in such blocks
     by 0, and block 0, which stands in for those that were given back, may hold NaN.
     """
-    first = 0 * contexts if window is None else np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
-    end = -(-contexts // BLOCK_SIZE)
-    columns = np.arange(table.shape[1])
-    listed = (columns >= first[:, None]) & (columns < end[:, None])
-    indptr = np.concatenate(([0], np.cumsum(end - first))).astype(np.int32)
-    return PageLists(indptr, ((contexts - 1) % BLOCK_SIZE + 1).astype(np.int32), table[listed])
+    contexts = contexts.astype(np.int64)
+    first = 0 if window is None else np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
+    num_listed = (contexts + (BLOCK_SIZE - 1)) // BLOCK_SIZE - first
+    indptr = np.zeros(len(contexts) + 1, np.int64)
+    np.add.accumulate(num_listed, out=indptr[1:])
+    # Entry i of the lists, of sequence s, is table[s, first[s] + i - indptr[s]].
+    before = np.arange(0, table.size, table.shape[1]) + first - indptr[:-1]
+    indices = table.ravel().take(np.arange(int(indptr[-1])) + before.repeat(num_listed))
+    return PageLists(indptr.astype(np.int32), ((contexts - 1) % BLOCK_SIZE + 1).astype(np.int32), indices)
 
 
 def workspace_bytes(q_heads: int, kv_heads: int, head_dim: int, num_sms: int, graph_sequences: int = 0) -> int:
@@ -93,6 +89,9 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"it needs compute capability 8.0 or more, {device} has {major}.{minor}"
+    for index, layer in enumerate(layers):
+        if (reason := why_not_kernels(layer, (major, minor))) is not None:
+            return f"layer {index} {reason}"
     try:
         _flashinfer()
     except ModuleNotFoundError as error:
@@ -170,6 +169,8 @@ class FlashInferAttention:
     def __init__(self, layers: list[LayerShape], device: torch.device):
         self._layers, self._device = layers, device
         self._lib = _flashinfer()
+        on_gpu = device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
         # Kernels of one stream follow one another, so that all wrappers can use one workspace.
         self._workspace = self._new_workspace()
         self._memory: KVMemory | None = None
@@ -180,8 +181,8 @@ class FlashInferAttention:
         """The page lists that graphs read, i32 for each group of the cache, one list after another."""
         self._graph_workspace: torch.Tensor | None = None
         self._num_single = 0
-        self._staged = torch.cuda.Event() if device.type == "cuda" else None
-        """The last plans are on the device."""
+        self._staged, self._graph_staged = (torch.cuda.Event() if on_gpu else None for _ in range(2))
+        """The last plans of `begin`, and of `begin_graph`, are on the device."""
 
     def allocate(self, layer: LayerShape, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (blocks, BLOCK_SIZE, layer.kv_heads, layer.key_dim)
@@ -189,7 +190,7 @@ class FlashInferAttention:
         return keys, torch.empty_like(keys)
 
     def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
-        self._use(memory)
+        self._use(memory, self._staged)
         single = self._num_single = batch.num_single
         if single:
             lists = self._lists_on_device(batch, slice(single))
@@ -202,7 +203,7 @@ class FlashInferAttention:
             for plans in self._plans:
                 # Causal to the bottom right: the last query of a chunk sees the whole context.
                 plans.plan(plans.prefill.plan, queries, *lists[plans.group], causal=True)
-        self._mark_staged()
+        self._mark(self._staged)
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         assert self._memory is not None, "attend follows begin"
@@ -219,19 +220,20 @@ class FlashInferAttention:
 
     def prepare_graphs(self, memory: KVMemory, max_sequences: int) -> None:
         """Memory at fixed addresses for passes of up to max_sequences single tokens."""
-        self._use(memory)
+        self._use(memory, self._graph_staged)
         length = max_sequences * (memory.max_blocks + 2) + 1
         self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in memory.groups]
         self._graph_workspace = self._new_workspace(max_sequences)
         for plans in self._plans:
             # Every pass is planned anew, so that the plans of all sizes can lie in the same place; those of several
             # shapes are in use together.
-            plans.graph_plan = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self._device)
+            size = graph_plan_bytes(plans.layer, max_sequences, self._num_sms)
+            plans.graph_plan = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def begin_graph(self, batch: ForwardBatch, memory: KVMemory) -> None:
         """Like `begin`, but all that the kernels read lies where it lay for as many single tokens before: a graph that
         was recorded after such a call may be replayed after any later one."""
-        self._use(memory)
+        self._use(memory, self._graph_staged)
         size = self._num_single = len(batch.contexts)
         staged = self._stage(batch, slice(size))
         for (flat, _), inputs in zip(staged, self._graph_inputs, strict=True):
@@ -245,7 +247,7 @@ class FlashInferAttention:
                 plans.plan(plans.current.plan, indptr, indices, last_page_len)
             else:  # the same plan without the copies, for one of which it would wait
                 plans.plan(partial(self._lib.fast_decode_plan, plans.current), indptr, indices, last_page_len)
-        self._mark_staged()
+        self._mark(self._graph_staged)
 
     def drop_graphs(self) -> None:
         """Give the memory of `prepare_graphs` back; graphs recorded since may not be replayed any more."""
@@ -256,27 +258,28 @@ class FlashInferAttention:
         self._graph_workspace = None
 
     def _graph_wrapper(self, plans: _Plans, size: int) -> Any:
-        inputs = self._graph_inputs[plans.group]
+        inputs, kernels = self._graph_inputs[plans.group], kernels_for(plans.layer)
         wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
             self._graph_workspace,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=_TENSOR_CORES,
+            use_tensor_cores=kernels.tensor_cores,
             paged_kv_indptr_buffer=inputs[: size + 1],
             paged_kv_last_page_len_buffer=inputs[size + 1 : 2 * size + 1],
             paged_kv_indices_buffer=inputs[2 * size + 1 :],
-            backend=_BACKEND,
+            backend=kernels.decode_backend,
         )
         wrapper.reset_workspace_buffer(self._graph_workspace, plans.graph_plan)
         return wrapper
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _use(self, memory: KVMemory) -> None:
-        """Wait until the plans of the pass before are on the device: FlashInfer copies them from pinned memory that it
-        writes to again in the next `plan`. With a pass in flight that is as soon as the one before it is done."""
-        if self._staged is not None:
-            self._staged.synchronize()
+    def _use(self, memory: KVMemory, staged: torch.cuda.Event | None) -> None:
+        """Wait until the last plans of this kind are on the device: FlashInfer copies them from pinned memory that it
+        writes to again in the next `plan`. With a pass in flight that is as soon as the one before it is done. Recorded
+        passes and others have pinned memory of their own, so that the two parts of a pass do not wait."""
+        if staged is not None:
+            staged.synchronize()
         if memory is self._memory:
             return
         self._memory = memory
@@ -287,36 +290,35 @@ class FlashInferAttention:
         lib, workspace = self._lib, self._workspace
         plans_of: dict[tuple[int, LayerShape], _Plans] = {}
         for kind in dict.fromkeys(kinds):
+            kernels = kernels_for(kind[1])
             decode = lib.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=_TENSOR_CORES, backend=_BACKEND
+                workspace, "NHD", use_tensor_cores=kernels.tensor_cores, backend=kernels.decode_backend
             )
-            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_BACKEND)
+            prefill = lib.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels.prefill)
             plans_of[kind] = _Plans(*kind, decode, prefill)
         self._plans = list(plans_of.values())
         self._plans_of = [plans_of[kind] for kind in kinds]
 
-    def _mark_staged(self) -> None:
-        if self._staged is not None:
-            self._staged.record(torch.cuda.current_stream(self._device))
+    def _mark(self, staged: torch.cuda.Event | None) -> None:
+        if staged is not None:
+            staged.record(torch.cuda.current_stream(self._device))
 
     def _new_workspace(self, graph_sequences: int = 0) -> torch.Tensor:
-        num_sms = 0
-        if self._device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         shapes = {(layer.q_heads, layer.kv_heads, layer.key_dim) for layer in self._layers}
-        size = max(workspace_bytes(*shape, num_sms, graph_sequences) for shape in shapes)
+        size = max(workspace_bytes(*shape, self._num_sms, graph_sequences) for shape in shapes)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _stage(self, batch: ForwardBatch, rows: slice) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
         """Returns for each group of the cache the page lists of these sequences, i32 on the CPU: one after another in a
         tensor, and each."""
         assert self._memory is not None
-        counts, contexts = np.diff(batch.starts.numpy())[rows], batch.contexts.numpy()[rows]
+        starts, contexts = batch.starts.numpy(), batch.contexts.numpy()[rows]
+        counts = (starts[1:] - starts[:-1])[rows]
         staged = []
         for table, group in zip(batch.tables, self._memory.groups, strict=True):
             lists = page_lists(table[rows], counts, contexts, group.window)
             flat = self._pinned(torch.from_numpy(np.concatenate(lists)))
-            staged.append((flat, flat.split([len(part) for part in lists])))
+            staged.append((flat, flat.split_with_sizes([len(part) for part in lists])))
         return staged
 
     def _lists_on_device(self, batch: ForwardBatch, rows: slice) -> list[tuple[torch.Tensor, ...]]:

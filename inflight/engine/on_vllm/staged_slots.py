@@ -38,7 +38,7 @@ class StagedSlots(SlotTable):
     def request(self) -> None:
         """The publisher gets a slot as soon as there is one; none is in use."""
 
-    def withdraw(self, untouched: Sequence[int] = ()) -> None:
+    def withdraw(self, written: Sequence[int] = ()) -> None:
         """The publisher is gone; the next one gets its slots."""
 
     def take(self) -> SlotReady | None:

@@ -20,6 +20,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare, to_raw
 from inflight.weights import delta
 from inflight.weights.link import EngineLink, Published
+from inflight.weights.pace import Pace
 
 _ATTEMPTS = 3
 """Attempts per engine and version; the next version is another chance."""
@@ -51,6 +52,10 @@ class Transport(ABC):
     def for_one_engine(self, slot_timeout_s: float) -> Self:
         """Return the settings for the only engine of a publisher with this `slot_timeout_s`."""
         return self
+
+    def pace(self) -> Pace | None:
+        """Return how a copy of the weights is cut into pieces; None: not at all."""
+        return None
 
     def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "Target | None":
         """Return what writes versions straight to the only engine; None if they go through a staging buffer."""

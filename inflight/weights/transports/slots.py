@@ -1,5 +1,6 @@
 """The transport of one machine: the trainer writes to the slots of an engine itself."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,6 +13,7 @@ from inflight.core.messages import CudaIpcDescriptor
 from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import CudaSlot
 from inflight.weights.link import EngineLink, Published
+from inflight.weights.pace import Pace
 from inflight.weights.shared_memory import SharedMemorySlot
 from inflight.weights.tensors import slot_views
 from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
@@ -28,7 +30,15 @@ class Slots(Transport):
     """How long one of several engines may take to lend a slot; one that takes longer is let go. For one engine alone
     the publisher's `slot_timeout_s` counts."""
 
+    piece_ms: float = 0.0
+    """On a GPU that trainer and engine share: copy a model in pieces of so many milliseconds, between which passes of
+    the engine may go on. A publish takes longer then, and an optimizer step waits for it. 0: in one piece."""
+
     writes_to_slots: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.piece_ms < math.inf:
+            raise ValueError(f"piece_ms is a number of milliseconds, or 0 for one piece, got {self.piece_ms}")
 
     def sender(self) -> "SlotSender":
         return SlotSender(self)
@@ -39,6 +49,9 @@ class Slots(Transport):
 
     def for_one_engine(self, slot_timeout_s: float) -> "Slots":
         return replace(self, timeout_s=slot_timeout_s)
+
+    def pace(self) -> Pace | None:
+        return Pace(self.piece_ms) if self.piece_ms else None
 
     def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "DirectTarget":
         return DirectTarget(self, engine, refuse)
@@ -100,7 +113,7 @@ class SlotSender(Sender):
 
     def __init__(self, settings: Slots):
         super().__init__(timeout_s=settings.timeout_s)
-        self._checksum = settings.checksum
+        self._checksum, self._pace = settings.checksum, settings.pace()
         self._buffers: list[torch.Tensor] = []
 
     def add(self, engine: EngineLink) -> None:
@@ -110,7 +123,10 @@ class SlotSender(Sender):
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         for engine, slot in slots.items():
             buffer = self._buffers[slot]
-            buffer.copy_(staged.data)
+            if self._pace is not None:
+                self._pace.copy([buffer], [staged.data])
+            else:
+                buffer.copy_(staged.data)
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
             engine.announce(slot, staged.record, staged.checksum if self._checksum else None)

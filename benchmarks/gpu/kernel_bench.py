@@ -1,28 +1,35 @@
 """Every kernel of the library on a GPU at the shapes of real models: is it right there, and how near is it to the
 bandwidth of the same card's own copy?
 
-    python benchmarks/gpu/kernels.py [--device cuda] [--json PATH] [--rehearse]
+    python benchmarks/gpu/kernel_bench.py [--device cuda] [--json PATH] [--rehearse]
 
-All of them but the products of `linear_logprobs`, which `inflight bench loss` measures, are bound by memory. Bytes are
-counted by hand, each input read once and each output written once. A time is the median over calls between two CUDA
-events, each call behind a read of 1 GiB, so that the cache holds nothing of the inputs and the call is queued before
-its turn comes; what a call leaves in the cache to be written later is not in its time, which flatters small shapes.
-Where launches take longer than the bytes (a step of decoding, the policy loss) there is a time but no share. Errors are
-‖out − reference‖ / ‖reference‖ against fp64, or fp32 where it says so, on random data at the same shape.
+All of them but the products of `linear_logprobs`, which `inflight bench loss` measures, and attention of prompts are
+bound by memory. Bytes are counted by hand, each input read once and each output written once. A time is the median over
+calls between two CUDA events, each call behind a read of 1 GiB, so that the cache holds nothing of the inputs and the
+call is queued before its turn comes; what a call leaves in the cache to be written later is not in its time, which
+flatters small shapes. Where launches take longer than the bytes (a step of decoding, the policy loss) there is a time
+but no share. Errors are ‖out − reference‖ / ‖reference‖ against fp64, or fp32 where it says so, on random data at the
+same shape.
+
+Attention is that of the engine: with FlashInfer the kernels that `flashinfer_kernels.py` chooses, planned as for a CUDA
+graph, and as peers those that it might have chosen.
 
 Peers, in the same run: "eager" is the reference in PyTorch, "compiled" the same through torch.compile, "liger" and
 "flashinfer" the kernels of those libraries, where they are there (FlashInfer's only if they need no compiler: compiling
 takes minutes). A kernel that fails or is wrong leaves the others alone and makes the exit code 1. `--rehearse` runs
-everything in a small size on the CPU by the wall clock; its numbers mean nothing.
+everything in a small size on the CPU by the wall clock; its numbers mean nothing. (A file here named kernels.py would
+stand in the way of the package of that name, which Transformers imports.)
 """
 
 import argparse
 import math
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -30,6 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from inflight_kernels import (
     Norm,
@@ -51,6 +59,11 @@ from inflight_kernels.tokenwise import add_rms_norm_reference, gated_activation_
 from rich.console import Console
 from rich.table import Table
 
+from inflight.core.options import EngineOptions
+from inflight.engine.attention.backend import AttentionBackend, ForwardBatch, GraphBackend, KVMemory, LayerShape
+from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
+from inflight.engine.attention.flashinfer_kernels import VARIABLE, kernels_for
+from inflight.engine.attention.paged import PagedAttention
 from inflight.observability.environment import write_result
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -71,6 +84,10 @@ class Sizes:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    contexts: tuple[int, int] = (100, 1124)
+    """Tokens of the sequences that decode, drawn uniformly."""
+    chunks: tuple[int, int] = (4, 512)
+    """Chunks of prompts in a pass, and tokens of each."""
     vocab: int = 151_936
     logprob_rows: int = 4096
     copied: tuple[int, ...] = (151_936 * 4096, *[4096 * 4096] * 16, *[4096] * 16)
@@ -89,6 +106,8 @@ SMALL = Sizes(
     q_heads=4,
     kv_heads=2,
     head_dim=16,
+    contexts=(3, 40),
+    chunks=(2, 5),
     vocab=1500,
     logprob_rows=6,
     copied=(3000, 64),
@@ -112,6 +131,8 @@ class Case:
     is_long: bool = True
     """True if moving the bytes takes longer than launches and one way to memory and back; if not, the share of the
     ceiling says nothing."""
+    num_flops: float = 0.0
+    """Of a kernel that is bound by them."""
     ours: Call
     error: Callable[[], float]
     tolerance: float
@@ -452,7 +473,114 @@ def copy_case(machine: Machine, dtype: torch.dtype) -> Case:
     )
 
 
+def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Case:
+    """Attention over a paged cache with `group` query heads per KV head: of single tokens, or of chunks of prompts."""
+    sizes, random = machine.sizes, np.random.default_rng(0)
+    dim, kv_heads = sizes.head_dim, sizes.kv_heads
+    layer = LayerShape(group * kv_heads, kv_heads, dim, dim, None, BF16, dim**-0.5)
+    if prefill:
+        count, length = sizes.chunks
+        counts = np.full(count, length, np.int32)
+        contexts = counts + random.integers(*sizes.contexts, count).astype(np.int32)
+    else:
+        counts = np.ones(sizes.decode, np.int32)
+        contexts = random.integers(*sizes.contexts, sizes.decode).astype(np.int32)
+    queries = machine.random(int(counts.sum()), layer.q_heads, dim)
+    why_not = why_not_flashinfer([layer], machine.device)
+
+    def begun(backend: AttentionBackend) -> Call:
+        """A call that attends over a cache of this backend, the same numbers in all of them."""
+        pages = -(-contexts // backend.block_size)
+        table = np.zeros((len(contexts), pages.max()), np.int32)
+        table[np.arange(pages.max()) < pages[:, None]] = 1 + np.random.default_rng(1).permutation(pages.sum())
+        most = int(contexts.max())
+        options = EngineOptions(
+            "", max_sequences=1, max_context=most, max_prefill_tokens=most, kv_cache_fraction=1.0,
+            kv_cache_tokens=int(pages.sum()) * backend.block_size,
+        )  # fmt: skip
+        memory = KVMemory([layer], backend, options, machine.device)
+        generator = torch.Generator(machine.device).manual_seed(0)
+        for tensor in (memory.keys[0], memory.values[0]):
+            tensor.normal_(generator=generator)
+        nothing = torch.empty(0)
+        batch = ForwardBatch(
+            nothing,
+            nothing,
+            [],
+            [table],
+            starts=torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)),
+            contexts=torch.from_numpy(contexts),
+            rows=nothing,
+            num_single=0 if prefill else len(counts),
+        )
+        if isinstance(backend, GraphBackend) and not prefill:
+            backend.prepare_graphs(memory, len(counts))
+            backend.begin_graph(batch, memory)
+        else:
+            backend.begin(batch, memory)
+        return partial(backend.attend, 0, queries, None)
+
+    def by(asked: str) -> Call:
+        """A peer: other kernels of FlashInfer, if they need no compiler and give the same."""
+        with _asking(asked):
+            kind = kernels_for(layer).prefill if prefill else kernels_for(layer).decode
+            backend = {"tensor_cores": "fa2"}.get(kind, kind)
+            types = BF16, BF16, BF16, torch.int32
+            common = *types, dim, dim, 0, False, False
+            generator, arguments = (
+                ("gen_batch_decode_module", common)
+                if backend == "cuda_cores"
+                else ("gen_batch_prefill_module", (backend, *common, False))
+            )
+            _require_compiled("attention.modules", generator, *arguments)
+            call = begun(FlashInferAttention([layer], machine.device))
+        if (error := relative_error(call(), ours())) > 2e-2:
+            raise ValueError(f"its result is off by {error:.1%}")
+        return call
+
+    if why_not is None:
+        ours, kernels = begun(FlashInferAttention([layer], machine.device)), kernels_for(layer)
+        how = kernels.prefill if prefill else kernels.decode
+        others = ["prefill=fa2", "prefill=fa3"]
+        if not prefill:
+            others = ["decode=cuda_cores", "decode=tensor_cores", "decode=fa3"]
+        peers = {asked: partial(by, asked) for asked in others if not asked.endswith(f"={how}")}
+    else:
+        ours, how, peers = begun(PagedAttention([layer], machine.device)), f"PyTorch: {why_not}", {}
+
+    eager: dict[str, Callable[[], Call]] = {"eager": lambda: begun(PagedAttention([layer], machine.device))}
+    pairs = float((counts * (2.0 * contexts - counts + 1) / 2).sum())  # of a query and a key that it sees
+    return Case(
+        name=f"attention, {'prefill' if prefill else 'decode'}, group {group} ({how})",
+        shape=f"{len(counts)} sequences of {contexts.mean():,.0f} tokens, {layer.q_heads}/{kv_heads}·{dim}",
+        dtype="bfloat16",
+        num_bytes=int(contexts.sum()) * 2 * kv_heads * dim * 2 + 2 * queries.nbytes,
+        is_long=not prefill,
+        num_flops=4.0 * pairs * layer.q_heads * dim if prefill else 0.0,
+        ours=ours,
+        error=lambda: relative_error(ours(), begun(PagedAttention([layer], machine.device))()),
+        tolerance=2e-2,
+        peers=peers | eager,
+    )
+
+
+@contextmanager
+def _asking(kernels: str) -> Iterator[None]:
+    """Have INFLIGHT_FLASHINFER name these kernels."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = kernels
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
 CASES: dict[str, Callable[[Machine], Case]] = {
+    "attention, decode, group 2": lambda machine: attention_case(machine, 2),
+    "attention, decode, group 4": lambda machine: attention_case(machine, 4),
+    "attention, prefill, group 2": lambda machine: attention_case(machine, 2, prefill=True),
     "rms_norm": norm_case,
     "add_rms_norm": lambda machine: add_norm_case(machine, machine.sizes.tokens),
     "add_rms_norm, decode": lambda machine: add_norm_case(machine, machine.sizes.decode),
@@ -486,10 +614,14 @@ def _liger(module: str, name: str) -> Any:
 
 def _flashinfer(module: str, generator: str, *arguments: str) -> Any:
     """Import a module of FlashInfer whose kernels are compiled already."""
+    _require_compiled(module, generator, *arguments)
+    return import_module(f"flashinfer.{module}")
+
+
+def _require_compiled(module: str, generator: str, *arguments: Any) -> None:
     specification = getattr(import_module(f"flashinfer.jit.{module}"), generator)(*arguments)
     if not specification.is_aot:
         raise RuntimeError("its kernels would be compiled first, which takes minutes")
-    return import_module(f"flashinfer.{module}")
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
@@ -529,6 +661,7 @@ def measure(machine: Machine) -> dict[str, Any]:
             "gb_s": gb_s,
             "share_of_ceiling": gb_s / limits["copy_gb_s"] if case.is_long else None,
             "bytes": case.num_bytes,
+            "tflops": case.num_flops / ms / 1e9 if case.num_flops else None,
         }
         results[name] |= {"error": error if math.isfinite(error) else None, "tolerance": case.tolerance}
         if not error <= case.tolerance:

@@ -1,0 +1,174 @@
+"""The parts of `make gpu-check`, and the groups of them that are run together."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+from claims import MPS_SHARES
+
+BENCH = "-m inflight.cli bench"
+VLLM_TESTS = "tests/engine/test_backends.py"
+SWAP_TESTS = "tests/engine/test_swaps.py"
+REHEARSAL_LIMIT_S = 300
+GROUPS = (
+    "environment,parity,kernels",
+    "tests,throughput",
+    "swap,staleness",
+    "loss,learning,trace",
+)
+"""What one call runs where a machine is lent for minutes; the one that matters most first."""
+GROUP_LIMIT_S = 540
+"""Seconds that the limits of a group and of its preflight come to at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Commands of Python, one after another, with a time limit for all of them; {out} is where results go. A command
+    may begin with variables of its own, as NAME=VALUE."""
+
+    name: str
+    limit_s: int
+    commands: list[str]
+    by_default: bool = True
+    vllm: bool = False
+    """True if its engines run vLLM, in the interpreter that runs this and finds it in PEERS_PATH."""
+    mps: bool = False
+    """True if it runs with NVIDIA's Multi-Process Service, so that kernels of two processes run side by side."""
+
+
+def preflight(device: str) -> Part:
+    """Whether an engine here runs as it should: about 20 seconds, and more where a slow disk is read the first time."""
+    return Part("preflight", 90, [f"benchmarks/gpu/preflight.py --device {device}"])
+
+
+def gpu_parts() -> list[Part]:
+    """List the parts, those that matter most first, should the machine be taken away early."""
+    throughput = (
+        f"{BENCH} throughput --device cuda --dtype bfloat16 --sequences 256 --prompt-tokens 100-1024 --tokens 100-1024 "
+        "--pairs 1 --model"
+    )
+    learning = (
+        f"{BENCH} learning --device cuda --dtype bfloat16 --model base --seeds 0 --modes inflight,sync --steps 60 "
+        "--demonstrations 2000 --warmup-learning-rate 5e-4 --learning-rate 5e-5 --json"
+    )
+    loss = "loss --device cuda --dtype bfloat16 --tokens 8192 --hidden 4096 --vocab 131072 --pairs 3"
+    loop = "--device cuda --dtype bfloat16 --model qwen3-0.6b"
+    on_vllm = "--device cuda --dtype bfloat16 --model qwen3-1.7b --backend vllm --peer vllm"
+    lengths = "--prompt-tokens 100-1024 --tokens 100-1024"
+    peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
+    return [
+        Part("environment", 60, ["-m inflight.cli doctor"]),
+        Part("parity", 180, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
+        Part("kernels", 180, ["benchmarks/gpu/kernel_bench.py --device cuda --json {out}/kernels.json"]),
+        Part("tests", 225, tests(["-m gpu", "tests"], min(6, os.cpu_count() or 1))),
+        Part(
+            "throughput",
+            225,
+            [f"{throughput} {model} --json {{out}}/throughput-{model}.json" for model in ("qwen3-1.7b", "qwen3-0.6b")],
+        ),
+        Part("swap", 360, ["benchmarks/swap_growth.py cuda {out}"]),
+        Part("staleness", 90, [f"{BENCH} staleness {loop} --sequences 64 --steps 15 --json {{out}}/staleness.json"]),
+        Part("loss", 110, [f"{BENCH} {loss} --json {{out}}/loss.json"]),
+        Part("learning", 230, [f"{learning} {{out}}/learning.json"]),
+        Part("trace", 110, [f"{BENCH} trace {loop} --seconds 2 --out {{out}}/trace.json.gz --json {{out}}/trace.json"]),
+        Part("peers", 450, [f"{throughput} qwen3-1.7b {peers} --json {{out}}/peers.json"], by_default=False),
+        Part(
+            "vllm",
+            450,
+            [
+                f"-m pytest -q -m peers -rP -p no:cacheprovider {VLLM_TESTS}",
+                f"{BENCH} swap {on_vllm} --sequences 64 --publishes 50 --busy-publishes 50 "
+                "--json {out}/vllm-swap.json",
+            ],
+            by_default=False,
+            vllm=True,
+        ),
+        Part(
+            "vllm-speed",
+            450,
+            [
+                f"{BENCH} throughput {on_vllm} --sequences 256 {lengths} --json {{out}}/vllm-throughput.json",
+                f"{BENCH} staleness {loop} --backend vllm --sequences 64 --steps 15 --json {{out}}/vllm-staleness.json",
+            ],
+            by_default=False,
+            vllm=True,
+        ),
+        Part(
+            "mps",
+            450,
+            [*(mps_swap(share) for share in MPS_SHARES), f"{mps_shares(50)} {learning} {{out}}/mps-learning.json"],
+            by_default=False,
+            mps=True,
+        ),
+    ]
+
+
+def mps_shares(trainer: int) -> str:
+    """The variables with which a trainer has this percentage of the GPU's threads and a priority below the engine's,
+    which may have all of them."""
+    shares, priorities = {"": trainer, "INFLIGHT_ENGINE_": 100}, {"": 1, "INFLIGHT_ENGINE_": 0}  # 0 is normal
+    return " ".join(
+        f"{who}{name}={of[who]}"
+        for name, of in (("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", shares), ("CUDA_MPS_CLIENT_PRIORITY", priorities))
+        for who in of
+    )
+
+
+def mps_swap(trainer_share: int) -> str:
+    """The command that measures swaps beside a trainer with this share of the GPU."""
+    return (
+        f"{mps_shares(trainer_share)} {BENCH} swap --device cuda --dtype bfloat16 --masters float32 --model qwen3-1.7b "
+        "--sequences 64 --tokens 512 --prompt-tokens 16 --publishes 20 --busy-publishes 60 --pieces-us 0,1000,300 "
+        f"--json {{out}}/mps-swap-{trainer_share}.json"
+    )
+
+
+def tests(selection: list[str], workers: int) -> list[str]:
+    """Commands for these tests: those of swaps alone, since they publish thousands of times and processes take turns at
+    a GPU; the others side by side, where pytest-xdist is there."""
+    options, where = selection
+    has_xdist = subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0
+    pytest = f"-m pytest -q -rP -p no:cacheprovider {options}"
+    alone, spread = ("-n 0", f"-n {workers} --dist worksteal") if has_xdist else ("", "")
+    return [f"{pytest} {alone} {SWAP_TESTS}", f"{pytest} {spread} --ignore={SWAP_TESTS} {where}"]
+
+
+def rehearsal_parts() -> list[Part]:
+    """List the same commands as the GPU's, with models and numbers that a CPU gets through."""
+    throughput = "throughput --device cpu --dtype bfloat16 --sequences 4 --prompt-tokens 4-8 --tokens 4-8 --pairs 1"
+    learning = "learning --device cpu --dtype bfloat16 --seeds 0 --modes inflight,sync --steps 3 --sequences 16"
+    loss = f"{BENCH} loss --device cpu --tokens 64 --hidden 32 --vocab 512 --pairs 1 --json {{out}}/loss.json"
+    staleness = f"{BENCH} staleness --device cpu --sequences 4 --tokens 8 --steps 2 --json {{out}}/staleness.json"
+    trace = f"{BENCH} trace --device cpu --seconds 0.5 --out {{out}}/trace.json.gz --json {{out}}/trace.json"
+    few_tests = "-k 'truth_teller_over_every_transport and slots-cpu or page_lists'", "tests/engine/test_flashinfer.py"
+    commands = {
+        "environment": ["-m inflight.cli doctor"],
+        "parity": ["benchmarks/gpu/parity.py --device cpu --model tiny --json {out}/parity.json"],
+        "kernels": ["benchmarks/gpu/kernel_bench.py --rehearse --json {out}/kernels.json"],
+        "tests": tests(list(few_tests), 2),
+        "throughput": [f"{BENCH} {throughput} --json {{out}}/throughput-qwen3-1.7b.json"],
+        "swap": ["benchmarks/swap_growth.py rehearsal {out}"],
+        "staleness": [staleness],
+        "loss": [loss],
+        "learning": [f"{BENCH} {learning} --warmup-steps 5 --json {{out}}/learning.json"],
+        "trace": [trace],
+    }
+    parts = [Part(name, REHEARSAL_LIMIT_S, of_part) for name, of_part in commands.items()]
+    tiny = "--device cpu --backend vllm"
+    vllm = Part(
+        "vllm",
+        REHEARSAL_LIMIT_S,
+        [
+            f"-m pytest -q -m peers -n 0 -p no:cacheprovider {VLLM_TESTS} -k seed_decides",
+            f"{BENCH} swap {tiny} --peer vllm --sequences 4 --publishes 4 --busy-publishes 4 --tokens 256 "
+            "--json {out}/vllm-swap.json",
+        ],
+        by_default=False,
+        vllm=True,
+    )
+    speed = [
+        f"{BENCH} throughput {tiny} --peer vllm --sequences 4 --tokens 8 --json {{out}}/vllm-throughput.json",
+        f"{BENCH} staleness {tiny} --sequences 4 --tokens 8 --steps 2 --json {{out}}/vllm-staleness.json",
+    ]
+    return [*parts, vllm, replace(vllm, name="vllm-speed", commands=speed)]

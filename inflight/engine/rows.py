@@ -1,0 +1,213 @@
+"""What a pass needs to know of the running sequences: columns that are indexed by batch row.
+
+A sequence has a row while it runs. What changes with every token lies here alone, and whoever asks the sequence is told
+from here (`Sequence.length`); all else is written when it enters its row, and when the scheduler has looked at it. So a
+decoding pass in which nothing joins or leaves is a few operations on arrays, and the scheduler looks only at those rows
+for which there is something to do: a block to take or to remember, new weights, an end.
+
+R batch rows; B blocks that a sequence needs at most.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from inflight.core.columns import asked_columns
+from inflight.core.sampling import SamplingParams
+from inflight.engine.kv_cache import NO_BLOCK
+from inflight.engine.sequence import Cohort, Draws, Sequence
+
+NOBODY = np.uint64(2**64 - 1)
+"""The request id of an empty row; no request has it."""
+_NOT_PINNED = -1
+_NO_ADAPTER = -1
+_STOP_IDS = 8
+"""Stop ids of a row that are compared at once; where there are more, each of its tokens is looked at."""
+_NO_TOKEN = -1
+PREFILL = 0
+"""The regime of a row whose sequence has not drawn in it."""
+
+
+class Rows:
+    """The batch rows of an engine and who is in them."""
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        num_groups: int,
+        max_blocks: int,
+        eos_ids: Collection[int] = (),
+        adapters: Seq[str] = (),
+    ):
+        """count: R. num_groups: groups of the KV cache, of B = max_blocks. eos_ids: end every sample that does not
+        ignore them. adapters: names, whose places stand for them."""
+        self._eos_ids = frozenset(eos_ids)
+        self._adapters = {name: index for index, name in enumerate(adapters)}
+        self._free = list(range(count - 1, -1, -1))
+        self.epoch = 0
+        """Counts those who entered or left."""
+        self.sequences: Any = np.full(count, None, object)
+        """Who is in each row, or None."""
+        self.request_ids = np.full(count, NOBODY, np.uint64)
+        self.entered = np.zeros(count, np.int64)
+        """The epoch in which each entered, 0 for an empty row. (Ids of requests that have ended may come again.)"""
+        self.lengths = np.zeros(count, np.int64)
+        """Tokens so far, with those that are drawn but not read."""
+        self.known = np.zeros(count, np.int64)
+        """Those of them whose ids this process knows."""
+        self.limits = np.zeros(count, np.int64)
+        """The length of the whole sample at most."""
+        self.regimes = np.zeros(count, np.int64)
+        """What the scheduler calls the version and the stamp of the last pass in which it drew; PREFILL if it has not
+        drawn in this row. Once it has, its last token is in the device state of the row, and all before it are
+        computed."""
+        self.pins = np.zeros(count, np.int64)
+        """The version that draws all of its tokens, or −1."""
+        self.reserved = np.zeros(count, np.int64)
+        """The length up to which the cache need not be asked for blocks, if tokens are computed one by one."""
+        self.fills = np.zeros(count, np.int64)
+        """The number of computed and known tokens at which the prefix cache is to be told of another full block."""
+        self.num_blocks = np.zeros(count, np.int64)
+        self.tables = [np.full((count, max_blocks), NO_BLOCK, np.int32) for _ in range(num_groups)]
+        """Block numbers i32[R, B] for each group. Of a block that a sliding window has left behind the old number
+        stays; nothing looks at it."""
+        self.adapters = np.zeros(count, np.int32)
+        """The place of its adapter, −1 for none."""
+        self.seeds = np.zeros(count, np.int64)
+        self.temperatures = np.zeros(count, np.float32)
+        self.plain = np.zeros(count, bool)
+        """Its draws need no more than a temperature and a seed."""
+        self.stop_ids = np.full((_STOP_IDS, count), _NO_TOKEN, np.int64)
+        self.watched = np.zeros(count, bool)
+        """Each of its tokens may end it: it has stop strings, or more stop ids than are compared."""
+        self._numbers, self._all = np.arange(count), np.ones(count, bool)
+        self._cohort = self._make_cohort(self._numbers[:0])
+        """Those who drew last."""
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    # ---- who is in them -----------------------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """Give a sequence a row, of which there must be a free one."""
+        row, params = self._free.pop(), sequence.params
+        sequence.rows, sequence.batch_row = self, row
+        self.epoch += 1
+        self.entered[row] = self.epoch
+        self.sequences[row], self.request_ids[row] = sequence, sequence.request_id
+        self.known[row] = sequence.num_known
+        self.lengths[row] = sequence.num_known + sequence.num_unread
+        self.limits[row] = len(sequence.prompt) + sequence.max_tokens
+        self.regimes[row] = PREFILL
+        self.pins[row] = _NOT_PINNED if sequence.pin is None else sequence.pin
+        self.reserved[row] = self.fills[row] = self.num_blocks[row] = 0
+        self.adapters[row] = _NO_ADAPTER if sequence.adapter is None else self._adapters[sequence.adapter]
+        self.seeds[row], self.temperatures[row], self.plain[row] = sequence.seed, params.temperature, is_plain(params)
+        stop_ids = {*params.stop_token_ids} if params.ignore_eos else {*params.stop_token_ids, *self._eos_ids}
+        self.watched[row] = bool(params.stop) or len(stop_ids) > _STOP_IDS
+        self.stop_ids[:, row] = _NO_TOKEN
+        if not self.watched[row]:
+            self.stop_ids[: len(stop_ids), row] = list(stop_ids)
+        self.update_blocks(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """The row is free again."""
+        row = sequence.batch_row
+        sequence.num_unread = int(self.lengths[row] - self.known[row])
+        sequence.rows, sequence.batch_row = None, -1
+        self.epoch += 1
+        self.entered[row] = 0
+        self.sequences[row], self.request_ids[row] = None, NOBODY
+        self._free.append(row)
+
+    def update_blocks(self, sequence: Sequence) -> None:
+        """The sequence holds more blocks than before, or has just entered its row."""
+        row, holding = sequence.batch_row, sequence.holding
+        known, count = self.num_blocks[row], len(holding.blocks[0])
+        if count > known:
+            for table, blocks in zip(self.tables, holding.blocks, strict=True):
+                table[row, known:count] = blocks[known:]
+            self.num_blocks[row] = count
+
+    def add_blocks(self, rows: np.ndarray, blocks: list[list[int]], block_size: int) -> None:
+        """The sequences in these rows i64[N] hold one more block for each group, N blocks each."""
+        for table, more in zip(self.tables, blocks, strict=True):
+            table[rows, self.num_blocks[rows]] = more
+        self.num_blocks[rows] += 1
+        self.reserved[rows] += block_size
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def fit(self, rows: np.ndarray, version: int, *, live: bool) -> np.ndarray:
+        """bool[N]: which of these rows i64[N] a pass under `version` may advance: those pinned to it and, if it is
+        live, those that are not pinned."""
+        pins = self.pins[rows]
+        return (pins == version) | (pins == _NOT_PINNED) if live else pins == version
+
+    def draw(self, rows: np.ndarray, chunks: np.ndarray, regime: int) -> Draws:
+        """Each of these rows i64[M] draws a token in the next pass, after chunk i64[M] of it."""
+        if self._cohort.epoch != self.epoch or not np.array_equal(self._cohort.rows, rows):
+            self._cohort = self._make_cohort(rows)
+        positions = self.lengths[rows]
+        self.lengths[rows] = positions + 1
+        self.regimes[rows] = regime
+        return Draws(self._cohort, chunks, positions)
+
+    def read(self, draws: Draws, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Append the tokens i64[M] that a pass drew to their sequences. Returns which draws count, as their sequences
+        had not ended before, and after which of them a sequence may end: bool[M] each."""
+        cohort, rows = draws.cohort, draws.cohort.rows
+        here = self._still_there(cohort, len(cohort))
+        known = self.known[rows] + here
+        self.known[rows] = known
+        ends = cohort.watched | (known >= cohort.limits) | (cohort.stop_ids == tokens).any(0)
+        if here.all():
+            for sequence, token in zip(cohort.sequences, tokens.tolist(), strict=True):
+                sequence.tokens.append(token)
+            return here, ends
+        counts = here.copy()
+        for index, (sequence, token) in enumerate(zip(cohort.sequences, tokens.tolist(), strict=True)):
+            if not here[index]:  # it ended, or gave up its row, while the pass ran
+                sequence.num_unread -= 1
+                counts[index] = not sequence.finished
+            if counts[index]:
+                sequence.tokens.append(token)
+        return counts, counts & (ends | ~here)
+
+    def are_full(self, cohort: Cohort, count: int) -> np.ndarray:
+        """bool[count]: which of the first of a cohort, whose draws were read, still have their rows and a full block
+        that the prefix cache was not told of."""
+        rows = cohort.rows[:count]
+        computed = np.minimum(self.lengths[rows] - 1, self.known[rows])
+        return (computed >= self.fills[rows]) & self._still_there(cohort, count)
+
+    def _still_there(self, cohort: Cohort, count: int) -> np.ndarray:
+        """bool[count]: which of the first of a cohort still have their rows."""
+        if cohort.epoch == self.epoch:
+            return self._all[:count]
+        return self.entered[cohort.rows[:count]] == cohort.entered[:count]
+
+    def _make_cohort(self, rows: np.ndarray) -> Cohort:
+        return Cohort(
+            epoch=self.epoch,
+            sequences=self.sequences[rows].tolist(),
+            rows=rows,
+            request_ids=self.request_ids[rows],
+            entered=self.entered[rows],
+            limits=self.limits[rows],
+            stop_ids=self.stop_ids[:, rows],
+            watched=self.watched[rows],
+            seeds=self.seeds[rows],
+            temperatures=self.temperatures[rows],
+            special=np.flatnonzero(~self.plain[rows]).tolist(),
+        )
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether a draw needs no more than a temperature and a seed, and records nothing beside its log-probability."""
+    return not (params.adjusted or params.filtered or asked_columns(params))

@@ -1,0 +1,23 @@
+"""What Triton would compile at a first request for it, while all others wait for a second, is compiled at start.
+
+Passes warm themselves up: one is computed in eager mode when the model is checked, and all that are recorded as graphs.
+FlashInfer's kernels are loaded when they are compared with PyTorch's.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from inflight_kernels import draw
+
+
+@torch.inference_mode()
+def warm_up_draws(dtypes: Iterable[torch.dtype], vocab_size: int, device: torch.device) -> None:
+    """Draw from logits [1, vocab_size] of each dtype, without entropies and with them. On a CPU there is nothing to
+    compile, and nothing is done."""
+    if device.type != "cuda":
+        return
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    for dtype in dtypes:
+        logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+        for entropy in (False, True):
+            draw(logits, torch.ones(1, device=device), index, index, entropy=entropy)

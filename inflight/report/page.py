@@ -1,0 +1,161 @@
+"""The page of a report: one file that needs no network and runs no script, and beside it JSON and PNGs."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.observability.environment import replacing, write_json
+from inflight.report.comparison import Comparison, Number, comparisons_of
+from inflight.report.figures import PALETTE, Panels, of_ms, plain
+from inflight.report.results import AGES, ReportError, Result, Sweep
+from inflight.report.sections import MEANINGS, Section, sections_of
+from inflight.report.systems import System, systems_of
+
+_HERE = Path(__file__).parent
+
+
+def write_report(results: Sequence[Result], out: Path, *, title: str) -> list[Path]:
+    """Write the page to `out`, its numbers to a JSON of the same name, and its figures into NAME-figures/. Returns
+    these three paths. Raises ReportError if `out` is no .html or a file that was read would be overwritten, and OSError
+    if they cannot be written."""
+    numbers = out.with_suffix(".json")
+    if out.suffix not in (".html", ".htm"):
+        raise ReportError(f"a report is a page: {out} must end in .html")
+    if numbers.resolve() in {result.path.resolve() for result in results}:
+        raise ReportError(f"{numbers} would be overwritten with the numbers of its own report: name the page otherwise")
+    if out.resolve() in {result.path.resolve() for result in results}:
+        raise ReportError(f"{out} would be overwritten, of which the report is made: name the page otherwise")
+    if _is_a_result(numbers):
+        raise ReportError(f"{numbers} is the result of a benchmark, and would be overwritten: name the page otherwise")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    systems, comparisons = systems_of(results), comparisons_of(results)
+    panels = Panels(out.with_name(f"{out.stem}-figures"))
+    for old in panels.directory.glob("[0-9][0-9]*-*.png"):
+        old.unlink()  # of an earlier report
+    sections = sections_of(results, systems, panels)
+    about = {"title": title, "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "notices": notices(results)}
+    html = _html(about, results, sections, comparisons)
+    with replacing(out) as partial_path:
+        partial_path.write_text(html)
+    figures = [f"{panels.directory.name}/{name}.png" for name in panels.names]
+    write_json(numbers, about | _numbers(results, systems, comparisons) | {"figures": figures})
+    return [out, numbers, panels.directory]
+
+
+def _is_a_result(path: Path) -> bool:
+    """What a benchmark wrote names it, which the numbers of a report do not."""
+    try:
+        return "bench" in msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def notices(results: Sequence[Result]) -> list[str]:
+    """What has to be known before figures of these files are held against each other."""
+    found = []
+    machines = _grouped(results, lambda result: str(result.environment.machine))
+    if len(machines) > 1:
+        found.append(
+            "These files are from different machines, so that their times and speeds say nothing about each other: "
+            + _listed(machines)
+        )
+    commits = _grouped(results, lambda result: result.environment.commit or "an unknown commit")
+    if len(commits) > 1:
+        found.append(f"These files are from different commits: {_listed(commits)}")
+    changed = [result.name for result in results if (result.environment.commit or "").endswith("-dirty")]
+    if changed:
+        found.append(f"The code had changes that are in no commit when this was measured: {', '.join(changed)}")
+    for result in results:
+        points = result.found.points if isinstance(result.found, Sweep) else []
+        places = {f"{one.environment.commit} on {one.environment.machine}" for one in points}
+        if len(places) > 1:
+            found.append(f"Points of {result.name} are from different places: {'; '.join(sorted(places))}")
+    return found
+
+
+def _grouped(results: Sequence[Result], key: Any) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result.name)
+    return groups
+
+
+def _listed(groups: dict[str, list[str]]) -> str:
+    return "; ".join(f"{what} ({', '.join(names)})" for what, names in groups.items())
+
+
+def _html(
+    about: dict[str, Any], results: Sequence[Result], sections: Sequence[Section], comparisons: Sequence[Comparison]
+) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    templates = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    templates.filters |= {"number": _number}
+    return templates.get_template("page.html").render(
+        about=about,
+        results=results,
+        sections=sections,
+        comparisons=comparisons,
+        meanings=MEANINGS,
+        style=(_HERE / "style.css").read_text(),
+        palette=PALETTE,
+    )
+
+
+def _number(number: Number, measure: str) -> str:
+    """A number and, where it has some, the range of its values."""
+    text = of_ms if "_ms" in measure else plain
+    spread = f" ({text(min(number.values))} to {text(max(number.values))})" if len(number.values) > 1 else ""
+    return text(number.value) + spread
+
+
+def _numbers(results: Sequence[Result], systems: Sequence[System], comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """What the page says, for programs."""
+    plainly = partial(msgspec.to_builtins, enc_hook=str)
+    return {
+        "files": [
+            {"file": str(result.path), "kind": result.kind, "environment": plainly(result.environment)}
+            for result in results
+        ],
+        "systems": [
+            {
+                "name": one.name,
+                "file": str(one.result.path),
+                **{key: getattr(one.found, key) for key in ("model", "mode", "slots", "sequences", "publish_every")},
+                "target": one.found.target,
+                "tokens_per_s": one.found.tokens_per_s,
+                **{name: _known(one.found.measure(name)) for name in AGES},
+                "parts": one.found.parts,
+            }
+            for one in systems
+        ],
+        "comparisons": [
+            {
+                "base": str(comparison.base.path),
+                "other": str(comparison.other.path),
+                "differing": comparison.differing,
+                "rows": [
+                    {
+                        "system": row.system,
+                        "measure": row.measure,
+                        "base": row.ours.value,
+                        "other": row.theirs.value,
+                        "ratio": row.ratio,
+                        "verdict": row.verdict,
+                    }
+                    for row in comparison.rows
+                ],
+            }
+            for comparison in comparisons
+        ],
+    }
+
+
+def _known(quantiles: Any) -> dict[str, float]:
+    return {name: value for name, value in msgspec.structs.asdict(quantiles).items() if value is not None}
