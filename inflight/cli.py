@@ -42,7 +42,7 @@ def demo(options: DemoOptions, output: Output) -> None:
 
 def benchmark(name: str) -> Callable[[Any, Output], None]:
     """What runs `inflight bench NAME`: a module of that name has `measure`, which raises InflightError or ValueError,
-    `table` and, if it can draw, `plot`."""
+    `table` and, if it can draw, `plot`. It ends with code 1 where a part of what was to be measured has `failed`."""
 
     def run(options: Any, output: Output) -> None:
         from inflight.observability.environment import write_result
@@ -62,6 +62,8 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
         if output.json_file:
             write_result(output.json_file, result, series)
         _print_json(result)
+        if result.get("failed"):
+            raise typer.Exit(1)
 
     return run
 

@@ -309,7 +309,8 @@ def test_missing_frames_are_told_once_and_the_rest_comes(tmp_path):
         seen, errors = [], []
         for _ in range(2):
             try:
-                seen += [group[0].group_id for group in stream.groups()]
+                for group in stream.groups():  # some may come before the error, as it is read beside
+                    seen.append(group[0].group_id)
             except StreamGapError as error:
                 errors.append(str(error))
         assert seen == [0, 1, 2, 4, 5, 6, 7, 8]

@@ -5,6 +5,7 @@ Two sides differ beyond it if every value of one is above every value of the oth
 that happens by chance in 2 of C(2n, n) cases: 1 in 10 for three values each, 1 in 126 for five.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import comb
@@ -27,7 +28,10 @@ _SHOWN = (
 )
 
 _SETTINGS: dict[type, tuple[str, ...]] = {
-    Staleness: ("model", "mode", "slots", "sequences", "tokens", "publish_every", "dtype", "backend", "api", "pause"),
+    Staleness: (
+        *("model", "mode", "slots", "sequences", "tokens", "prompt_tokens", "steps", "publish_every"),
+        *("dtype", "backend", "api", "pause"),
+    ),
     Swap: ("model", "dtype", "sequences", "slots", "backend"),
     Throughput: ("model", "dtype", "device", "backend"),
     Learning: ("model",),
@@ -126,25 +130,34 @@ def _compare(base: Result, other: Result) -> Comparison:
 
 
 def _differing(base: Any, other: Any) -> list[str]:
-    """The settings in which two runs differ that are compared all the same."""
-    found = []
-    for name in _SETTINGS.get(type(base), ()):
-        ours, theirs = getattr(base, name), getattr(other, name)
-        if ours != theirs:
-            found.append(f"{name} {ours} and {theirs}")
-    return found
+    """The settings in which runs differ that are compared all the same; of several runs, in how many of them."""
+    ours, theirs = _runs_of(base), _runs_of(other)
+    both = [(ours[name], theirs[name]) for name in ours if name in theirs]
+    found = Counter[str]()
+    for one, another in both:
+        for name in _SETTINGS.get(type(one), ()):
+            values = getattr(one, name), getattr(another, name)
+            if values[0] != values[1]:
+                found[f"{name} {values[0]} and {values[1]}"] += 1
+    return [said if times == len(both) else f"{said} ({times} of {len(both)})" for said, times in found.items()]
+
+
+def _runs_of(found: Any) -> dict[str, Any]:
+    """The runs of a file, by the name under which each is compared."""
+    if isinstance(found, Servers):
+        return found.servers
+    if isinstance(found, Sweep):
+        return {_point(one): one for one in found.points}
+    return {"": found}
 
 
 def _numbers(found: Any) -> Iterator[tuple[tuple[str, str], Number]]:
     """All numbers of a file, by system and measure."""
     if isinstance(found, Staleness):
         yield from _of_staleness("the run", found)
-    elif isinstance(found, Servers):
-        for name, one in found.servers.items():
+    elif isinstance(found, Servers | Sweep):
+        for name, one in _runs_of(found).items():
             yield from _of_staleness(name, one)
-    elif isinstance(found, Sweep):
-        for one in found.points:
-            yield from _of_staleness(_point(one), one)
     elif isinstance(found, Swap):
         yield from _of_swap(found)
     elif isinstance(found, Throughput):

@@ -6,9 +6,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from inflight.bench import sweep
 from inflight.bench.options import SweepOptions
+from inflight.cli import app
 
 SCRIPT = """
 import json, sys, time
@@ -21,6 +23,8 @@ if given["model"] == "broken":
     print("something", file=sys.stderr)
     sys.exit("error: cannot load model 'broken'")
 whole = {name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in given.items()}
+measures = {name: {"p50": 1.0} for name in ("swap_ms", "stall_ms", "weight_lag_ms", "token_age_ms", "version_lag")}
+whole |= measures | {"tokens_per_s": 1.0}
 json.dump(whole | {"environment": {"commit": "abc", "machine": {}, "versions": {}}}, open(path, "w"))
 """
 
@@ -102,3 +106,12 @@ def test_a_point_is_a_run_of_the_benchmark(tmp_path):
     assert 2 <= point["num_swaps"] <= 3
     assert point["version_lag"]["max"] == 0
     assert set(point["environment"]) == {"commit", "machine"}
+
+
+def test_the_command_ends_with_an_error_if_a_point_failed(points, tmp_path):
+    arguments = ["bench", "sweep", "--modes", "inflight", "--out", str(tmp_path / "out")]
+    whole = CliRunner().invoke(app, [*arguments, "--models", "tiny"])
+    assert whole.exit_code == 0, whole.output
+    partial = CliRunner().invoke(app, [*arguments, "--models", "tiny,broken", "--sequences", "16"])
+    assert partial.exit_code == 1
+    assert "cannot load model 'broken'" in partial.output

@@ -47,6 +47,16 @@ def test_single_runs_of_different_settings_are_compared_and_it_is_said(tmp_path)
     assert rows_of(comparison)["token_age_ms.p50"].ratio == pytest.approx(2.0)
 
 
+def test_settings_that_differ_are_named_in_sweeps_and_servers_too(tmp_path):
+    sweep, servers = made_results.sweep(), made_results.servers()
+    for point in sweep["points"]:
+        point |= {"dtype": "bfloat16", "steps": 60}
+    next(iter(servers["servers"].values()))["prompt_tokens"] = 8
+    of_sweeps, of_servers = compared(tmp_path, made_results.sweep(), made_results.servers(), sweep, servers)
+    assert of_sweeps.differing == ["steps 30 and 60", "dtype auto and bfloat16"]
+    assert of_servers.differing == [f"prompt_tokens 32 and 8 (1 of {len(servers['servers'])})"]
+
+
 def test_points_and_servers_are_compared_by_their_settings_and_the_rest_is_named(tmp_path):
     fewer = made_results.sweep()
     fewer["points"] = fewer["points"][:4]
