@@ -7,7 +7,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, LayoutMismatchError, ProtocolError, PublisherConflictError
+from inflight.core.errors import LayoutMismatchError, ProtocolError, PublisherConflictError
 from inflight.core.messages import (
     Attach,
     Attached,
@@ -60,7 +60,7 @@ class PublisherService:
             return None
         self._seat.check(sender)
         began_ns = now_ns()
-        if isinstance(message, Fill | SlotReady):
+        if isinstance(message, SlotReady):
             self._slot_table.written()
         match message:
             case Prepare():
@@ -68,6 +68,7 @@ class PublisherService:
             case Fill():
                 self._slot_table.check_lent(message.slot, message.fingerprint)
                 self._load(sender, message)
+                self._slot_table.written()
             case SlotRequest():
                 self._slot_table.request()
             case SlotReady(checksum=None):
@@ -100,15 +101,11 @@ class PublisherService:
         difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
+        slots = [slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else []
         before = self._seat.take(sender, message.lock_token)
         if before is not None:
             error = PublisherConflictError("another publisher took this one's place at the engine")
             self._control.send(before, Failed(kind=type(error).__name__, message=str(error)))
-        try:
-            slots = [slot.descriptor() for slot in slot_table.slots] if transport.writes_to_slots else []
-        except InflightError:  # it cannot publish, and another one may
-            self._seat.leave(sender)
-            raise
         self._slot_table = slot_table
         if self._filler is not None:
             self._filler.retire()

@@ -198,7 +198,8 @@ class EngineLink:
         """Give back what the engine has lent, and end the conversation."""
         try:
             self._hear_all()
-            self.send(Detach(written=sorted(self._written)))
+            # Where it writes to no slot, the engine knows what was written.
+            self.send(Detach(written=sorted(self._written) if self.attached.slots else []))
         finally:
             self.release()
 

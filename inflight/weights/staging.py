@@ -205,7 +205,7 @@ class StagingBuffer(Target):
             self._error = error  # its successor would have lost what keeps it busy
         elif engine.address.comes_back:  # else it would live on with old weights
             engine.address.end(engine.address.endpoint)
-        engine.release()
+        engine.detach()
 
     def _remove_ended(self) -> None:
         """Do what `let_go` asks for."""
