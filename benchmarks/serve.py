@@ -70,7 +70,10 @@ async def ask(port: int, index: int, stream: bool) -> tuple[float, float]:
             "stream": stream,
         }
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     began, first, tail = time.monotonic(), None, b""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + body)

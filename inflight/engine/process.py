@@ -94,7 +94,7 @@ class EngineProcess:
             self._stream.state = self._engine.state
             self._step_ns = now_ns() - began_ns
             if frame is not None:
-                self._stream.send(frame)
+                self._stream.send(frame, at_once=engine.idle or frame.header.swap is not None)
             else:
                 self._stream.flush()
             self._publishing.lend_slots()

@@ -1,6 +1,7 @@
 """The trainer's end of the token stream."""
 
 import secrets
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from time import sleep
@@ -16,6 +17,9 @@ from inflight.stream.wire import Ack, Beat, Held, Leave, Refused, Subscribe, enc
 
 _FRAMES_PER_ACK = 32
 _ACK_NS = 500_000_000
+_ACK_PACE_NS = 40_000_000
+"""A reader that waits acknowledges after so long at the earliest: an engine with a pass per millisecond would lose a
+part of it to every acknowledgement."""
 _REFUSED_NS = 1_000_000_000
 """For so long a new reader asks again when the engine has another one."""
 _SILENCE_NS = 2_000_000_000
@@ -62,6 +66,8 @@ class StreamReader:
         """The writer has told with which frame it goes on."""
         self._resent = False
         """No frame has come since then."""
+        self._parts: deque[bytes] = deque()
+        """What has come in one message, and was not looked at yet."""
         self._held: TokenFrame | None = None
         """The first frame behind a gap of which `receive` has told."""
         self.state = ""
@@ -177,13 +183,27 @@ class StreamReader:
             self._socket.send(encode(message), zmq.NOBLOCK)
 
     def _next_message(self, deadline_ns: int) -> bytes | None:
-        """What comes next, or None if nothing comes in time. Before it waits, all that has come is acknowledged."""
+        """What comes next, or None if nothing comes in time. Before it waits for long, all that has come is
+        acknowledged."""
+        if not self._parts and not self._take_message():
+            due_ns = self._acknowledged_ns + _ACK_PACE_NS
+            if not (now_ns() < due_ns < deadline_ns and self._comes_by(due_ns)):
+                self._acknowledge()
+                if not self._comes_by(deadline_ns):
+                    return None
+            self._take_message()
+        return self._parts.popleft() if self._parts else None
+
+    def _take_message(self) -> bool:
+        """Take a message that has come, if one has, with all its parts: a connection that ends between two of them
+        would leave ZeroMQ's socket useless."""
         with suppress(zmq.Again):
-            return self._socket.recv(zmq.NOBLOCK)
-        self._acknowledge()
-        if self._socket.poll(max(0, (deadline_ns - now_ns()) // 1_000_000)):
-            return self._socket.recv()
-        return None
+            self._parts.extend(self._socket.recv_multipart(zmq.NOBLOCK))
+        return bool(self._parts)
+
+    def _comes_by(self, time_ns: int) -> bool:
+        """Wait for a message, at the latest until then."""
+        return bool(self._socket.poll(max(0, (time_ns - now_ns()) // 1_000_000)))
 
 
 def _gap(expected: int, number: int) -> StreamGapError:

@@ -7,6 +7,7 @@ connected others are refused. When it is gone, the next one begins with the olde
 
 import logging
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,10 @@ _MESSAGES_PER_FLUSH = 16
 _WINDOW_BYTES = 16 << 20
 """What may be on its way to the reader without being acknowledged."""
 _BEAT_NS = 500_000_000
+_FLUSH_SHARE = 0.005
+_MOST_HELD_BACK_NS = 25_000_000
+"""Frames that follow each other closely are sent together, so that sending them takes no more of the generator's time
+than this share, and none waits for longer than this."""
 
 
 class StreamWriter:
@@ -61,6 +66,9 @@ class StreamWriter:
         self._next_to_send = 0
         self._bytes_on_way = 0
         self._sent_ns = 0
+        self._held_back: deque[TokenFrame] = deque()
+        self._due_ns = 0
+        """When these are sent at the latest."""
 
     def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
         """Have `bind` bind the socket to another endpoint, which is returned."""
@@ -71,25 +79,22 @@ class StreamWriter:
         """Frames that are not on their way yet."""
         return self.kept.next - self._next_to_send
 
-    def send(self, frame: TokenFrame) -> None:
-        """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps."""
-        self.kept.append(frame.encode())
-        self.flush()
+    def send(self, frame: TokenFrame, *, at_once: bool = True) -> None:
+        """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps.
+        at_once: no call follows soon, or the reader should have it now; else it may wait for the next frames a little,
+        where they come so fast that sending each alone would slow the generator down."""
+        self._held_back.append(frame)
+        if at_once or now_ns() >= self._due_ns:
+            self.flush()
 
     def flush(self) -> None:
         """Hear what readers say, and send what the reader can take; if there is nothing, a sign of life."""
-        for _ in range(_MESSAGES_PER_FLUSH):  # a flood of them does not stop the generator
-            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                break
-            self._hear(self._socket.recv_multipart())
-        while self._reader and self.num_unsent and self._bytes_on_way < _WINDOW_BYTES:
-            data = self.kept[self._next_to_send]
-            if not self._send(data):
-                return
-            self._next_to_send += 1
-            self._bytes_on_way += len(data)
-        if self._reader and now_ns() - self._sent_ns > _BEAT_NS:
-            self._send(encode(Beat(self.state)))
+        began_ns = now_ns()
+        while self._held_back:
+            self.kept.append(self._held_back.popleft().encode())
+        self._exchange()
+        ended_ns = now_ns()
+        self._due_ns = ended_ns + min(int((ended_ns - began_ns) / _FLUSH_SHARE), _MOST_HELD_BACK_NS)
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a reader says something, at the latest after so long."""
@@ -97,8 +102,23 @@ class StreamWriter:
 
     def close(self) -> None:
         """Let the socket go. What is on its way has two seconds to arrive."""
+        self.flush()
         self._socket.close()
         self.kept.close()
+
+    def _exchange(self) -> None:
+        for _ in range(_MESSAGES_PER_FLUSH):  # a flood of them does not stop the generator
+            if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                break
+            self._hear(self._socket.recv_multipart())
+        frames = []
+        while self._reader and self.num_unsent > len(frames) and self._bytes_on_way < _WINDOW_BYTES:
+            frames.append(self.kept[self._next_to_send + len(frames)])
+            self._bytes_on_way += len(frames[-1])
+        if frames and self._send(*frames):
+            self._next_to_send += len(frames)
+        if self._reader and now_ns() - self._sent_ns > _BEAT_NS:
+            self._send(encode(Beat(self.state)))
 
     def _hear(self, parts: list[bytes]) -> None:
         address, *parts = parts
@@ -134,16 +154,16 @@ class StreamWriter:
         self.kept.forget(below)
         self._bytes_on_way -= before - self.kept.bytes_in_memory - self.kept.bytes_in_files
 
-    def _send(self, data: bytes) -> bool:
+    def _send(self, *parts: bytes) -> bool:
         """Send to the reader. Returns False if it is gone."""
         self._sent_ns = now_ns()
-        if not self._send_to(self._address, data):
+        if not self._send_to(self._address, *parts):
             self._reader = None
         return self._reader is not None
 
-    def _send_to(self, address: bytes, data: bytes) -> bool:
+    def _send_to(self, address: bytes, *parts: bytes) -> bool:
         try:
-            self._socket.send_multipart([address, data])
+            self._socket.send_multipart([address, *parts])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
