@@ -48,10 +48,16 @@ async def alone(engine: inflight.LaunchedEngine) -> None:
     await asyncio.gather(*(client(REQUESTS * each) for each in range(CLIENTS)))
 
 
+class ClientsError(Exception):
+    """Not every client got its answer."""
+
+
 def over_http(port: int, clients: int, requests: int, *, stream: bool) -> dict[str, list[float]]:
     """What a process of clients measured: "first" and "last", in seconds, one for each answer."""
     command = [sys.executable, __file__, "client", str(port), str(clients), str(requests), str(int(stream))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise ClientsError(done.stderr.strip().splitlines()[-1])
     return json.loads(done.stdout)
 
 
@@ -132,11 +138,18 @@ def measure_latency(ports: Mapping[str, int]) -> dict[str, Any]:
         for _ in range(ROUNDS):
             for name, port in ports.items():
                 requests = max(1, 16 // clients)
-                times[name].setdefault(str(clients), []).append(over_http(port, clients, requests, stream=True))
+                runs = times[name].setdefault(str(clients), [])
+                try:
+                    runs.append(over_http(port, clients, requests, stream=True))
+                except ClientsError as error:
+                    runs.append({"failed": str(error)})
     return {name: {clients: summary(runs) for clients, runs in found.items()} for name, found in times.items()}
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    failed = [run["failed"] for run in runs if "failed" in run]
+    if failed:
+        return {"failed": failed}
     tokens = TOKENS * sum(len(run["last"]) for run in runs)
     found: dict[str, Any] = {"tokens_per_s": round(tokens / sum(run["seconds"] for run in runs))}
     for name in ("first", "last"):
