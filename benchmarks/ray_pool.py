@@ -3,17 +3,21 @@
     python benchmarks/ray_pool.py [FILE]
 
 throughput: tokens/s of one engine and of two, of one thread each, in alternation; the ratio is the median over pairs.
+machine_ratio: the same of two engines in processes of their own that draw for nobody, without Ray, a pool or a stream:
+what the cores allow.
 publish: milliseconds that the trainer waits for a publish (`publish()` and `wait_copied()`) to one engine and to three,
 in alternation, and until the version is live on all. The engines draw nothing meanwhile, as they would take the cores
 that the trainer computes on. The same engines serve throughout; the pool lets them go and takes them back.
 """
 
+import multiprocessing
 import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -24,6 +28,9 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 import inflight
+from inflight.core.messages import Prompt
+from inflight.core.options import EngineOptions
+from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
 from inflight.ray import EnginePool, PlacedEngine, Placement
 
@@ -84,6 +91,42 @@ def measure_throughput(pool: EnginePool, engines: list[PlacedEngine]) -> dict[st
     }  # fmt: skip
 
 
+def draw_alone(pipe: Connection) -> None:
+    """A process that draws what an engine of the pool draws whenever it is told to, and says how long that took."""
+    options = EngineOptions(MODEL, device="cpu", dtype="float32", threads=1, max_sequences=SEQUENCES)
+    torch.set_num_threads(1)
+    with Engine(options) as engine:
+        while pipe.recv():
+            begin = time.perf_counter()
+            engine.submit([Prompt([1 + index] * PROMPT, PARAMS) for index in range(SEQUENCES)])
+            while engine.has_work:
+                engine.step()
+            pipe.send(time.perf_counter() - begin)
+
+
+def measure_machine() -> float:
+    """How many times as fast as one two engines are that have nothing to do with each other."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for _ in range(2):
+        ours, theirs = context.Pipe()
+        pipes.append(ours)
+        processes.append(context.Process(target=draw_alone, args=(theirs,), daemon=True))
+        processes[-1].start()
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for pair in range(PAIRS + 1):
+        for count in seconds:
+            for pipe in pipes[:count]:
+                pipe.send(True)
+            took = max(pipe.recv() for pipe in pipes[:count])
+            if pair:
+                seconds[count].append(took)
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(False)
+        process.join(20)
+    return 2 * median_ratio(seconds[1], seconds[2])
+
+
 def measure_publishes(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape_config(MODEL))
@@ -116,11 +159,13 @@ def measure_publishes(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str
 
 def main() -> None:
     torch.set_num_threads(1)
+    machine = measure_machine()
     options = inflight.EngineOptions(MODEL, device="cpu", dtype="float32", threads=1, max_sequences=SEQUENCES)
     with cluster(), EnginePool([options] * 3, [LEFT, RIGHT, LEFT], allow_unencrypted=True) as pool:
         engines: Any = pool.engines
         publishes = measure_publishes(pool, engines)
         throughput = measure_throughput(pool, engines)
+    throughput["machine_ratio"] = machine
     finish("ray-pool", {"ray": ray.__version__, "throughput": throughput, "publish": publishes})
 
 

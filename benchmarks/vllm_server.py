@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -45,6 +46,9 @@ def vllm_server(model: str, *options: str, threads: int | None = None) -> Iterat
             _wait_for(f"{url}/health", process, log)
             yield url
         finally:
+            if process.poll() is not None:
+                log.seek(0)
+                print(f"vLLM's server has ended:\n{log.read()[-3000:]}", file=sys.stderr)
             process.terminate()
             process.wait(60)
 

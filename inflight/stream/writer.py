@@ -81,27 +81,32 @@ class StreamWriter:
 
     def send(self, frame: TokenFrame, *, at_once: bool = True) -> None:
         """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps.
-        at_once: no call follows soon, or the reader should have it now; else it may wait for the next frames a little,
-        where they come so fast that sending each alone would slow the generator down."""
+        at_once: no call follows soon, or the reader should have it now; else its tokens may wait a little for those
+        of the next frames, where they come so fast that sending each alone would slow the generator down."""
         self._held_back.append(frame)
-        if at_once or now_ns() >= self._due_ns:
+        if at_once or not frame.header.num_tokens or now_ns() >= self._due_ns:
             self.flush()
 
     def flush(self) -> None:
         """Hear what readers say, and send what the reader can take; if there is nothing, a sign of life."""
-        began_ns = now_ns()
+        began_ns, num_tokens = now_ns(), 0
         while self._held_back:
-            self.kept.append(self._held_back.popleft().encode())
+            frame = self._held_back.popleft()
+            num_tokens += frame.header.num_tokens
+            self.kept.append(frame.encode())
         self._exchange()
-        ended_ns = now_ns()
-        self._due_ns = ended_ns + min(int((ended_ns - began_ns) / _FLUSH_SHARE), _MOST_HELD_BACK_NS)
+        if num_tokens:
+            ended_ns = now_ns()
+            self._due_ns = ended_ns + min(int((ended_ns - began_ns) / _FLUSH_SHARE), _MOST_HELD_BACK_NS)
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a reader says something, at the latest after so long."""
         self._socket.poll(timeout_ms)
 
     def close(self) -> None:
-        """Let the socket go. What is on its way has two seconds to arrive."""
+        """Let the socket go. What is on its way has two seconds to arrive. Safe to call twice."""
+        if self._socket.closed:
+            return
         self.flush()
         self._socket.close()
         self.kept.close()

@@ -4,7 +4,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -94,6 +94,44 @@ def test_a_frame_is_kept_until_the_next_one_is_asked_for(writer):
     assert reader.receive(10) is None
     until(lambda: writer.kept.oldest == 3, writer)
     reader.close()
+
+
+@pytest.fixture
+def reader_of_held_back(writer, monkeypatch) -> Iterator[StreamReader]:
+    """Of a writer that holds back what may wait for as long as the test lasts."""
+    monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e-12)
+    monkeypatch.setattr(writer_module, "_MOST_HELD_BACK_NS", 600_000_000_000)
+    reader = StreamReader(writer.endpoint)
+    until(lambda: reader.receive(0) or writer._reader, writer)
+    yield reader
+    reader.close()
+
+
+def numbers(reader: StreamReader, count: int) -> list[int | None]:
+    """Of the next frames, without help of the writer; None where none comes."""
+    frames = [reader.receive(500) for _ in range(count)]
+    return [frame and frame.header.sequence for frame in frames]
+
+
+@pytest.mark.parametrize("how", ["another", "close", "flush"])
+def test_frames_that_follow_closely_go_together(writer, reader_of_held_back, how):
+    for number in range(3):
+        writer.send(make_frame(3, number), at_once=False)
+    assert numbers(reader_of_held_back, 2) == [0, None]  # which had none before it
+    writer.send(make_frame(3, 3)) if how == "another" else getattr(writer, how)()
+    assert numbers(reader_of_held_back, 3) == [1, 2, 3 if how == "another" else None]
+
+
+def test_first_tokens_wait_for_nothing(writer, reader_of_held_back):
+    """Neither signs of life nor news without tokens hold them back, and news pass nobody."""
+    for _ in range(3):
+        writer.flush()
+    writer.send(make_frame(0, 0), at_once=False)
+    writer.send(make_frame(3, 1), at_once=False)
+    assert numbers(reader_of_held_back, 2) == [0, 1]
+    writer.send(make_frame(3, 2), at_once=False)
+    writer.send(make_frame(0, 3), at_once=False)
+    assert numbers(reader_of_held_back, 2) == [2, 3]
 
 
 def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
