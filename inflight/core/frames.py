@@ -19,7 +19,6 @@ MAGIC = b"IFF1"
 MAX_FRAME_BYTES = 1 << 30
 _PREFIX = struct.Struct("<4sI")
 _ALIGNMENT = 8
-_PADDING = tuple(bytes(count) for count in range(_ALIGNMENT))
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number that fits into the int64 of a rollout's columns."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -122,21 +121,13 @@ class TokenFrame:
     def encode(self) -> bytes:
         """One message: a magic word, the header's length, the header as MessagePack, and the columns, little-endian,
         each at a multiple of 8 bytes."""
-        header, extras = self.header, ()
-        if self.extras:
-            extras = [
-                np.ascontiguousarray(column, _wire_dtype(name, column.dtype)) for name, column in self.extras.items()
-            ]
-            specs = [ColumnSpec(name, e.dtype.str, e.shape) for name, e in zip(self.extras, extras, strict=True)]
-            header = msgspec.structs.replace(header, columns=specs)
-        encoded = _HEADER_ENCODER.encode(header)
-        parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(encoded)), encoded]
-        parts.append(_PADDING[-len(encoded) % _ALIGNMENT])
-        required = (self.request_ids, self.token_ids, self.logprobs)
-        for column, dtype in zip(required, _REQUIRED_DTYPES.values(), strict=True):
-            parts += np.ascontiguousarray(column, dtype).data, _PADDING[-len(column) * dtype.itemsize % _ALIGNMENT]
-        for column in extras:
-            parts += column.tobytes(), _PADDING[-column.nbytes % _ALIGNMENT]
+        required = [np.ascontiguousarray(getattr(self, name), COLUMNS[name].dtypes[0]) for name in REQUIRED]
+        extras = {n: np.ascontiguousarray(column, _wire_dtype(n, column.dtype)) for n, column in self.extras.items()}
+        specs = [ColumnSpec(name, column.dtype.str, column.shape) for name, column in extras.items()]
+        header = _HEADER_ENCODER.encode(msgspec.structs.replace(self.header, columns=specs) if specs else self.header)
+        parts = [_PREFIX.pack(MAGIC, len(header)), header, bytes(-len(header) % _ALIGNMENT)]
+        for column in (*required, *extras.values()):
+            parts += [column.tobytes(), bytes(-column.nbytes % _ALIGNMENT)]
         return b"".join(parts)
 
     @classmethod

@@ -77,7 +77,7 @@ class StreamWriter:
     @property
     def num_unsent(self) -> int:
         """Frames that are not on their way yet."""
-        return self.kept.next - self._next_to_send
+        return self.kept.next + len(self._held_back) - self._next_to_send
 
     def send(self, frame: TokenFrame, *, at_once: bool = True) -> None:
         """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps.
