@@ -43,7 +43,8 @@ LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1}
 def cluster() -> Iterator[None]:
     """Two raylets with engines beside that of this process."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # which workers take over
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+    made = Cluster(initialize_head=True, head_node_args=head)
     try:
         made.add_node(num_cpus=2, resources={"left": 2})
         made.add_node(num_cpus=1, resources={"right": 1})

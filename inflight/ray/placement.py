@@ -88,9 +88,10 @@ class Placement:
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         fit = [node for node in nodes.values() if self._fits(node["Resources"])]
         if fit:
-            why = f"{len(fit)} of {len(nodes)} nodes have {self.wanted}, which something else holds"
+            why = f"{len(fit)} of {len(nodes)} nodes have {self.wanted}, and either something else holds that"
             if self.scheduling_strategy != "DEFAULT":
                 why += ", or the scheduling strategy allows none of them"
+            why += ", or a process has not started there in time"
         else:
             why = f"no node of the cluster has {self.wanted}"
         have = "; ".join(f"{node['NodeManagerAddress']} has {self._of(node['Resources'])}" for node in nodes.values())
