@@ -434,16 +434,20 @@ class Inbox:
     def held_of(self, engine_id: str, num_tokens: int, num_rollouts: int) -> Held:
         """What one of several engines is told of what is held here of it, which has sent so much."""
         with self._lock:
-            held, waits = self._held_of[engine_id], bool(self._waiters)
-            held_tokens = held.num_tokens + self._assembler.num_unfinished_tokens_at[engine_id]
-            return Held(num_tokens, num_rollouts, held_tokens, held.num_rollouts, held.oldest, waits)
+            unfinished = self._assembler.num_unfinished_tokens_at[engine_id]
+            return self._held_here(self._held_of[engine_id], unfinished, num_tokens, num_rollouts)
 
     def _tell(self, num_tokens: int, num_rollouts: int) -> Held:
         """What the engine is told of what is held here."""
         with self._lock:
-            held = self._held
-            held_tokens = held.num_tokens + self._assembler.num_unfinished_tokens
-            return Held(num_tokens, num_rollouts, held_tokens, held.num_rollouts, held.oldest, bool(self._waiters))
+            return self._held_here(self._held, self._assembler.num_unfinished_tokens, num_tokens, num_rollouts)
+
+    def _held_here(self, held: HeldGroups, unfinished_tokens: int, num_tokens: int, num_rollouts: int) -> Held:
+        """The lock is held."""
+        return Held(
+            num_tokens, num_rollouts, held.num_tokens + unfinished_tokens, held.num_rollouts, held.oldest,
+            waits=bool(self._waiters), follows=bool(self._listeners),
+        )  # fmt: skip
 
     def _ask(self, silent_s: float) -> None:
         """Ask whether the engine is there, and tell those who wait if it hangs. It may take as long as the bound on the

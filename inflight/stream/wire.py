@@ -36,6 +36,8 @@ class Held(msgspec.Struct, frozen=True):
     """The oldest version of a token among them."""
     waits: bool = True
     """Somebody waits for rollouts."""
+    follows: bool = False
+    """Somebody takes tokens as they come, as a server does that streams them."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

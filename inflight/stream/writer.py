@@ -38,9 +38,10 @@ _WINDOW_BYTES = 16 << 20
 """What may be on its way to the reader without being acknowledged."""
 _BEAT_NS = 500_000_000
 _FLUSH_SHARE = 0.005
-_MOST_HELD_BACK_NS = 25_000_000
+_MOST_HELD_BACK_NS = 100_000_000
+_MOST_FOLLOWED_NS = 25_000_000
 """Frames that follow each other closely are sent together, so that sending them takes no more of the generator's time
-than this share, and none waits for longer than this."""
+than this share, and none waits for longer than this, or where somebody follows the tokens."""
 
 
 class StreamWriter:
@@ -97,7 +98,8 @@ class StreamWriter:
         self._exchange()
         if num_tokens:
             ended_ns = now_ns()
-            self._due_ns = ended_ns + min(int((ended_ns - began_ns) / _FLUSH_SHARE), _MOST_HELD_BACK_NS)
+            most_ns = _MOST_FOLLOWED_NS if self.trainer.follows else _MOST_HELD_BACK_NS
+            self._due_ns = ended_ns + min(int((ended_ns - began_ns) / _FLUSH_SHARE), most_ns)
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a reader says something, at the latest after so long."""

@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from inflight.core.errors import ProtocolError, StreamGapError
 from inflight.stream import reader as reader_module
 from inflight.stream import writer as writer_module
 from inflight.stream.reader import StreamReader
-from inflight.stream.wire import Ack, Subscribe, encode, to_reader
+from inflight.stream.wire import Ack, Held, Subscribe, encode, to_reader
 from inflight.stream.writer import StreamWriter
 
 
@@ -132,6 +133,23 @@ def test_first_tokens_wait_for_nothing(writer, reader_of_held_back):
     writer.send(make_frame(3, 2), at_once=False)
     writer.send(make_frame(0, 3), at_once=False)
     assert numbers(reader_of_held_back, 2) == [2, 3]
+
+
+def test_a_reader_of_whom_tokens_are_followed_gets_them_sooner(writer, monkeypatch):
+    monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e-12)
+    monkeypatch.setattr(writer_module, "_MOST_HELD_BACK_NS", 600_000_000_000)
+    monkeypatch.setattr(writer_module, "_MOST_FOLLOWED_NS", 0)
+    follows = []
+    with closing(StreamReader(writer.endpoint, held=lambda *_: Held(follows=bool(follows)))) as reader:
+        until(lambda: reader.receive(0) or writer._reader, writer)
+        for number in range(2):
+            writer.send(make_frame(3, number), at_once=False)
+        assert numbers(reader, 2) == [0, None]
+        follows.append("a server")
+        until(lambda: (reader.receive(10), writer.trainer.follows)[1], writer)
+        for number in range(2, 5):
+            writer.send(make_frame(3, number), at_once=number == 2)
+        assert numbers(reader, 4) == [2, 3, 4, None]
 
 
 def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):

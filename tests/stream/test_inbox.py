@@ -202,6 +202,14 @@ def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finishe
     assert [group[0].group_id for group in wire.stream.groups()] == [300]
 
 
+def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
+    inbox, frames = wire.stream._inbox, []
+    wire.stream.listen(follower := lambda: frames.append(1))
+    assert inbox.held_of("a", 0, 0).follows
+    wire.stream.unlisten(follower)
+    assert not inbox.held_of("a", 0, 0).follows
+
+
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
     """A waiter that stayed would tell the engine for ever that somebody waits."""
     inbox = wire.stream._inbox
