@@ -21,7 +21,7 @@ from inflight.bench.staleness import engine_and_trainer
 from inflight.training.config import GRPOConfig
 from inflight.training.grpo import Example, grpo
 
-PAIRS, STEPS, GROUPS, SAMPLES, TOKENS = 8, 30, 16, 4, 32
+PAIRS, STEPS, GROUPS, SAMPLES, TOKENS = 24, 30, 16, 4, 32
 
 
 class Timed(inflight.RunRecorder):
