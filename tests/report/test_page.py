@@ -214,7 +214,12 @@ def test_a_report_is_read_by_keys(browser, full):
     table = page.locator("#measures .scroll")
     table.focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.querySelector('#measures .scroll').scrollLeft > 0")
+    moved = """async () => {
+        const table = document.querySelector("#measures .scroll");
+        for (let tries = 0; tries < 100 && !table.scrollLeft; tries++) await new Promise(next => setTimeout(next, 20));
+        return table.scrollLeft;
+    }"""
+    assert page.evaluate(moved) > 0
     source = page.locator("#sources details").first
     source.locator("summary").focus()
     page.keyboard.press("Enter")
