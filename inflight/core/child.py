@@ -2,7 +2,8 @@
 
 A child imports the same inflight as its parent, from the same place, and nothing from the working directory, where a
 file may have the name of a module. This file is both: imported, it makes the command line of a child; run by path, it
-is the child's first code (and therefore imports nothing of ours).
+is the child's first code (and therefore imports nothing of ours). As it stays the child's main module, it is also the
+first code of processes that the child has `multiprocessing` start, as vLLM does for its workers.
 """
 
 import importlib.util
@@ -13,6 +14,8 @@ import sys
 from pathlib import Path
 
 _PACKAGES = ("inflight", "inflight_kernels")
+_FOUND = "INFLIGHT_CHILD_PACKAGES"
+"""The variable that tells a child's own processes where these are."""
 
 
 def command(module: str, *arguments: str, python: str = "", kernels: bool = True) -> list[str]:
@@ -37,7 +40,14 @@ def _working_directory() -> str | None:
 
 
 def main() -> None:
-    found, module = json.loads(sys.argv[1]), sys.argv[2]
+    os.environ[_FOUND], module = sys.argv[1], sys.argv[2]
+    _find_packages()
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__")
+
+
+def _find_packages() -> None:
+    found = json.loads(os.environ[_FOUND])
     sys.path += [path for path in found["paths"] if path not in sys.path]  # last, so that they replace nothing
     for name, origin in found["packages"].items():
         spec = importlib.util.spec_from_file_location(
@@ -47,9 +57,9 @@ def main() -> None:
         assert spec.loader is not None
         sys.modules[name] = package = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(package)
-    sys.argv = [module, *sys.argv[3:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":
+    _find_packages()

@@ -83,10 +83,13 @@ class StreamWriter:
     def send(self, frame: TokenFrame, *, at_once: bool = True) -> None:
         """Send a frame behind those that wait, as soon as there is a reader. Their numbers rise from 0 without gaps.
         at_once: no call follows soon, or the reader should have it now; else its tokens may wait a little for those
-        of the next frames, where they come so fast that sending each alone would slow the generator down."""
+        of the next frames, where they come so fast that sending each alone would slow the generator down. The frame
+        after one that is sent at once does not wait either: it may have the first token of who asks again."""
         self._held_back.append(frame)
         if at_once or not frame.header.num_tokens or now_ns() >= self._due_ns:
             self.flush()
+        if at_once:
+            self._due_ns = 0
 
     def flush(self) -> None:
         """Hear what readers say, and send what the reader can take; if there is nothing, a sign of life."""

@@ -35,12 +35,36 @@ def test_files_in_the_working_directory_are_not_modules_of_the_engine(tmp_path):
     assert run(str(script), cwd=there).strip() == str(PACKAGE)
 
 
+def copy_package(directory: Path) -> None:
+    """With version 0.9.9."""
+    shutil.copytree(PACKAGE, directory / "inflight", ignore=shutil.ignore_patterns("__pycache__"))
+    init = directory / "inflight" / "__init__.py"
+    init.write_text(init.read_text().replace(f'__version__ = "{inflight.__version__}"', '__version__ = "0.9.9"'))
+
+
+def test_what_a_child_spawns_has_the_inflight_of_the_child(tmp_path):
+    """As vLLM's workers have, in an interpreter that has none."""
+    copy_package(tmp_path)
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "told.py").write_text("def tell():\n    import inflight\n    print(inflight.__version__, flush=True)\n")
+    (modules / "spawner.py").write_text(
+        "import multiprocessing, told\n"
+        "process = multiprocessing.get_context('spawn').Process(target=told.tell)\n"
+        "process.start()\n"
+        "process.join()\n"
+    )
+    program = (
+        f"import subprocess, sys; sys.path.insert(0, {str(tmp_path)!r}); from inflight.core import child\n"
+        "subprocess.run(child.command('spawner', python=sys.executable), check=True)\n"
+    )
+    assert run("-c", program, env=os.environ | {"PYTHONPATH": str(modules)}).split() == ["0.9.9"]
+
+
 @pytest.mark.slow
 def test_an_engine_runs_the_inflight_of_its_trainer(tmp_path):
     """Which is found by sys.path alone, and which another one that is installed does not replace."""
-    shutil.copytree(PACKAGE, tmp_path / "inflight", ignore=shutil.ignore_patterns("__pycache__"))
-    init = tmp_path / "inflight" / "__init__.py"
-    init.write_text(init.read_text().replace(f'__version__ = "{inflight.__version__}"', '__version__ = "0.9.9"'))
+    copy_package(tmp_path)
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import inflight\n" + LAUNCH + "print(engine.info.version)"
     )

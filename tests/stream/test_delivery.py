@@ -135,6 +135,14 @@ def test_first_tokens_wait_for_nothing(writer, reader_of_held_back):
     assert numbers(reader_of_held_back, 2) == [2, 3]
 
 
+def test_the_first_tokens_of_who_asks_again_wait_for_nothing(writer, reader_of_held_back):
+    writer.send(make_frame(3, 0), at_once=False)
+    writer.send(make_frame(3, 1))  # after which the engine is idle
+    for number in (2, 3):
+        writer.send(make_frame(3, number), at_once=False)
+    assert numbers(reader_of_held_back, 4) == [0, 1, 2, None]
+
+
 def test_a_reader_of_whom_tokens_are_followed_gets_them_sooner(writer, monkeypatch):
     monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e-12)
     monkeypatch.setattr(writer_module, "_MOST_HELD_BACK_NS", 600_000_000_000)
