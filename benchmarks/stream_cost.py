@@ -51,22 +51,20 @@ class Rounds:
 
     def draw(self, num_sequences: int) -> dict[bool, np.ndarray]:
         """Draw two rounds. Returns the time and the CPU time of the passes without streaming, and of those with it."""
+        engine, passes = self._engine, PASSES[num_sequences]
+        params = SamplingParams(max_tokens=4 * passes + WARMUP + 8, ignore_eos=True, seed=0)
         spent = {False: np.zeros(2), True: np.zeros(2)}
         for order in ((False, True, True, False), (True, False, False, True)):
-            engine, params = (
-                self._engine,
-                SamplingParams(max_tokens=4 * PASSES[num_sequences] + WARMUP + 8, ignore_eos=True, seed=0),
-            )
             engine.submit([Prompt([1 + index] * 8, params) for index in range(num_sequences)])
-            self._pass(WARMUP, streams=False)
+            self._passes(WARMUP, streams=False)
             for streams in order:
-                spent[streams] += self._pass(PASSES[num_sequences], streams=streams)
+                spent[streams] += self._passes(passes, streams=streams)
             self._writer.flush()
             while engine.has_work:
                 engine.step()
         return spent
 
-    def _pass(self, count: int, *, streams: bool) -> np.ndarray:
+    def _passes(self, count: int, *, streams: bool) -> np.ndarray:
         engine, writer = self._engine, self._writer
         began, began_cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -82,14 +80,12 @@ class Rounds:
 def measure(rounds: Rounds, num_sequences: int) -> dict[str, Any]:
     rounds.draw(num_sequences)  # kernels are compiled
     spent = [rounds.draw(num_sequences) for _ in range(PAIRS)]
+    num_tokens = num_sequences * 4 * PASSES[num_sequences]
     by_time, by_cpu = shares(spent, 0), shares(spent, 1)
     rank = PAIRS // 2 - round(1.96 * PAIRS**0.5 / 2)
     return {
-        "tokens_per_s": num_sequences * 4 * PASSES[num_sequences] / median(float(each[False][0]) for each in spent),
-        "tokens_per_s_streamed": num_sequences
-        * 4
-        * PASSES[num_sequences]
-        / median(float(each[True][0]) for each in spent),
+        "tokens_per_s": num_tokens / median(float(each[False][0]) for each in spent),
+        "tokens_per_s_streamed": num_tokens / median(float(each[True][0]) for each in spent),
         "share": median(by_time),
         "interval": [by_time[rank - 1], by_time[-rank]],
         "cpu_share": median(by_cpu),

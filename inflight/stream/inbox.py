@@ -444,9 +444,10 @@ class Inbox:
 
     def _held_here(self, held: HeldGroups, unfinished_tokens: int, num_tokens: int, num_rollouts: int) -> Held:
         """The lock is held."""
+        follows = bool(self._listeners) or any(waiter.wanted for waiter in self._waiters)
         return Held(
             num_tokens, num_rollouts, held.num_tokens + unfinished_tokens, held.num_rollouts, held.oldest,
-            waits=bool(self._waiters), follows=bool(self._listeners),
+            waits=bool(self._waiters), follows=follows,
         )  # fmt: skip
 
     def _ask(self, silent_s: float) -> None:

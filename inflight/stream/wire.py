@@ -37,7 +37,7 @@ class Held(msgspec.Struct, frozen=True):
     waits: bool = True
     """Somebody waits for rollouts."""
     follows: bool = False
-    """Somebody takes tokens as they come, as a server does that streams them."""
+    """Somebody takes tokens as they come, as a server does, or waits for certain groups and may then ask for more."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

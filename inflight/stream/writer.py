@@ -41,7 +41,7 @@ _FLUSH_SHARE = 0.005
 _MOST_HELD_BACK_NS = 100_000_000
 _MOST_FOLLOWED_NS = 25_000_000
 """Frames that follow each other closely are sent together, so that sending them takes no more of the generator's time
-than this share, and none waits for longer than this, or where somebody follows the tokens."""
+than this share; but none waits for longer than this: the second, where somebody follows the tokens."""
 
 
 class StreamWriter:

@@ -210,6 +210,19 @@ def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
     assert not inbox.held_of("a", 0, 0).follows
 
 
+def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
+    inbox = wire.stream._inbox
+    wire.stream.expect([0, 1])
+    any_group = inbox.next()
+    assert (inbox.held_of("a", 0, 0).waits, inbox.held_of("a", 0, 0).follows) == (True, False)
+    certain = inbox.take([1])
+    assert inbox.held_of("a", 0, 0).follows
+    arrive(wire, [0, 1], 0)
+    certain.result(timeout=10)
+    any_group.result(timeout=10)
+    assert not inbox.held_of("a", 0, 0).follows
+
+
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
     """A waiter that stayed would tell the engine for ever that somebody waits."""
     inbox = wire.stream._inbox
