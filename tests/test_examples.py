@@ -124,7 +124,7 @@ def test_trls_asynchronous_trainer_learns():
 def test_a_short_demo_writes_what_it_says(tmp_path):
     """In flight, and in turn from the model that came out of that."""
     first, second = tmp_path / "inflight", tmp_path / "sync"
-    check_demo(first, "--warmup-steps", "40")
+    check_demo(first, "--warmup-steps", "150")
     [checkpoint] = first.glob("checkpoint-*")
     summary = check_demo(second, "--sync", "--model", str(checkpoint))
     assert (summary["num_swaps_in_flight"], summary["version_lag"]["max"]) == (0, 0)
