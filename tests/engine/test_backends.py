@@ -432,7 +432,7 @@ def test_every_token_tells_the_truth(truth_teller_dir, backend, workers):
     options = {}
     if backend == "vllm":
         options = {"vllm": {"tensor_parallel_size": workers, "block_size": 32}, "cuda_graphs": workers == 1}
-    num_versions = 200 if workers == 1 else 60  # two workers on two cores are slow
+    num_versions = 200
     with launch(truth_teller_dir, backend, **options) as engine:
         publisher = start_publisher(engine, num_versions)
         seen, spanning = truth_told(engine, publisher)
