@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 from inflight_kernels import (
+    BlockCopies,
     Norm,
     add_lora,
     add_rms_norm,
@@ -473,6 +474,35 @@ def copy_case(machine: Machine, dtype: torch.dtype) -> Case:
     )
 
 
+def block_copies_case(machine: Machine) -> Case:
+    """What the followers of 64 prompts take over: the last block of each, in the keys and values of 28 layers."""
+    sizes, pairs = machine.sizes, 64
+    shape = 2 * pairs, 16, sizes.kv_heads, sizes.head_dim
+    tensors = [machine.random(math.prod(shape), dtype=BF16).view(shape) for _ in range(2 * 28)]
+    mapping = {pairs + i: i for i in range(pairs)}
+    copies = BlockCopies([tensors])
+    to, source = torch.tensor([[*mapping], [*mapping.values()]], device=tensors[0].device)
+
+    def eager() -> None:
+        for tensor in tensors:
+            tensor[to] = tensor[source]
+
+    def error() -> float:
+        copies.run([mapping])
+        return 0.0 if all(torch.equal(tensor[to], tensor[source]) for tensor in tensors) else math.inf
+
+    return Case(
+        name="block copies",
+        shape=f"{pairs} blocks of {len(tensors)} tensors [{', '.join(map(str, shape[1:]))}]",
+        dtype="bfloat16",
+        num_bytes=sum(tensor.nbytes for tensor in tensors),
+        ours=lambda: copies.run([mapping]),
+        error=error,
+        tolerance=0.0,
+        peers={"eager": lambda: eager},
+    )
+
+
 def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Case:
     """Attention over a paged cache with `group` query heads per KV head: of single tokens, or of chunks of prompts."""
     sizes, random = machine.sizes, np.random.default_rng(0)
@@ -594,6 +624,7 @@ CASES: dict[str, Callable[[Machine], Case]] = {
     "add_lora, decode": lambda machine: lora_case(machine, machine.sizes.decode),
     "copy_all, cast": lambda machine: copy_case(machine, FP32),
     "copy_all": lambda machine: copy_case(machine, BF16),
+    "block copies": block_copies_case,
 }
 
 

@@ -33,7 +33,7 @@ from inflight.engine.rows import Rows
 from inflight.engine.sampler import Sampler
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.stopping import StopCondition
-from inflight.engine.warm_up import warm_up_draws
+from inflight.engine.warm_up import warm_up_copies, warm_up_draws
 from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
@@ -115,6 +115,7 @@ class Parts:
         # Logits that are changed before a draw are in fp32, and so are all of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
         warm_up_draws(drawn_from, self.limits.vocab_size, self.device)
+        warm_up_copies(self.memory)
         self.routed_experts: RoutedExpertsRecorder | None = None
         if options.record_routed_experts:
             self.routed_experts = RoutedExpertsRecorder(modules, text_config)

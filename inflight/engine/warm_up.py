@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from inflight_kernels import draw
 
+from inflight.engine.attention.backend import KVMemory
+
 
 @torch.inference_mode()
 def warm_up_draws(dtypes: Iterable[torch.dtype], vocab_size: int, device: torch.device) -> None:
@@ -21,3 +23,9 @@ def warm_up_draws(dtypes: Iterable[torch.dtype], vocab_size: int, device: torch.
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
         for entropy in (False, True):
             draw(logits, torch.ones(1, device=device), index, index, entropy=entropy)
+
+
+def warm_up_copies(memory: KVMemory) -> None:
+    """Copy a block of each group to block 0, which belongs to nobody. On a CPU nothing is done."""
+    if memory.device.type == "cuda":
+        memory.copy_blocks([{0: 1} for _ in memory.groups])

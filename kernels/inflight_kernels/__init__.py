@@ -5,7 +5,7 @@ Importing this package needs no GPU, no Triton and no compiler.
 
 from inflight_kernels._norm import Norm
 from inflight_kernels.attention import paged_attention
-from inflight_kernels.copy import ScaledCopies, copy_all
+from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
 from inflight_kernels.rotary import rope_and_cache
@@ -14,6 +14,7 @@ from inflight_kernels.selective_logprob import selective_logprobs, selective_log
 from inflight_kernels.tokenwise import add_rms_norm, gated_activation, linear, rms_norm, unrounded_linear
 
 __all__ = [
+    "BlockCopies",
     "Norm",
     "ScaledCopies",
     "add_lora",

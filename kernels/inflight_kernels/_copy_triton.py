@@ -1,8 +1,9 @@
-"""The Triton kernel of `copy`: one program copies a block of one of many tensors."""
+"""The Triton kernels of `copy`: one program copies a block of one of many tensors."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -14,6 +15,10 @@ TAIL: Any = 1024
 left for a second program on a multiprocessor."""
 ALIGNMENT = 16
 """Bytes that a thread loads and stores at once."""
+PIECE: Any = 512
+"""Words of 4 bytes of which the blocks of a cache must be multiples."""
+_MOST_WORDS = 4096
+"""What one program holds in registers: 8 loads of 16 bytes for each of 128 threads."""
 _KINDS = {
     (torch.float32, torch.float32): 0,
     (torch.bfloat16, torch.bfloat16): 1,
@@ -118,3 +123,48 @@ def _table(
         for tensor in (torch.cat((values, first[:, None]), 1), owners)
     )
     return table, owners
+
+
+@triton.jit
+def copy_blocks_kernel(table, pairs, WORDS: tl.constexpr):
+    pair, row = pairs + tl.program_id(0) * 3, table + tl.program_id(1) * 3
+    address, words = tl.load(row), tl.load(row + 1)
+    if tl.load(pair + 2) == tl.load(row + 2):
+        source, destination = address + tl.load(pair + 1) * words * 4, address + tl.load(pair) * words * 4
+        for start in range(0, words, WORDS):
+            move(source, destination, start + tl.arange(0, WORDS), None, I32, I32)
+
+
+class BlockTable(NamedTuple):
+    """Tensors of N in which blocks are copied, as the kernel reads them."""
+
+    table: torch.Tensor
+    """i64[N, 3]: the address of a tensor, the words of 4 bytes of its blocks, and its group."""
+    words: int
+    """Words that a program moves at a time: a power of two, of which all blocks are multiples."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[torch.Tensor]]) -> Self | None:
+        """None if the kernel cannot copy their blocks."""
+        rows: list[tuple[int, int, int]] = []
+        for index, tensors in enumerate(groups):
+            for tensor in tensors:
+                words, rest = divmod(tensor.stride(0) * tensor.itemsize, 4)
+                if not tensor.is_contiguous() or rest or words % PIECE or tensor.data_ptr() % ALIGNMENT:
+                    return None
+                rows.append((tensor.data_ptr(), words, index))
+        table = torch.tensor(rows, dtype=torch.int64)
+        words = math.gcd(_MOST_WORDS, *table[:, 1].tolist())
+        return cls(table.to(groups[0][0].device), words)
+
+    def copy(self, copies: Sequence[Mapping[int, int]]) -> None:
+        """to block → from block, for each group; no block is both."""
+        pairs = [(*pair, group) for group, mapping in enumerate(copies) for pair in mapping.items()]
+        if not pairs:
+            return
+        device, numbers = self.table.device, torch.tensor(pairs, dtype=torch.int64)
+        if device.type == "cuda":
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        with torch.cuda.device_of(self.table):
+            launch: Any = copy_blocks_kernel[(len(pairs), len(self.table))]
+            launch(self.table, numbers, WORDS=self.words, num_warps=4)

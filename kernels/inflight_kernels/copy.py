@@ -1,6 +1,7 @@
-"""Copies into a slot: many tensors at once, each cast to the dtype of its destination, perhaps times a factor."""
+"""Copies of many tensors at once: into a slot, each cast to the dtype of its destination, perhaps times a factor; and
+of blocks within the tensors of a KV cache."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,6 +31,40 @@ def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
         destinations, sources = _copy_triton.copy_all(destinations, sources)
     if destinations:
         torch._foreach_copy_(list(destinations), list(sources))
+
+
+class BlockCopies:
+    """Copies of blocks within many tensors [blocks, …], which keep their addresses.
+
+    On a GPU all copies of a run take one launch, where every block is contiguous, of a multiple of 2 KiB and at a
+    multiple of 16 bytes. Elsewhere each tensor is gathered from and scattered to.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[torch.Tensor]]):
+        """groups: tensors in which the same blocks are copied."""
+        self._groups = [list(tensors) for tensors in groups]
+        self._kernel = None
+        tensors = [tensor for tensors in self._groups for tensor in tensors]
+        if tensors and tensors[0].is_cuda:
+            from inflight_kernels import _copy_triton
+
+            self._kernel = _copy_triton.BlockTable.of(self._groups)
+
+    @torch.no_grad()
+    def run(self, copies: Sequence[Mapping[int, int]]) -> None:
+        """Copy blocks; all are read as they were before. copies: for each group, to block → from block. Raises
+        ValueError if there is not one mapping for each group."""
+        if len(copies) != len(self._groups):
+            raise ValueError(f"expected copies for each of {len(self._groups)} groups, got {len(copies)}")
+        # The programs of a launch run in any order, so that none may write what another one reads.
+        if self._kernel is not None and all(pairs.keys().isdisjoint(pairs.values()) for pairs in copies):
+            self._kernel.copy(copies)
+            return
+        for tensors, pairs in zip(self._groups, copies, strict=True):
+            if pairs:
+                to, source = torch.tensor([[*pairs], [*pairs.values()]]).to(tensors[0].device)
+                for tensor in tensors:
+                    tensor[to] = tensor[source]
 
 
 class ScaledCopies:

@@ -321,6 +321,35 @@ def check_copy_all(device: str) -> None:
     assert all(destination.all() for destination, _ in pairs)
 
 
+def check_block_copies(device: str) -> None:
+    """The same bits, in tensors whose blocks differ in size and whose groups in what is copied."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    groups = [
+        [tensor(9, 16, heads, 64, dtype=dtype) for heads in (1, 8) for dtype in DTYPES],
+        [tensor(5, 16, 3, 128, dtype=torch.bfloat16)],
+        [tensor(4, 16, 1, 64, dtype=torch.bfloat16)],
+    ]
+    copies = [{1: 2, 3: 2, 8: 0}, {}, {0: 3}]
+    expected = [[tensor.clone() for tensor in tensors] for tensors in groups]
+    for tensors, pairs in zip(expected, copies, strict=True):
+        for changed in tensors:
+            for to, source in pairs.items():
+                changed[to] = changed[source].clone()
+    table = _copy_triton.BlockTable.of(groups)
+    assert table is not None
+    table.copy([{}, {}, {}])
+    table.copy(copies)
+    for tensors, changed in zip(groups, expected, strict=True):
+        assert all(map(torch.equal, tensors, changed))
+    whole = tensor(2, 16, 1, 64, dtype=torch.bfloat16)
+    unfit = whole[..., :32], tensor(4096, dtype=torch.bfloat16)[2:2050].view(2, 1024), whole[..., :60].contiguous()
+    assert not any(_copy_triton.BlockTable.of([[whole], [other]]) for other in unfit)
+
+
 def check_add_lora(
     device: str, dtype: torch.dtype, tokens: int, inputs: int, widths: tuple[int, ...], rank: int, adapters: int
 ) -> None:
@@ -387,6 +416,7 @@ def main(device: str) -> None:
         check_add_lora(device, dtype, 13, 1100, (70, 45), 33, 2)
         check_add_lora(device, dtype, 270, 40, (7, 3, 16), 5, 2)
     check_copy_all(device)
+    check_block_copies(device)
     if device == "cuda":
         check_add_lora_in_a_graph()
     check_rope_and_cache(device, torch.float32, 6, 3, 80, 32, cache_dtype=torch.float16)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from inflight_kernels import ScaledCopies, _copy_triton, copy_all
+from inflight_kernels import BlockCopies, ScaledCopies, _copy_triton, copy_all
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -38,6 +38,29 @@ def test_the_copy_moves_16_bytes_at_a_time_and_rounds_to_nearest(capability):
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert "cvt.rn.bf16x2.f32" in ptx
+
+
+class NeverLaunched:
+    """In place of the kernel, where blocks are written that others are copied from."""
+
+    def copy(self, copies):
+        assert not any(pairs.keys() & set(pairs.values()) for pairs in copies), copies
+
+
+@pytest.mark.parametrize("kernel", [None, NeverLaunched()])
+def test_blocks_are_copied_as_they_were_before(kernel):
+    """A block that was given back before its copy was made may be copied to in the same pass."""
+    groups = [[torch.arange(6).repeat(3, 1).T.contiguous(), torch.arange(6.0)[:, None]], [torch.arange(4)[:, None]]]
+    copies = BlockCopies(groups)
+    copies._kernel = kernel
+    copies.run([{1: 2, 2: 3, 0: 5}, {3: 0, 0: 3}])
+    assert [tensor[:, 0].tolist() for tensors in groups for tensor in tensors] == [
+        [5, 2, 3, 3, 4, 5],
+        [5, 2, 3, 3, 4, 5],
+        [3, 1, 2, 0],
+    ]
+    with pytest.raises(ValueError, match="each of 2 groups, got 1"):
+        copies.run([{}])
 
 
 @pytest.mark.parametrize("to", [torch.float32, torch.bfloat16, torch.float16])

@@ -68,6 +68,17 @@ def copies(dtype: torch.dtype) -> None:
     _copy_triton.copy_all([meta(2048, 1024, dtype=BF16)], [meta(2048, 1024, dtype=dtype)])
 
 
+def block_copies(dtype: torch.dtype) -> None:
+    table = _copy_triton.BlockTable.of([[meta(5000, 16, 8, 128, dtype=dtype)] * 56])
+    assert table is not None
+    table.copy([{1: 2, 3: 4}])
+
+
+def test_all_block_copies_of_a_pass_are_one_launch():
+    [launch] = launches_of(block_copies, BF16)
+    assert launch.grid == (2, 56)
+
+
 def lora(tokens: int, rank: int, dtype: torch.dtype) -> None:
     widths = (2048, 1024, 1024)
     a, b = meta(8, 3 * rank, 2048, dtype=dtype), meta(8, sum(widths), rank, dtype=dtype)
@@ -109,6 +120,7 @@ CASES: dict[str, Callable[..., None]] = {
     "draw, no entropy": partial(draw, 131_072, False),
     "selective_logprobs": partial(selective_logprobs, 151_936),
     "copies": copies,
+    "block copies": block_copies,
     "lora, 256 tokens": partial(lora, 256, 16),
     "lora, 8192 tokens": partial(lora, 8192, 64),
     "linear_logprobs": partial(logprobs_and_gradient, 131_072, False, None),
@@ -119,7 +131,7 @@ CASES: dict[str, Callable[..., None]] = {
 SIMILAR = {"norm 1024", "gelu", "rope, 32 heads", "draw, no entropy", "lora, 8192 tokens", "linear_logprobs",
            "linear_logprobs, softcap"}  # fmt: skip
 """Cases that launch what others launch as well, in another size or without a part."""
-WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel")
+WIDE = ("rms_norm_kernel", "gated_activation_kernel", "block_kernel", "copy_kernel", "copy_blocks_kernel")
 """Kernels that are nothing but loads and stores."""
 PRODUCT = {80: "HMMA.16816.F32.BF16", 90: "HGMMA.64x256x16.F32.BF16"}
 PRODUCT_IN_PTX = {80: "mma.sync.aligned.m16n8k16.row.col.f32.bf16", 90: "wgmma.mma_async", 100: "tcgen05.mma"}

@@ -6,15 +6,17 @@ sliding window.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from inflight_kernels import BlockCopies
 
 from inflight.core.errors import DeviceMemoryError
 from inflight.core.options import EngineOptions
-from inflight.engine.device import memory_left, to_device
+from inflight.engine.device import memory_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +158,21 @@ class KVMemory:
             raise DeviceMemoryError(
                 f"the KV cache needs {self.nbytes / 2**20:,.0f} MiB, and that much is not free on {self.device} now"
             ) from error
+        tensors = [[pages[layer] for pages in (self.keys, self.values) for layer in g.layers] for g in self.groups]
+        self._copies = BlockCopies(tensors)
 
     def free(self) -> None:
         """Give the memory back."""
         self.keys.clear()
         self.values.clear()
+        self._copies = BlockCopies([])
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def copy_blocks(self, copies: list[dict[int, int]]) -> None:
-        """Copy blocks: for each group, to block → from block."""
-        for group, pairs in zip(self.groups, copies, strict=True):
-            if pairs:
-                to, source = (to_device(list(blocks), self.device) for blocks in (pairs, pairs.values()))
-                for layer in group.layers:
-                    self.keys[layer][to] = self.keys[layer][source]
-                    self.values[layer][to] = self.values[layer][source]
+    def copy_blocks(self, copies: Sequence[Mapping[int, int]]) -> None:
+        """Copy blocks, all as they were before: for each group, to block → from block."""
+        self._copies.run(copies)
 
     def _block_bytes(self, layers: list[int]) -> int:
         shapes = [self._layers[layer] for layer in layers]
