@@ -162,6 +162,7 @@ class Engine(Parts, Backend):
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def step(self) -> TokenFrame | None:
         """One forward pass over running sequences and the prompts that join them.
 
@@ -242,7 +243,7 @@ class Engine(Parts, Backend):
             draws, samples = launched.schedule.draws, launched.samples
             finite = np.isfinite(samples.logprobs.numpy())
             counts, may_end = self.rows.read(draws, samples.tokens.numpy())
-            if not finite.all():
+            if np.count_nonzero(finite) < len(finite):
                 may_end = may_end | (counts & ~finite)
             for index in may_end.nonzero()[0].tolist():
                 sequence = draws.cohort.sequences[index]

@@ -105,8 +105,9 @@ class DecodeGraphs:
         self._inputs = torch.zeros((2 + len(memory.groups)) * (max_sequences + 1), dtype=torch.int64, device=device)
         """Batch rows, positions, and the cache index of each group, one after another for a pass of any size."""
         self._token_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        self._batches: dict[int, tuple[torch.Tensor, ForwardBatch]] = {}
-        """Maps sizes to their part of the inputs, [2 + groups, size or one more], and the batch that reads it."""
+        self._batches: dict[int, tuple[torch.Tensor, torch.Tensor, ForwardBatch]] = {}
+        """Maps sizes to their part of the inputs, [2 + groups, size or one more], its batch rows [size], and the batch
+        that reads it."""
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
         """Maps (slot, size) to what a replay leaves for the head."""
         self._replays: dict[tuple[int, int], Callable[[], None]] = {}
@@ -129,12 +130,12 @@ class DecodeGraphs:
         """Logits [S, V] of a pass over single tokens, those that were drawn last in these batch rows i64[S]."""
         count = len(batch_rows)
         size = self._sizes[bisect_left(self._sizes, count)]
-        inputs, batch = self._batches[size]
+        inputs, rows, batch = self._batches[size]
         host = np.zeros(inputs.shape, np.int64)
         for line, values in zip(host, (batch_rows, places.positions, *places.cache_index), strict=True):
             line[:count] = values
         copy_to_device(torch.from_numpy(host), inputs)
-        torch.index_select(last_tokens, 0, inputs[0, :size], out=batch.token_ids)
+        torch.index_select(last_tokens, 0, rows, out=batch.token_ids)
         batch.tables = [_padded(table, size, NO_BLOCK) for table in places.tables]
         batch.contexts = torch.from_numpy(_padded(places.contexts, size, 1).astype(np.int32))
         self._backend.begin_graph(batch, self._memory)
@@ -155,7 +156,7 @@ class DecodeGraphs:
             rows=torch.arange(size, device=inputs.device),
             num_single=size,
         )
-        self._batches[size] = inputs, batch
+        self._batches[size] = inputs, inputs[0, :size], batch
         return batch
 
 

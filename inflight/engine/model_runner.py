@@ -83,7 +83,6 @@ class ModelRunner:
         if isinstance(self._memory.backend, GraphBackend):
             self._memory.backend.drop_graphs()
 
-    @torch.inference_mode()
     def forward(self, schedule: Schedule, slot: int) -> torch.Tensor:
         """Logits [M + S, V], one row per draw of the schedule and then one per scored token, in their orders."""
         single, parts = schedule.num_single, []

@@ -136,9 +136,10 @@ class Rows:
 
     def add_blocks(self, rows: np.ndarray, blocks: list[list[int]], block_size: int) -> None:
         """The sequences in these rows i64[N] hold one more block for each group, N blocks each."""
+        counts = self.num_blocks[rows]
         for table, more in zip(self.tables, blocks, strict=True):
-            table[rows, self.num_blocks[rows]] = more
-        self.num_blocks[rows] += 1
+            table[rows, counts] = more
+        self.num_blocks[rows] = counts + 1
         self.reserved[rows] += block_size
 
     # ---- passes -------------------------------------------------------------------------------------------------
@@ -165,8 +166,8 @@ class Rows:
         here = self._still_there(cohort, len(cohort))
         known = self.known[rows] + here
         self.known[rows] = known
-        ends = cohort.watched | (known >= cohort.limits) | (cohort.stop_ids == tokens).any(0)
-        if here.all():
+        ends = cohort.watched | (known >= cohort.limits) | np.logical_or.reduce(cohort.stop_ids == tokens)
+        if np.count_nonzero(here) == len(here):
             for sequence, token in zip(cohort.sequences, tokens.tolist(), strict=True):
                 sequence.tokens.append(token)
             return here, ends
@@ -193,6 +194,7 @@ class Rows:
         return self.entered[cohort.rows[:count]] == cohort.entered[:count]
 
     def _make_cohort(self, rows: np.ndarray) -> Cohort:
+        stop_ids = self.stop_ids[:, rows]
         return Cohort(
             epoch=self.epoch,
             sequences=self.sequences[rows].tolist(),
@@ -200,7 +202,7 @@ class Rows:
             request_ids=self.request_ids[rows],
             entered=self.entered[rows],
             limits=self.limits[rows],
-            stop_ids=self.stop_ids[:, rows],
+            stop_ids=stop_ids[(stop_ids != _NO_TOKEN).any(1)],
             watched=self.watched[rows],
             seeds=self.seeds[rows],
             temperatures=self.temperatures[rows],

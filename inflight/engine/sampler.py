@@ -106,7 +106,6 @@ class Sampler:
         self._seen_by: dict[int, tuple[int, int]] = {}
         """Maps a batch row to the request whose tokens `_seen` holds, and how many of them."""
 
-    @torch.inference_mode()
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
         """Sample the next token of each sequence from its row of logits of any float dtype."""
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences

@@ -169,7 +169,6 @@ class KVMemory:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[Mapping[int, int]]) -> None:
         """Copy blocks, all as they were before: for each group, to block → from block."""
         self._copies.run(copies)

@@ -39,30 +39,58 @@ class PageLists(NamedTuple):
     """The blocks that each of S sequences still sees, as FlashInfer takes them: a CSR matrix, and how far the last
     block of each is filled."""
 
-    indptr: np.ndarray
-    """i32[S + 1]"""
-    last_page_len: np.ndarray
-    """i32[S], 1 … block size"""
-    indices: np.ndarray
-    """i32[indptr[S]]"""
+    flat: np.ndarray
+    """i32[2 · S + 1 + number of blocks]: all lists, one after another."""
+    count: int
+    """S"""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The lengths of the lists in `flat`: indptr, last_page_len and indices."""
+        return [self.count + 1, self.count, len(self.flat) - 2 * self.count - 1]
+
+    @property
+    def indptr(self) -> np.ndarray:
+        """i32[S + 1]"""
+        return self.flat[: self.count + 1]
+
+    @property
+    def last_page_len(self) -> np.ndarray:
+        """i32[S], 1 … block size"""
+        return self.flat[self.count + 1 : 2 * self.count + 1]
+
+    @property
+    def indices(self) -> np.ndarray:
+        """i32[indptr[S]]"""
+        return self.flat[2 * self.count + 1 :]
 
 
-def page_lists(table: np.ndarray, counts: np.ndarray, contexts: np.ndarray, window: int | None) -> PageLists:
-    """table i32[S, B]: blocks of each sequence; counts i32[S]: queries, its last tokens; contexts i32[S]: tokens.
+def page_lists(table: np.ndarray, counts: np.ndarray | int, contexts: np.ndarray, window: int | None) -> PageLists:
+    """table i32[S, B]: blocks of each sequence; counts i32[S], or one for all: queries, its last tokens; contexts
+    i32[S]: tokens.
 
     Blocks that lie before the window of the first query are left out. FlashInfer compares positions of keys and
     queries only with one another, so that it does not see the difference; but it would weigh what is in such blocks
     by 0, and block 0, which stands in for those that were given back, may hold NaN.
     """
-    contexts = contexts.astype(np.int64)
-    first = 0 if window is None else np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
-    num_listed = (contexts + (BLOCK_SIZE - 1)) // BLOCK_SIZE - first
-    indptr = np.zeros(len(contexts) + 1, np.int64)
-    np.add.accumulate(num_listed, out=indptr[1:])
+    size, last = len(contexts), contexts - 1
+    num_listed = last // BLOCK_SIZE + 1
     # Entry i of the lists, of sequence s, is table[s, first[s] + i - indptr[s]].
-    before = np.arange(0, table.size, table.shape[1]) + first - indptr[:-1]
-    indices = table.ravel().take(np.arange(int(indptr[-1])) + before.repeat(num_listed))
-    return PageLists(indptr.astype(np.int32), ((contexts - 1) % BLOCK_SIZE + 1).astype(np.int32), indices)
+    before = np.arange(0, table.size, table.shape[1])
+    if window is not None:
+        first = np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
+        num_listed -= first
+        before += first
+    ends = np.add.accumulate(num_listed, dtype=np.int64)
+    before[1:] -= ends[:-1]
+    entries = before.repeat(num_listed)
+    entries += np.arange(len(entries))
+    lists = PageLists(np.empty(2 * size + 1 + len(entries), np.int32), size)
+    lists.flat[0] = 0
+    lists.indptr[1:] = ends
+    np.add(last % BLOCK_SIZE, 1, out=lists.last_page_len, casting="unsafe")
+    lists.indices[:] = table.ravel().take(entries)
+    return lists
 
 
 def workspace_bytes(q_heads: int, kv_heads: int, head_dim: int, num_sms: int, graph_sequences: int = 0) -> int:
@@ -192,13 +220,15 @@ class FlashInferAttention:
     def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
         self._use(memory, self._staged)
         single = self._num_single = batch.num_single
+        contexts = batch.contexts.numpy()
         if single:
-            lists = self._lists_on_device(batch, slice(single))
+            lists = self._lists_on_device([table[:single] for table in batch.tables], 1, contexts[:single])
             for plans in self._plans:
                 plans.current = plans.decode
                 plans.plan(plans.decode.plan, *lists[plans.group])
-        if single < len(batch.contexts):
-            lists = self._lists_on_device(batch, slice(single, None))
+        if single < len(contexts):
+            counts = np.diff(batch.starts.numpy()[single:])
+            lists = self._lists_on_device([table[single:] for table in batch.tables], counts, contexts[single:])
             queries = self._pinned(batch.starts[single:] - single)
             for plans in self._plans:
                 # Causal to the bottom right: the last query of a chunk sees the whole context.
@@ -234,8 +264,9 @@ class FlashInferAttention:
         """Like `begin`, but all that the kernels read lies where it lay for as many single tokens before: a graph that
         was recorded after such a call may be replayed after any later one."""
         self._use(memory, self._graph_staged)
-        size = self._num_single = len(batch.contexts)
-        staged = self._stage(batch, slice(size))
+        contexts = batch.contexts.numpy()
+        size = self._num_single = len(contexts)
+        staged = self._stage(batch.tables, 1, contexts)
         for (flat, _), inputs in zip(staged, self._graph_inputs, strict=True):
             inputs[: len(flat)].copy_(flat, non_blocking=True)
         for plans in self._plans:
@@ -308,22 +339,24 @@ class FlashInferAttention:
         size = max(workspace_bytes(*shape, self._num_sms, graph_sequences) for shape in shapes)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
 
-    def _stage(self, batch: ForwardBatch, rows: slice) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
-        """Returns for each group of the cache the page lists of these sequences, i32 on the CPU: one after another in a
+    def _stage(
+        self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray
+    ) -> list[tuple[torch.Tensor, Sequence[torch.Tensor]]]:
+        """Returns for each group of the cache the page lists of sequences, i32 on the CPU: one after another in a
         tensor, and each."""
         assert self._memory is not None
-        starts, contexts = batch.starts.numpy(), batch.contexts.numpy()[rows]
-        counts = (starts[1:] - starts[:-1])[rows]
         staged = []
-        for table, group in zip(batch.tables, self._memory.groups, strict=True):
-            lists = page_lists(table[rows], counts, contexts, group.window)
-            flat = self._pinned(torch.from_numpy(np.concatenate(lists)))
-            staged.append((flat, flat.split_with_sizes([len(part) for part in lists])))
+        for table, group in zip(tables, self._memory.groups, strict=True):
+            lists = page_lists(table, counts, contexts, group.window)
+            flat = self._pinned(torch.from_numpy(lists.flat))
+            staged.append((flat, flat.split_with_sizes(lists.sizes)))
         return staged
 
-    def _lists_on_device(self, batch: ForwardBatch, rows: slice) -> list[tuple[torch.Tensor, ...]]:
-        """Returns (indptr, indices, last_page_len) of these sequences for each group, the indices on the device."""
-        staged = [lists for _, lists in self._stage(batch, rows)]
+    def _lists_on_device(
+        self, tables: Sequence[np.ndarray], counts: np.ndarray | int, contexts: np.ndarray
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Returns (indptr, indices, last_page_len) of sequences for each group, the indices on the device."""
+        staged = [lists for _, lists in self._stage(tables, counts, contexts)]
         return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in staged]
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
