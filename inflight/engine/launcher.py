@@ -58,7 +58,9 @@ class EngineLauncher:
         try:
             self.welcome: Welcome = self.client.hello(timeout_s=options.timeout_s)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
-        except BaseException:
+        except BaseException as error:
+            if options.backend == "vllm" and isinstance(error, InflightError):  # vLLM says more there than it raises
+                error.add_note(f"The engine's log ended:\n{self._last_words}")
             self._make_end()
             self.client.close()
             raise
@@ -80,7 +82,7 @@ class EngineLauncher:
 
     @cached_property
     def _last_words(self) -> str:
-        """The end of the log of a process that has ended."""
+        """The end of its log, once it has ended or is not needed any more."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else ["(no log)"]
         return "\n".join(lines[-20:])
 

@@ -29,6 +29,7 @@ from inflight.core.errors import (
     EngineDiedError,
     InvalidRequestError,
     LayoutMismatchError,
+    ModelLoadError,
     NonFiniteWeightsError,
     UnsupportedModelError,
 )
@@ -460,6 +461,15 @@ def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_t
         os.kill(workers_of(engine._launcher.pid)[0], signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="vLLM has failed"):
             engine.generate([[1]], params, timeout_s=120)
+
+
+@pytest.mark.peers
+def test_what_keeps_vllm_from_starting_comes_with_the_end_of_its_log(truth_teller_dir):
+    with pytest.raises(ModelLoadError, match="does not run") as caught:
+        launch(truth_teller_dir, "vllm", vllm={"kv_cache_dtype": "fp9"})
+    [note] = caught.value.__notes__
+    assert "Traceback (most recent call last)" in note
+    assert "fp9" in note
 
 
 def workers_of(pid: int) -> list[int]:
