@@ -22,6 +22,8 @@ _ACK_PACE_NS = 40_000_000
 part of it to every acknowledgement."""
 _REFUSED_NS = 1_000_000_000
 """For so long a new reader asks again when the engine has another one."""
+_MOST_LATE_NS = 50_000_000
+"""For so long beyond its time `receive` reads on through messages that are no new frames."""
 _SILENCE_NS = 2_000_000_000
 """After so long without a sign of life the reader subscribes again, in case that its connection was lost."""
 
@@ -106,13 +108,18 @@ class StreamReader:
                 self._hear(data)
             elif self._subscribed and (frame := self._take(data)) is not None:
                 return frame
+            if not self._parts and now_ns() > deadline_ns + _MOST_LATE_NS:
+                return None
         if now_ns() - max(self._heard_ns, self._asked_ns) > _SILENCE_NS:
             self._subscribe()
         return None
 
     def close(self) -> None:
-        """Let the socket go; the engine keeps what was not acknowledged. Safe to call twice."""
+        """Let the socket go; the engine keeps what was not acknowledged, and a frame that `receive` has not returned.
+        Safe to call twice."""
         if not self._socket.closed:
+            if self._held is not None:
+                self.next, self._held = self._held.header.sequence, None
             self._acknowledge()
             self._tell(Leave())
             self._socket.close(linger=100)

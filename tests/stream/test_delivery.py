@@ -16,7 +16,7 @@ from inflight.core.errors import ProtocolError, StreamGapError
 from inflight.stream import reader as reader_module
 from inflight.stream import writer as writer_module
 from inflight.stream.reader import StreamReader
-from inflight.stream.wire import Ack, Held, Subscribe, encode, to_reader
+from inflight.stream.wire import Ack, Beat, Held, Subscribe, encode, to_reader
 from inflight.stream.writer import StreamWriter
 
 
@@ -179,6 +179,24 @@ def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
     with pytest.raises(StreamGapError, match=r"frames 0 to \d+ of the engine are lost"):
         receive(third, writer)
     third.close()
+
+
+def test_a_frame_behind_a_gap_is_kept_for_the_next_reader(writer, monkeypatch):
+    """If the one that was told of the gap leaves before it asks for the frame."""
+    told = []
+    with closing(StreamReader(writer.endpoint, begin=0)) as reader:
+        monkeypatch.setattr(reader, "_tell", told.append)
+        reader._resent = True
+        with pytest.raises(StreamGapError, match="frames 0 to 4"):
+            reader._take(make_frame(sequence=5).encode())
+    assert [message.next for message in told if isinstance(message, Ack)] == [5]
+
+
+def test_messages_that_are_no_frames_do_not_keep_a_reader_for_ever(writer, monkeypatch):
+    with closing(StreamReader(writer.endpoint, begin=0)) as reader:
+        monkeypatch.setattr(reader, "_take_message", lambda: reader._parts.append(encode(Beat("idle"))) or True)
+        assert reader.receive(0) is None
+    assert reader.state == "idle"
 
 
 def test_little_is_on_its_way_to_a_reader_that_does_not_read(writer, monkeypatch):
