@@ -40,8 +40,10 @@ _BEAT_NS = 500_000_000
 _FLUSH_SHARE = 0.005
 _MOST_HELD_BACK_NS = 100_000_000
 _MOST_FOLLOWED_NS = 25_000_000
-"""Frames that follow each other closely are sent together, so that sending them takes no more of the generator's time
-than this share; but none waits for longer than this: the second, where somebody follows the tokens."""
+_MOST_ENDED_NS = 5_000_000
+"""Frames that follow each other closely are sent together, so that sending them takes about this share of the
+generator's time; but none waits for longer than this: the second, where somebody follows the tokens, and then the
+third, where it tells of the end of a request, after which that one may ask again."""
 
 
 class StreamWriter:
@@ -70,6 +72,8 @@ class StreamWriter:
         self._held_back: deque[TokenFrame] = deque()
         self._due_ns = 0
         """When these are sent at the latest."""
+        self._frame_ns = 0
+        """When the last frame came."""
 
     def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
         """Have `bind` bind the socket to another endpoint, which is returned."""
@@ -86,7 +90,11 @@ class StreamWriter:
         of the next frames, where they come so fast that sending each alone would slow the generator down. The frame
         after one that is sent at once does not wait either: it may have the first token of who asks again."""
         self._held_back.append(frame)
-        if at_once or not frame.header.num_tokens or now_ns() >= self._due_ns:
+        came_ns = now_ns()
+        next_ns, self._frame_ns = 2 * came_ns - self._frame_ns, came_ns  # if passes take as long as the last one
+        if frame.header.finishes and self.trainer.follows:
+            self._due_ns = min(self._due_ns, came_ns + _MOST_ENDED_NS)
+        if at_once or not frame.header.num_tokens or next_ns >= self._due_ns:
             self.flush()
         if at_once:
             self._due_ns = 0

@@ -13,6 +13,7 @@ import zmq
 from made_frames import make_frame
 
 from inflight.core.errors import ProtocolError, StreamGapError
+from inflight.core.frames import Finish
 from inflight.stream import reader as reader_module
 from inflight.stream import writer as writer_module
 from inflight.stream.reader import StreamReader
@@ -158,6 +159,36 @@ def test_a_reader_of_whom_tokens_are_followed_gets_them_sooner(writer, monkeypat
         for number in range(2, 5):
             writer.send(make_frame(3, number), at_once=number == 2)
         assert numbers(reader, 4) == [2, 3, 4, None]
+
+
+def test_the_end_of_a_request_that_somebody_waits_for_is_told_soon(writer, monkeypatch):
+    monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e-12)
+    for name in ("_MOST_HELD_BACK_NS", "_MOST_FOLLOWED_NS"):
+        monkeypatch.setattr(writer_module, name, 600_000_000_000)
+    monkeypatch.setattr(writer_module, "_MOST_ENDED_NS", 0)
+    end, follows = [Finish(0, "stop", 3)], []
+    with closing(StreamReader(writer.endpoint, held=lambda *_: Held(follows=bool(follows)))) as reader:
+        until(lambda: reader.receive(0) or writer._reader, writer)
+        for number in range(2):
+            writer.send(make_frame(3, number, finishes=end), at_once=False)
+        assert numbers(reader, 2) == [0, None]
+        follows.append("a caller of generate")
+        until(lambda: (reader.receive(10), writer.trainer.follows)[1], writer)
+        for number in range(2, 6):
+            writer.send(make_frame(3, number, finishes=end if number == 4 else []), at_once=False)
+        assert numbers(reader, 4) == [2, 3, 4, None]
+
+
+def test_a_frame_waits_for_none_that_would_come_too_late(writer, monkeypatch):
+    """Of an engine whose passes take more than half of the time for which a frame may wait."""
+    monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e-12)
+    monkeypatch.setattr(writer_module, "_MOST_HELD_BACK_NS", 150_000_000)
+    with closing(StreamReader(writer.endpoint)) as reader:
+        until(lambda: reader.receive(0) or writer._reader, writer)
+        for number in range(2):
+            writer.send(make_frame(3, number), at_once=False)
+            time.sleep(0.1)
+        assert numbers(reader, 2) == [0, 1]
 
 
 def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
