@@ -1,6 +1,6 @@
 """The benchmark of kernels, rehearsed in a small size on the CPU."""
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -16,13 +16,13 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "kernel_bench.py"
 
 @pytest.fixture
 def benchmark(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_kernels_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for their module
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module(SCRIPT.stem)
+
+
+@pytest.fixture
+def cases(benchmark) -> ModuleType:
+    return importlib.import_module("kernel_cases")
 
 
 @pytest.mark.slow
@@ -50,21 +50,21 @@ def test_the_rehearsal_measures_every_kernel(tmp_path, benchmark):
     assert len(prefill) == 1
 
 
-def test_a_kernel_that_fails_or_is_wrong_hides_no_other(benchmark, monkeypatch, capsys):
+def test_a_kernel_that_fails_or_is_wrong_hides_no_other(benchmark, cases, monkeypatch, capsys):
     def broken(machine):
         def fail():
             raise RuntimeError("out of shared memory")
 
-        return replace(benchmark.norm_case(machine), ours=fail)
+        return replace(cases.norm_case(machine), ours=fail)
 
     def wrong(machine):
-        return replace(benchmark.activation_case(machine), error=lambda: float("inf"))
+        return replace(cases.activation_case(machine), error=lambda: float("inf"))
 
     def impossible(machine):
         raise MemoryError("no such shape")
 
-    cases = {"a": broken, "b": benchmark.norm_case, "c": wrong, "d": impossible}
-    monkeypatch.setattr(benchmark, "CASES", cases)
+    made = {"a": broken, "b": cases.norm_case, "c": wrong, "d": impossible}
+    monkeypatch.setattr(benchmark, "CASES", made)
     monkeypatch.setattr(sys, "argv", ["kernel_bench.py", "--rehearse"])
     assert benchmark.main() == 1
     machine = benchmark.Machine(torch.device("cpu"), benchmark.SMALL, 0.0)
@@ -76,8 +76,8 @@ def test_a_kernel_that_fails_or_is_wrong_hides_no_other(benchmark, monkeypatch, 
     assert "out of shared memory" in capsys.readouterr().err
 
 
-def test_an_error_that_is_not_finite_is_infinite(benchmark):
+def test_an_error_that_is_not_finite_is_infinite(cases):
     ones = torch.ones(4)
-    assert benchmark.relative_error(ones * 1.5, ones) == pytest.approx(0.5)
-    assert benchmark.relative_error(ones * torch.nan, ones) == float("inf")
-    assert benchmark.relative_error(ones, torch.zeros(4)) == 2.0
+    assert cases.relative_error(ones * 1.5, ones) == pytest.approx(0.5)
+    assert cases.relative_error(ones * torch.nan, ones) == float("inf")
+    assert cases.relative_error(ones, torch.zeros(4)) == 2.0
