@@ -14,7 +14,7 @@ import msgspec
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
-from inflight.core.messages import Prompt, Status, Welcome
+from inflight.core.messages import Digests, Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
@@ -329,6 +329,27 @@ class RunningEngine:
             self._publishers.add(publisher)
             self._first_versions.append(publisher.version)
             return publisher
+
+    def digests(self, *, timeout_s: float = 600.0) -> Digests:
+        """SHA-256 of every tensor of the weights that are live when this is called, or of newer ones: a check that
+        what was published is what the engine draws with. It reads all weights beside the generator; their slot is kept
+        from publishers meanwhile. Of a pool all engines tell theirs, and the newest are returned. Raises BackendError
+        if the backend cannot tell, InflightError if two engines hold different tensors under one version, and
+        TimeoutError."""
+        deadline, least = now_ns() + int(timeout_s * 1e9), self.status().version
+        while not all(answers := self._digests(least)):
+            if now_ns() > deadline:
+                raise TimeoutError(f"the digests of version {least} were not computed within {timeout_s:.0f} s")
+            sleep(0.02)
+        found: dict[int, Digests] = {}
+        for [each] in answers:
+            if found.setdefault(each.version, each) != each:
+                raise InflightError(f"the engines hold different tensors under version {each.version}")
+        return found[max(found)]
+
+    def _digests(self, least: int) -> list[list[Digests]]:
+        """What each engine answers."""
+        return [self._call("digests", {"least": least}, list[Digests])]
 
     def status(self) -> Status:
         """Counters of the engine: version, steps, tokens, swaps, requests waiting and running."""

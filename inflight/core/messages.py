@@ -248,6 +248,15 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """For how long it has done what since it began: "generating", "idle", … (`RolloutStream.state` has them all)."""
 
 
+class Digests(msgspec.Struct, frozen=True):
+    """What a version of the weights consists of."""
+
+    version: int
+    tensors: dict[str, str]
+    """Maps names, which are Hugging Face's, to the SHA-256 of the tensor's bytes, in hex:
+    `hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()`."""
+
+
 class Failed(_Message, frozen=True):
     """`kind` is the name of an error class in `inflight.core.errors`."""
 

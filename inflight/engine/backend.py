@@ -14,7 +14,7 @@ import torch
 
 from inflight.core.frames import TokenFrame
 from inflight.core.layout import Alias
-from inflight.core.messages import Ids, Prompt, Unfinished
+from inflight.core.messages import Digests, Ids, Prompt, Unfinished
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.requests import Requests
@@ -134,6 +134,12 @@ class Backend(ABC):
     @abstractmethod
     def wake(self) -> None:
         """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
+
+    @verb()
+    @abstractmethod
+    def digests(self, least: int) -> list[Digests]:
+        """SHA-256 of every tensor of a live version from `least` on, or nothing yet: ask again. Raises BackendError if
+        the backend cannot tell."""
 
     # ---- what the process asks ----------------------------------------------------------------------------------
 

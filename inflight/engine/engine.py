@@ -14,6 +14,7 @@ import torch
 
 from inflight.core.clock import now_ns
 from inflight.core.frames import FrameHeader, Swap, TakenOver, TokenFrame
+from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import note, span
 from inflight.engine.backend import Backend, Execution, Load
@@ -24,6 +25,7 @@ from inflight.engine.sampler import Samples
 from inflight.engine.sequence import Schedule, Sequence
 from inflight.engine.stall import StallClock
 from inflight.engine.verbs import verb
+from inflight.weights.digests import Digester
 from inflight.weights.slot_table import SlotTable
 
 
@@ -58,6 +60,7 @@ class Engine(Parts, Backend):
         self.max_sequences, self.max_context = self.options.max_sequences, self.options.max_context
         self.vocab_size = self.limits.vocab_size
         self.stall_clock = StallClock()
+        self._digester = Digester(self.slot_table)
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
         self.scheduler.renew_kv_namespaces(self.limits.adapters)
@@ -103,6 +106,10 @@ class Engine(Parts, Backend):
             self.memory.allocate()
             self.runner.capture()
             self.asleep = False
+
+    @verb()
+    def digests(self, least: int) -> list[Digests]:
+        return self._digester.ask(least)
 
     @property
     def has_work(self) -> bool:
@@ -184,6 +191,7 @@ class Engine(Parts, Backend):
     def _swap(self) -> None:
         """Let the newest whole version of the weights, and of the adapters, go live. The frame of the next pass tells
         of it."""
+        self._digester.settle()
         for slot_table in self.slot_tables:
             began_ns = now_ns()
             ready = slot_table.take()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgspec
 
 from inflight.core.errors import InflightError, LayoutMismatchError
-from inflight.core.messages import Status
+from inflight.core.messages import Digests, Status
 from inflight.core.options import EngineOptions
 from inflight.pool.dispatcher import Dispatcher
 from inflight.pool.frames import MergedFrames
@@ -163,6 +163,9 @@ class EnginePool(RunningEngine):
         """The counters of each engine that serves now."""
         answers = self._dispatcher.call_all("status", returns=Status)
         return {member.engine: status for member, status in answers.items()}
+
+    def _digests(self, least: int) -> list[list[Digests]]:
+        return [*self._dispatcher.call_all("digests", {"least": least}, list[Digests]).values()]
 
     @property
     def address(self) -> NoReturn:

@@ -6,7 +6,7 @@ An update is staged while decoding goes on and goes live between two forward pas
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -20,6 +20,8 @@ from inflight.server.served import Served
 logger = logging.getLogger("inflight.server")
 
 _MOST_BYTES = 1 << 20
+_MOST_CHECKSUM_BYTES = 16 << 20
+"""A mixture of experts has tens of thousands of tensors."""
 _NO_NCCL = (
     "this server receives no tensors over NCCL; send a checkpoint directory that it can read (POST /update_weights "
     '{"weight_dir": "/path"}), an adapter directory (POST /v1/load_lora_adapter), or publish from the process of the '
@@ -53,7 +55,8 @@ class _NewVersion(msgspec.Struct):
 
 
 class _Checker(msgspec.Struct):
-    action: str = "checksum"
+    action: Literal["checksum", "compare", "reset"]
+    baseline: dict[str, str] | None = None
 
 
 class _Abort(msgspec.Struct):
@@ -150,12 +153,23 @@ async def weight_info(served: Served, request: Request) -> Response:
 
 
 async def weight_checker(served: Served, request: Request) -> Response:
-    """Refused: reading all weights would keep the generator waiting, and a version is compared before it goes live."""
-    fields = await _fields(request, _Checker)
-    raise ApiError(
-        501, f"{fields.action} is not supported: tensors are checked when they are published, by name, shape and file",
-        param="action",
-    )  # fmt: skip
+    """checksum: SHA-256 of every tensor that is live, under Hugging Face's names, read beside the generator. compare:
+    which of them differ from those of a baseline. reset: publish a version of zeros, so that a compare after the next
+    update shows that it has arrived."""
+    fields = await _fields(request, _Checker, _MOST_CHECKSUM_BYTES)
+    if fields.action == "reset":
+        version = await served.updates.publish_zeros()
+        return answer({"status": "reset", "version": version})
+    baseline = fields.baseline
+    if fields.action == "compare" and baseline is None:
+        raise ApiError(400, "compare needs a baseline: the checksums that this server told before", param="baseline")
+    found = await served.call(served.engine.digests)
+    version = {"version": found.version, "weight_version": served.updates.name_of(found.version)}
+    if fields.action == "checksum" or baseline is None:
+        return answer({"checksums": found.tensors, **version})
+    names = found.tensors.keys() | baseline.keys()
+    mismatches = sorted(name for name in names if found.tensors.get(name) != baseline.get(name))
+    return answer({"match": not mismatches, "mismatches": mismatches, **version})
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -281,8 +295,8 @@ ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
 """Maps methods and paths to what answers them."""
 
 
-async def _fields(request: Request, kind: type[Any]) -> Any:
-    return read_fields(parse(await read_bytes(request, _MOST_BYTES)), kind)
+async def _fields(request: Request, kind: type[Any], most_bytes: int = _MOST_BYTES) -> Any:
+    return read_fields(parse(await read_bytes(request, most_bytes)), kind)
 
 
 def _done(message: str, **more: Any) -> Response:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from inflight.core.errors import WeightFileError
 from inflight.server.engine import ServedEngine
 from inflight.weights.adapter_files import AdapterFiles
@@ -37,6 +39,10 @@ class Updates:
         the weights as they are."""
         return await self._run(lambda: self._publish(directory, label))
 
+    async def publish_zeros(self) -> int:
+        """Publish a version whose tensors are all 0."""
+        return await self._run(self._publish_zeros)
+
     async def publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None = None) -> int:
         """Publish the adapters as they are after a change, or as they were if it raises."""
         return await self._run(lambda: self._publish_adapters(change, label))
@@ -66,6 +72,13 @@ class Updates:
         publisher = self._publisher_of("weights")
         with self._labelled(publisher, label):
             return self._live(publisher.publish(directory))
+
+    def _publish_zeros(self) -> int:
+        publisher = self._publisher_of("weights")
+        tensors = self._engine.info.layout.tensors
+        zeros = ((spec.name, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in tensors)
+        with self._labelled(publisher, None):
+            return self._live(publisher.publish(zeros))
 
     def _publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None) -> int:
         publisher = self._publisher_of("adapters")

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import isfinite
@@ -54,6 +54,8 @@ _VERSIONS = 256
 """Versions whose tokens are counted; of older ones it is known by then what became of them."""
 _CLOSE_S = 5.0
 _ASK_S = 1.0
+_MEASURES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
+_PERCENTS = (10, 50, 90, 99)
 _BIN = LOG_RATIO_EDGES[1] - LOG_RATIO_EDGES[0]
 _NUM_BINS = len(LOG_RATIO_EDGES) + 1
 
@@ -235,11 +237,10 @@ class RunRecorder:
 
     @_harmless
     def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None:
-        measures = {
-            name: [_rounded(value) for value in np.percentile(getattr(staleness, name), (10, 50, 90, 99)).tolist()]
-            for name in ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
-            if len(weight_versions)
-        }
+        measures = {}
+        if len(weight_versions):
+            percentiles = _percentiles([getattr(staleness, name) for name in _MEASURES])
+            measures = {name: [*map(_rounded, values)] for name, values in zip(_MEASURES, percentiles, strict=True)}
         with self._lock:
             for version, count in _counts(weight_versions[in_loss]):
                 self._life(version).trained += count
@@ -394,6 +395,15 @@ def _lives_of(directory: Path) -> dict[int, _Life]:
 def _counts(versions: np.ndarray) -> list[tuple[int, int]]:
     """Each version of i64[n], and how often it occurs."""
     return [(int(version), int(count)) for version, count in zip(*np.unique(versions, return_counts=True), strict=True)]
+
+
+def _percentiles(columns: Sequence[np.ndarray]) -> list[list[float]]:
+    """The percentiles that are recorded of each of these columns [n], as `np.percentile` interpolates them, which takes
+    ten times as long for as many tokens as a step has."""
+    ordered = np.sort(np.stack(columns).astype(np.float64))
+    places = np.array(_PERCENTS) / 100 * (ordered.shape[1] - 1)
+    below, above = np.floor(places).astype(int), np.ceil(places).astype(int)
+    return (ordered[:, below] + (places - below) * (ordered[:, above] - ordered[:, below])).tolist()
 
 
 def _rounded(value: float) -> float:

@@ -3,6 +3,7 @@ them."""
 
 import asyncio
 import copy
+import hashlib
 import threading
 import time
 
@@ -173,9 +174,46 @@ def test_weights_that_do_not_fit_change_nothing(truth, tmp_path):
         status, answer = call(server, "POST", path, {})
         assert (status, "NCCL" in answer["error"]["message"]) == (501, True)
     assert call(server, "POST", "/shutdown_weight_transfer_engine")[0] == 200
-    assert call(server, "POST", "/weight_checker", {"action": "checksum"})[0] == 501
     assert engine.status().version == before
     assert draw(server, 3)["token_ids"] == [before + 1] * 3
+
+
+def test_checksums_tell_which_tensors_an_update_has_changed(truth):
+    engine, server, save = truth
+
+    def checker(**body):
+        return call(server, "POST", "/weight_checker", body)
+
+    status, first = checker(action="checksum")
+    assert (status, first["version"]) == (200, engine.status().version)
+    tensors = published_tensors(save.model)
+    assert first["checksums"] == {
+        name: hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+        for name, tensor in tensors.items()
+    }
+    matching = checker(action="compare", baseline=first["checksums"])[1]
+    assert (matching["match"], matching["mismatches"]) == (True, [])
+
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    version = engine.status().version + 1
+    assert call(server, "POST", "/update_weights", {"weight_dir": save(version)})[0] == 200
+    changed = sorted(name for name, tensor in published_tensors(save.model).items() if not tensor.equal(before[name]))
+    assert 0 < len(changed) < len(before)
+    found = checker(action="compare", baseline=first["checksums"] | {"nowhere": "0"})[1]
+    assert (found["match"], found["mismatches"], found["version"]) == (False, sorted([*changed, "nowhere"]), version)
+
+    second = checker(action="checksum")[1]["checksums"]
+    status, answer = checker(action="reset")
+    assert (status, answer["status"], engine.status().version) == (200, "reset", version + 1)
+    zeroed = sorted(name for name, tensor in published_tensors(save.model).items() if tensor.any())
+    assert checker(action="compare", baseline=second)[1]["mismatches"] == zeroed
+    again = f"{save(version + 2)}"
+    assert call(server, "POST", "/update_weights", {"weight_dir": again})[0] == 200
+    assert draw(server, 3)["token_ids"] == [version + 3] * 3
+
+    for body, named in (({"action": "compare"}, "baseline"), ({"action": "guess"}, "action"), ({}, "action")):
+        status, answer = checker(**body)
+        assert (status, named in answer["error"]["message"]) == (400, True), answer
 
 
 def test_a_name_that_comes_with_weights_is_that_of_all_their_tokens(truth):

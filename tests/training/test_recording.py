@@ -39,7 +39,7 @@ from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective import observers
 from inflight.training.objective.loss import policy_loss
-from inflight.training.recording import RunRecorder
+from inflight.training.recording import RunRecorder, _percentiles
 
 MS = 1_000_000
 COUNTS = {field: 0 for field in Status.__struct_fields__ if field.startswith(("num_", "kv_"))}
@@ -104,6 +104,7 @@ def test_measures_and_the_life_of_versions_are_what_the_meter_was_told(recorded)
     assert consumed.measures["token_age_ms"] == pytest.approx([88.8, 92, 95.2, 95.92])
     assert consumed.measures["weight_lag_ms"][1] == 2
     assert consumed.measures["version_lag"][3] == pytest.approx(0.99)
+
     lives = {event.version: event for event in events(Version)}
     assert (lives[5].drawn, lives[5].trained, lives[5].dropped) == (6, 1, 2)
     assert (lives[4].drawn, lives[4].trained, lives[4].dropped) == (0, 1, 0)
@@ -325,3 +326,10 @@ def wait_for(condition, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 11, 2048])
+def test_percentiles_are_those_of_numpy(count):
+    columns = [np.random.default_rng(count).lognormal(5, 2, count), np.arange(count) // 3]
+    expected = np.percentile(np.stack(columns), (10, 50, 90, 99), axis=1).T
+    np.testing.assert_allclose(_percentiles(columns), expected, rtol=1e-12)

@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -132,6 +132,13 @@ class VllmEngine(Backend):
                 self._rpc("inflight_free")
                 raise DeviceMemoryError(f"there is no memory for the KV cache: {missing[0]}; the engine sleeps on")
             self.asleep = False
+
+    @verb()
+    def digests(self, least: int) -> NoReturn:
+        """Refused."""
+        raise BackendError(
+            'digests() cannot be had with backend="vllm", which computes with tensors that are fused, split and packed'
+        )
 
     def admit(self, *, may_begin: bool) -> None:
         self.line.admits = may_begin
