@@ -68,7 +68,7 @@ class Switched:
 
 
 class Recorder(inflight.RunRecorder):
-    """A recorder that can be told nothing, and adds up the CPU time of those who tell it something and of its threads."""
+    """A recorder that can be told nothing, and adds up the CPU time of who tells it something and of its threads."""
 
     told_s = threads_s = 0.0
 

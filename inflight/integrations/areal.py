@@ -25,8 +25,8 @@ from areal.engine.vllm_remote import RemotevLLMEngine, VLLMBackend
 from areal.infra import RemoteInfEngine
 
 _NO_NCCL = (
-    "inflight serve receives no tensors over NCCL: take weights from a directory that trainer and server both see, "
-    'with weight_update_mode="disk"'
+    "inflight serve receives no tensors over NCCL in AReaL's way: take weights from a directory that trainer and "
+    'server both see, with weight_update_mode="disk"'
 )
 _versions: ContextVar[list[int]] = ContextVar("inflight_versions")
 """Which weights drew each token of the request that this task waits for."""

@@ -1,8 +1,8 @@
 """TRL's clients of a vLLM server, against `inflight serve` (written against trl 1.16).
 
-They ask for completions over HTTP, and send weights over NCCL, which `inflight serve` does not receive. Here weights go
-through a directory that trainer and server both see: written whole, named to the server, live between two forward
-passes.
+They ask for completions over HTTP, and send weights by NCCL, which wants vLLM beside the trainer, and a GPU for it and
+another one for the server. Here weights go through a directory that trainer and server both see: written whole, named
+to the server, live between two forward passes.
 
     transfer = DirectoryTransfer("http://localhost:8000", "/shared/weights")
     with inflight_server():                                   # vLLM need not be installed beside the trainer
@@ -25,7 +25,7 @@ from inflight.core.errors import InflightError
 from inflight.integrations.directory import DirectoryTransfer as DirectoryTransfer
 
 _NO_NCCL = (
-    "inflight serve receives no weights over NCCL; name a directory that trainer and server see: "
+    "no weights go over NCCL inside of inflight_server(); name a directory that trainer and server see: "
     'inflight_server("/shared/weights")'
 )
 

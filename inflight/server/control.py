@@ -16,17 +16,21 @@ from inflight.server.bodies import answer
 from inflight.server.errors import ApiError
 from inflight.server.requests import parse, read_bytes, read_fields
 from inflight.server.served import Served
+from inflight.weights.nccl.group import Tensors
+from inflight.weights.nccl.library import why_not
+from inflight.weights.nccl.rendezvous import Meeting
 
 logger = logging.getLogger("inflight.server")
 
 _MOST_BYTES = 1 << 20
-_MOST_CHECKSUM_BYTES = 16 << 20
+_MOST_NAMES_BYTES = 16 << 20
 """A mixture of experts has tens of thousands of tensors."""
-_NO_NCCL = (
-    "this server receives no tensors over NCCL; send a checkpoint directory that it can read (POST /update_weights "
-    '{"weight_dir": "/path"}), an adapter directory (POST /v1/load_lora_adapter), or publish from the process of the '
-    "trainer (engine.publisher(model) beside engine.serve())"
+_OTHER_WAYS = (
+    'send a checkpoint directory that the server can read (POST /update_weights {"weight_dir": "/path"}), an adapter '
+    "directory (POST /v1/load_lora_adapter), or publish from the trainer's own process (engine.publisher(model) beside "
+    "engine.serve())"
 )
+_NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's way; {_OTHER_WAYS}"
 
 
 class _Pause(msgspec.Struct):
@@ -80,12 +84,16 @@ class _UnloadAdapter(msgspec.Struct):
 
 
 async def init_weight_transfer(served: Served, request: Request) -> Response:
-    """Refused, unless it asks for directories: there is nothing to meet for."""
+    """Meet a trainer that sends tensors by NCCL, unless it says that it names directories."""
     fields = await _fields(request, _InitInfo)
-    if fields.init_info and fields.init_info.get("backend") != "directory":
-        raise ApiError(501, _NO_NCCL, param="init_info")
-    served.updates.staged = None  # of a client that ended before it finished
-    return _done("weights come from directories")
+    _forget(served)  # what a client began that ended before it finished
+    if not fields.init_info or fields.init_info.get("backend") == "directory":
+        return _done("weights come from directories")
+    reason = why_not(served.engine.info.device)
+    if reason is not None:
+        raise ApiError(501, f"no tensors are received: {reason}; {_OTHER_WAYS}", param="init_info")
+    await served.broadcasts.meet(read_fields(fields.init_info, Meeting))
+    return _done("the trainer was met; weights come by NCCL")
 
 
 async def no_collectives(served: Served, request: Request) -> Response:
@@ -94,22 +102,37 @@ async def no_collectives(served: Served, request: Request) -> Response:
 
 
 async def shut_down_transfer(served: Served, request: Request) -> Response:
-    """Forget an update that was begun and not finished; nothing else was met for."""
-    served.updates.staged = None
+    """Leave the trainer's group, and forget an update that was begun and not finished."""
+    _forget(served)
+    await served.broadcasts.leave()
     return _done("weights come from directories")
 
 
+def _forget(served: Served) -> None:
+    """An update that was begun and not finished."""
+    served.updates.staged = None
+    served.broadcasts.give_up()
+
+
 async def start_update(served: Served, request: Request) -> Response:
-    """Directories that /update_weights names in its `update_info` are taken by /finish_weight_update from now on."""
+    """Directories and tensors that /update_weights names in its `update_info` make a version at /finish_weight_update,
+    from now on."""
+    _forget(served)
     served.updates.staged = []
     return _done("an update has begun")
 
 
 async def update_weights(served: Served, request: Request) -> Response:
     """Publish a checkpoint directory. Between start and finish one in `update_info`, which only a client of these three
-    steps sends, is noted for finish; so whoever began an update and ended keeps no other client from publishing."""
-    fields = await _fields(request, _Update)
+    steps sends, is noted for finish; so whoever began an update and ended keeps no other client from publishing.
+    Tensors that `update_info` names are received now."""
+    fields = await _fields(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
+    if "names" in info and served.broadcasts.met:
+        if served.updates.staged is None:
+            raise ApiError(400, "no update has begun; call /start_weight_update first")
+        await served.broadcasts.receive(read_fields(info, Tensors))
+        return _done("the tensors are here; /finish_weight_update publishes them")
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
     if not isinstance(directory, str):
@@ -127,7 +150,8 @@ async def finish_update(served: Served, request: Request) -> Response:
     staged, served.updates.staged = served.updates.staged, None
     if staged is None:
         raise ApiError(400, "no update has begun; call /start_weight_update first")
-    if not staged and fields.weight_version is not None:
+    published = await served.broadcasts.finish(fields.weight_version)
+    if published is None and not staged and fields.weight_version is not None:
         version = await served.call(lambda: served.engine.status().version)
         served.updates.label(version, fields.weight_version)
     for directory in staged:
@@ -156,7 +180,7 @@ async def weight_checker(served: Served, request: Request) -> Response:
     """checksum: SHA-256 of every tensor that is live, under Hugging Face's names, read beside the generator. compare:
     which of them differ from those of a baseline. reset: publish a version of zeros, so that a compare after the next
     update shows that it has arrived."""
-    fields = await _fields(request, _Checker, _MOST_CHECKSUM_BYTES)
+    fields = await _fields(request, _Checker, _MOST_NAMES_BYTES)
     if fields.action == "reset":
         version = await served.updates.publish_zeros()
         return answer({"status": "reset", "version": version})

@@ -4,6 +4,8 @@ code."""
 from starlette.responses import Response
 
 from inflight.core.errors import (
+    BackendError,
+    BroadcastError,
     EngineBusyError,
     EngineDiedError,
     EngineHungError,
@@ -24,6 +26,8 @@ _STATUS_OF: tuple[tuple[type[Exception], int], ...] = (
     (WeightFileError, 422),
     (NonFiniteWeightsError, 422),
     (PublisherConflictError, 409),
+    (BackendError, 501),
+    (BroadcastError, 502),
     (QueueFullError, 503),
     (EngineDiedError, 503),
     (EngineHungError, 503),

@@ -13,6 +13,7 @@ from inflight.server.errors import ApiError
 from inflight.server.prompts import chat_prompt
 from inflight.server.requests import DetokenizeRequest, TokenizeRequest, parse, read_bytes, read_fields
 from inflight.server.served import Served
+from inflight.weights.nccl.library import why_not
 
 
 async def health(served: Served, request: Request) -> Response:
@@ -89,7 +90,7 @@ async def server_info(served: Served, request: Request) -> Response:
                 },
                 "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "world_size": 1},
                 "lora_config": lora,
-                "weight_transfer_config": None,  # TRL would wait for minutes to meet us over NCCL
+                "weight_transfer_config": None if why_not(info.device) else {"backend": "nccl"},
             },
             "inflight": {
                 "version": inflight.__version__,

@@ -11,6 +11,7 @@ from typing import TypeVar
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
+from inflight.server.broadcasts import Broadcasts
 from inflight.server.engine import ServedEngine
 from inflight.server.errors import ApiError
 from inflight.server.generation import Bell, Generation
@@ -38,6 +39,7 @@ class Served:
         self.max_context = engine.info.max_context
         self.metrics = Metrics(engine)
         self.updates = Updates(engine)
+        self.broadcasts = Broadcasts(engine, self.updates)
         self.adapters = Adapters(engine, self.updates)
         self.running: dict[Generation, str] = {}
         """Maps what is being drawn to the id of its request."""
@@ -59,6 +61,7 @@ class Served:
             self._bell.close()
             for generation in list(self.running):
                 generation.end()
+            await self.broadcasts.leave()
             await asyncio.to_thread(self.updates.close)
 
     def adapter_of(self, model: str | None) -> Adapter | None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,8 @@ from inflight.weights.adapter_files import AdapterFiles
 from inflight.weights.publisher import Publisher
 
 Value = TypeVar("Value")
+Pairs = Iterator[tuple[str, torch.Tensor]]
+PublishPairs = Callable[[Callable[[Pairs], int]], int]
 _MOST_LABELS = 1000
 
 
@@ -38,6 +40,11 @@ class Updates:
         """Publish a checkpoint, as a version of this name. Raises WeightFileError or LayoutMismatchError, which leave
         the weights as they are."""
         return await self._run(lambda: self._publish(directory, label))
+
+    async def publish_tensors(self, publish: PublishPairs, label: Callable[[], str | None]) -> int:
+        """Publish tensors that come one after another. publish: calls what it is given with an iterator of names and
+        tensors, in the thread of the publisher. label: the version's name, asked for once all have come."""
+        return await self._run(lambda: publish(lambda pairs: self._publish_pairs(pairs, label)))
 
     async def publish_zeros(self) -> int:
         """Publish a version whose tensors are all 0."""
@@ -72,6 +79,16 @@ class Updates:
         publisher = self._publisher_of("weights")
         with self._labelled(publisher, label):
             return self._live(publisher.publish(directory))
+
+    def _publish_pairs(self, pairs: Pairs, label: Callable[[], str | None]) -> int:
+        publisher = self._publisher_of("weights")
+        with ExitStack() as named:
+
+            def all_pairs() -> Pairs:
+                yield from pairs
+                named.enter_context(self._labelled(publisher, label()))
+
+            return self._live(publisher.publish(all_pairs()))
 
     def _publish_zeros(self) -> int:
         publisher = self._publisher_of("weights")

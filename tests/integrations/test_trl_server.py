@@ -99,7 +99,10 @@ def test_the_client_draws(client, path):
 
 def test_server_mode_without_a_directory_is_refused_by_name(path, tmp_path, url, client):
     options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
-    with inflight_server(), pytest.raises(InflightError, match=r"receives no weights over NCCL; name a directory"):
+    with (
+        inflight_server(),
+        pytest.raises(InflightError, match=r"no weights go over NCCL inside of inflight_server\(\); name a directory"),
+    ):
         make_trainer(path, tmp_path, reward_funcs=odd_tokens, **options)
     # What TRL says itself, where neither of us was asked: at once, and not after minutes in a rendezvous.
     with pytest.raises(RuntimeError, match="has no weight-transfer engine"):

@@ -51,11 +51,12 @@ def test_bodies_that_are_no_requests(served, body, status):
     [
         "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize", "/pause",
         "/abort_requests", "/update_weights", "/finish_weight_update", "/update_weight_version",
-        "/v1/load_lora_adapter",
+        "/v1/load_lora_adapter", "/weight_checker", "/init_weight_transfer_engine",
     ],
 )  # fmt: skip
 def test_every_path_says_what_is_wrong_with_a_body(served, path):
-    for body, status in ((b'{"a": ', 400), (b"[]", 400), (b" " * ((1 << 20) + 1), 413)):
+    most = (16 if path in ("/update_weights", "/weight_checker") else 1) << 20
+    for body, status in ((b'{"a": ', 400), (b"[]", 400), (b" " * (most + 1), 413)):
         found, answer = call(served.http, "POST", path, body)
         assert (found, answer["error"]["type"]) == (status, "invalid_request_error"), answer
 

@@ -18,7 +18,7 @@ def test_trl_asks_what_it_talks_to(served):
     config = call(served.http, "GET", "/server_info?config_format=json")[1]["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
-    assert config["weight_transfer_config"] is None  # so that TRL says at once that there is no NCCL
+    assert config["weight_transfer_config"] is None  # on a CPU, so that TRL says at once that there is no NCCL
     assert config["lora_config"] is None
     assert config["parallel_config"]["data_parallel_size"] == 1
 

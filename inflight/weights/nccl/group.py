@@ -1,0 +1,184 @@
+"""A group of a trainer, which is rank 0 and broadcasts, and of this process, which receives."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from math import prod
+
+import msgspec
+import torch
+
+from inflight.core.errors import BroadcastError, InvalidRequestError
+from inflight.weights.nccl.library import DTYPES, Nccl
+from inflight.weights.nccl.rendezvous import Meeting
+
+_POLL_S = 0.0005
+_LEAVING_S = 1.0
+"""Bound for a collective to see that the group is left, before it is ended from without."""
+_TRAINER = 0
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    """What a trainer is about to send: `update_info` of /update_weights."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: bool | None = None
+    """Trainers for vLLM before 0.28 say here, and not when they are met, how they send them."""
+    packed_buffer_size_bytes: int | None = None
+
+    def check(self, most_bytes: int) -> None:
+        """Raise InvalidRequestError for what cannot be received."""
+        if not len(self.names) == len(self.dtype_names) == len(self.shapes):
+            raise InvalidRequestError(
+                f"update_info has {len(self.names)} names, {len(self.dtype_names)} dtype_names and {len(self.shapes)} "
+                "shapes; it needs one of each for every tensor"
+            )
+        unknown = next((name for name in self.dtype_names if name.removeprefix("torch.") not in DTYPES), None)
+        if unknown is not None:
+            raise InvalidRequestError(f"dtype {unknown[:100]!r} cannot be received; {', '.join(DTYPES)} can be")
+        if any(size < 0 for shape in self.shapes for size in shape):
+            raise InvalidRequestError("update_info has a shape with a negative size")
+        total = sum(one.num_bytes for one in self.each())
+        if total > most_bytes:
+            raise InvalidRequestError(f"update_info names {total:,} bytes, and the engine's weights are far smaller")
+
+    def each(self) -> "Iterator[Announced]":
+        for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
+            yield Announced(name, DTYPES[dtype.removeprefix("torch.")], shape)
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """A tensor that comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def buffers(tensors: Tensors, limit_bytes: int) -> Iterator[list[Announced]]:
+    """The tensors of each packed buffer: the trainer closes one once it holds more than so many bytes."""
+    together: list[Announced] = []
+    held = 0
+    for tensor in tensors.each():
+        together.append(tensor)
+        held += tensor.num_bytes
+        if held > limit_bytes:
+            yield together
+            together, held = [], 0
+    if together:
+        yield together
+
+
+class Group:
+    """Receives tensors, in the order in which the trainer announces them."""
+
+    def __init__(self, library: Nccl, meeting: Meeting, device: torch.device, *, timeout_s: float):
+        """Joins the trainer. timeout_s: bound for that, and then for every buffer. Raises BroadcastError if the trainer
+        does not come, and InvalidRequestError for what it says of the group."""
+        self._library, self._meeting, self._device, self._timeout_s = library, meeting, device, timeout_s
+        self._comm = 0
+        self._in_use = threading.Lock()
+        self.closed = False
+        meeting.check()
+        unique_id = meeting.unique_id(timeout_s)
+
+        def join() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread; NCCL takes the one that is current
+            self._comm = library.join(unique_id, meeting.rank_offset, meeting.world_size)
+            if self.closed:  # nobody waits any more
+                library.abort(self._comm)
+
+        self._bounded(join, "the group was not complete")
+        one = torch.zeros(1, dtype=torch.float32, device=device)
+        self._bounded(lambda: self._launch(lambda stream: library.sum(one, self._comm, stream)), "nobody answered")
+
+    def receive(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors on the device, as they come. All have to be taken: the trainer sends them whatever becomes
+        of them. Raises BroadcastError."""
+        packed = self._meeting.packed if tensors.packed is None else tensors.packed
+        if not packed:
+            return self._one_by_one(tensors)
+        return self._packed(tensors, tensors.packed_buffer_size_bytes or self._meeting.packed_buffer_size_bytes)
+
+    def _one_by_one(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        for one in tensors.each():
+            tensor = torch.empty(one.shape, dtype=one.dtype, device=self._device)
+            self._receive(tensor)
+            yield one.name, tensor
+
+    def _packed(self, tensors: Tensors, limit_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for together in buffers(tensors, limit_bytes):
+            sizes = [one.num_bytes for one in together]
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+            self._receive(buffer)
+            for one, part in zip(together, buffer.split(sizes), strict=True):
+                aligned = part if part.storage_offset() % one.dtype.itemsize == 0 else part.clone()
+                yield one.name, aligned.view(one.dtype).view(one.shape)
+
+    def close(self) -> None:
+        """Leave the group, also while something is being received. Safe to call twice."""
+        if self.closed:
+            return
+        self.closed = True
+        seen = self._in_use.acquire(timeout=_LEAVING_S)
+        try:
+            if self._comm:
+                self._library.abort(self._comm)
+        finally:
+            if seen:
+                self._in_use.release()
+
+    def _receive(self, tensor: torch.Tensor) -> None:
+        self._bounded(
+            lambda: self._launch(lambda stream: self._library.broadcast(tensor, _TRAINER, self._comm, stream)),
+            f"{tensor.nbytes:,} bytes that were announced did not come",
+        )
+
+    def _launch(self, call: Callable[[int], None]) -> None:
+        """Run a collective to its end."""
+        with self._in_use:
+            self._still_open()
+            if self._device.type != "cuda":
+                call(0)
+                return
+            with torch.cuda.device(self._device):
+                stream = torch.cuda.current_stream()
+                call(stream.cuda_stream)
+                done = stream.record_event()
+                while not done.query():
+                    self._still_open()
+                    self._library.check(self._comm)
+                    time.sleep(_POLL_S)
+
+    def _still_open(self) -> None:
+        if self.closed:
+            raise BroadcastError("the trainer's group was left; it has to be met again")
+
+    def _bounded(self, call: Callable[[], None], failure: str) -> None:
+        """Run it in a thread of its own, as NCCL waits for other ranks without a bound; after too long the group is
+        left, which ends such a wait."""
+        self._still_open()
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="inflight-nccl", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            self.close()
+            raise BroadcastError(f"{failure} within {self._timeout_s:.0f} s")
+        if raised:
+            self.close()
+            raise raised[0]

@@ -1,0 +1,101 @@
+"""NCCL by ctypes: the few functions that a receiver of broadcasts calls, as nccl.h (2.18 and later) declares them.
+
+PyTorch has them too, but only behind process groups, which trainers that speak to vLLM do not make.
+"""
+
+import ctypes
+import os
+from ctypes import POINTER, byref, c_int, c_size_t, c_void_p
+from typing import Any
+
+import torch
+
+from inflight.core.errors import BackendError, BroadcastError
+
+VARIABLE = "INFLIGHT_NCCL_LIBRARY"
+"""Names the file of the library, in place of that which PyTorch has loaded."""
+ID_BYTES = 128
+_TYPES = {
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8,
+    torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
+}  # fmt: skip
+"""NCCL's numbers of dtypes."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
+"""Maps PyTorch's names to the dtypes that can be received."""
+_SUM = 0
+
+
+class UniqueId(ctypes.Structure):
+    """What the processes of a group know it by."""
+
+    _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "ncclCommInitRank": [POINTER(c_void_p), c_int, UniqueId, c_int],
+    "ncclAllReduce": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
+    "ncclBroadcast": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
+    "ncclCommGetAsyncError": [c_void_p, POINTER(c_int)],
+    "ncclCommAbort": [c_void_p],
+}
+
+
+class Nccl:
+    """The library. All calls raise BroadcastError where NCCL returns an error."""
+
+    def __init__(self, path: str):
+        """Raises BackendError if the library cannot be loaded, or lacks a function."""
+        try:
+            self._library = ctypes.CDLL(path)
+            self._functions = {name: getattr(self._library, name) for name in _ARGUMENTS}
+            self._text_of = self._library.ncclGetErrorString
+        except (OSError, AttributeError) as error:
+            raise BackendError(f"NCCL cannot be loaded: {error}") from error
+        for name, arguments in _ARGUMENTS.items():
+            self._functions[name].argtypes, self._functions[name].restype = arguments, c_int
+        self._text_of.argtypes, self._text_of.restype = [c_int], ctypes.c_char_p
+
+    def join(self, unique_id: bytes, rank: int, world_size: int) -> int:
+        """The address of a communicator. Returns once all ranks have joined."""
+        comm = c_void_p()
+        self._call("ncclCommInitRank", byref(comm), world_size, UniqueId.from_buffer_copy(unique_id), rank)
+        return comm.value or 0
+
+    def sum(self, tensor: torch.Tensor, comm: int, stream: int) -> None:
+        """Add up a tensor of all ranks, in place."""
+        address = tensor.data_ptr()
+        self._call("ncclAllReduce", address, address, tensor.numel(), _TYPES[tensor.dtype], _SUM, comm, stream)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, comm: int, stream: int) -> None:
+        """Receive a tensor of the root's, of the same size and dtype."""
+        address = tensor.data_ptr()
+        self._call("ncclBroadcast", address, address, tensor.numel(), _TYPES[tensor.dtype], root, comm, stream)
+
+    def check(self, comm: int) -> None:
+        """Raise BroadcastError if what was launched has failed since."""
+        found = c_int()
+        self._call("ncclCommGetAsyncError", comm, byref(found))
+        self._check(found.value, "a collective")
+
+    def abort(self, comm: int) -> None:
+        """End a communicator, also while a call of another thread waits for other ranks."""
+        self._functions["ncclCommAbort"](comm)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check(self._functions[name](*arguments), name)
+
+    def _check(self, code: int, what: str) -> None:
+        if code not in (0, 7):  # 7: in progress
+            raise BroadcastError(f"NCCL: {what} failed: {(self._text_of(code) or b'').decode(errors='replace')}")
+
+
+def why_not(device: str) -> str | None:
+    """Why nothing can be received for an engine on this device, or None."""
+    if os.environ.get(VARIABLE) or torch.device(device).type == "cuda":
+        return None
+    return f"the engine computes on {device}, and NCCL connects GPUs"
+
+
+def load() -> Nccl:
+    """The library that PyTorch's own is loaded with, or the one that the environment names. Raises BackendError."""
+    return Nccl(os.environ.get(VARIABLE) or "libnccl.so.2")
