@@ -279,15 +279,36 @@ def test_mistakes_are_named(truth, stand_in, beside):
     trainer.close()
 
 
-def test_a_server_ends_while_it_waits_for_a_trainer(truth, stand_in, beside):
-    engine, _, model = truth
-    server = engine.serve(port=0)
-    trainer = meet(server, stand_in, beside, packed=True)
-    call(server, "POST", "/start_weight_update", {})
-    asked = beside(call, server, "POST", "/update_weights", {"update_info": announced(taught(model, 1))})
-    time.sleep(0.2)
-    began = time.monotonic()
-    server.close()
-    assert time.monotonic() - began < 15
-    assert asked.exception(30) is not None or asked.result()[0] >= 500
-    trainer.close()
+def test_what_is_refused_at_once_is_taken_to_its_end(truth, stand_in, beside):
+    """The engine follows another publisher; the trainer sends all the same, and would wait for ever otherwise."""
+    engine, first, model = truth
+    version = engine.status().version + 1
+    assert call(first, "POST", "/weight_checker", {"action": "reset"})[0] == 200
+    with engine.serve(port=0) as server:
+        trainer = meet(server, stand_in, beside, packed=True, packed_buffer_size_bytes=BUFFER)
+        for tensors in (taught(model, version + 1), taught(model, version + 1)[4:9], taught(model, version + 1)):
+            call(server, "POST", "/start_weight_update", {})
+            for _ in range(2):
+                assert send(server, trainer, tensors, BUFFER, beside)[0] == 409
+            assert call(server, "POST", "/finish_weight_update")[0] == 409
+        trainer.close()
+    assert engine.status().version == version
+    teach(model, version)
+
+
+def test_a_server_ends_while_it_waits_for_a_trainer(stand_in, beside, tmp_path):
+    model = make_truth_teller()
+    model.save_pretrained(tmp_path)
+    with inflight.launch(str(tmp_path), device="cpu", max_sequences=8, max_context=512, threads=1) as engine:
+        server = engine.serve(port=0)
+        trainer = meet(server, stand_in, beside, packed=True)
+        call(server, "POST", "/start_weight_update", {})
+        asked = beside(call, server, "POST", "/update_weights", {"update_info": announced(taught(model, 1))})
+        time.sleep(0.5)
+        assert not asked.done()
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 15
+        assert asked.exception(30) is not None or asked.result()[0] >= 500
+        assert engine.status().version == 0
+        trainer.close()
