@@ -44,7 +44,7 @@ demo: setup
 	$(BIN)/inflight demo
 
 test: setup
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not clients and not browser and not ray' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not peers and not clients and not browser and not ray' -n 2 --dist loadfile
 
 # Three at a time, since many of them wait.
 test-all: test

@@ -65,7 +65,7 @@ def raise_limit_of_rows(directory: str) -> None:
     """Let the C product take more rows of bfloat16 than it does, to see where it stops paying."""
     source = _cpu.SOURCE.read_text()
     _cpu.SOURCE = Path(directory, "_cpu.c")
-    _cpu.SOURCE.write_text(source.replace(" || (bf && tokens > GROUP_TOKENS)", ""))
+    _cpu.SOURCE.write_text(source.replace(" || (bf && tokens > MOST_BF16)", ""))
 
 
 def weights_of_small(dtype: torch.dtype) -> list[torch.Tensor]:

@@ -240,14 +240,21 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 //
 // y [T, N] = x [T, K] . w [N, K]^T (+ bias). Both operands are read along K, so nothing is packed or transposed: a tile
 // of TILE x TILE results is that many vectors of partial sums, which are added up across their lanes at the end. What a
-// product of few rows waits for is w, so the rows of it to come are fetched ahead. A row of y is the same, bit for bit,
-// whatever rows are beside it. In bfloat16 more than GROUP_TOKENS rows are refused: packing pays then.
+// product of few rows waits for is w, so the rows of it to come are fetched ahead: line by line while as many are read,
+// or, where each line has more to be multiplied by, a few at a time. A row of y is the same, bit for bit, whatever rows
+// are beside it. In bfloat16 more than MOST_BF16 rows are refused: packing pays then, and AMX sooner.
 
 #define TILE 4
 #define PANEL 8           // rows of w that stay in the first-level cache while all rows of x pass by
 #define DEPTH_BYTES 2048  // of a row at a time, so that they do
 #define GROUP_TOKENS 48   // rows of x that pass by together
 #define X_BYTES (1 << 20) // of x, all of which passes by one panel before the next
+#define FEW_TOKENS 8      // rows of x for which w is fetched line by line
+#ifdef __AMX_BF16__
+#define MOST_BF16 8
+#else
+#define MOST_BF16 GROUP_TOKENS
+#endif
 
 #ifdef __AVX512F__
 
@@ -276,9 +283,9 @@ static inline __attribute__((always_inline)) vf multiply_add(vf sum, vf a, vf b,
     return sum + a * b;
 }
 
-// Lane TILE i + j of the result is x[i] . w[j] over so many bytes.
+// Lane TILE i + j of the result is x[i] . w[j] over so many bytes. What lies so far behind w is fetched, if not 0.
 static inline __attribute__((always_inline)) vf multiply_tile(const char *const *x, const char *const *w, int bytes,
-        const int bf) {
+        int64_t distance, const int bf) {
     vf acc[TILE * TILE];
     for (int i = 0; i < TILE * TILE; i++) acc[i] = (vf){0};
     for (int at = 0; at < bytes; at += 64) {
@@ -290,6 +297,7 @@ static inline __attribute__((always_inline)) vf multiply_tile(const char *const 
         for (int j = 0; j < TILE; j++) {
             vf b = *(const vf *)(w[j] + at);
             KEEP(b);
+            if (distance) __builtin_prefetch(w[j] + at + distance, 0, 2);
             for (int i = 0; i < TILE; i++) acc[TILE * i + j] = multiply_add(acc[TILE * i + j], a[i], b, bf);
         }
     }
@@ -301,18 +309,21 @@ static inline __attribute__((always_inline)) void multiply_panel(const char *x, 
         const char *w, int64_t columns, int64_t bytes, int fetch, vf (*sums)[PANEL / TILE], const int bf) {
     const char *next = w + PANEL * bytes;
     const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + TILE - 1) / TILE);
-    const int64_t ahead = fetch ? (PANEL * bytes / 64 + steps - 1) / steps : 0;
+    const int line_by_line = rows <= FEW_TOKENS;
+    const int64_t ahead = fetch && !line_by_line ? (PANEL * bytes / 64 + steps - 1) / steps : 0;
     for (int64_t from = 0; from < bytes; from += DEPTH_BYTES) {
         const int depth = bytes - from < DEPTH_BYTES ? (int)(bytes - from) : DEPTH_BYTES;
         for (int64_t m = 0; m < rows; m += TILE) {
             for (int64_t i = 0; i < ahead; i++) __builtin_prefetch(next + 64 * i, 0, 2);
             next += 64 * ahead;
+            const int64_t distance = fetch && line_by_line && m == 0 ? PANEL * bytes : 0;
             const char *x_rows[TILE];  // beyond the last one it is repeated
             for (int i = 0; i < TILE; i++) x_rows[i] = x + (m + i < rows ? m + i : rows - 1) * x_bytes + from;
             for (int64_t n = 0; n < columns; n += TILE) {
                 const char *w_rows[TILE];
                 for (int j = 0; j < TILE; j++) w_rows[j] = w + (n + j < columns ? n + j : columns - 1) * bytes + from;
-                const vf tile = multiply_tile(x_rows, w_rows, depth, bf);
+                const vf tile = distance ? multiply_tile(x_rows, w_rows, depth, distance, bf)
+                                         : multiply_tile(x_rows, w_rows, depth, 0, bf);
                 vf *sum = &sums[m / TILE][n / TILE];
                 *sum = tile + (from ? *sum : (vf){0});
             }
@@ -346,7 +357,7 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 #ifndef __AVX512BF16__
     if (bf) return 1;
 #endif
-    if (bytes % 64 || tokens < 1 || (bf && tokens > GROUP_TOKENS)) return 1;
+    if (bytes % 64 || tokens < 1 || (bf && tokens > MOST_BF16)) return 1;
     const int64_t groups = X_BYTES / (GROUP_TOKENS * bytes), block = GROUP_TOKENS * (groups > 1 ? groups : 1);
 #pragma omp parallel num_threads(threads)
     for (int64_t first = 0; first < tokens; first += block) {
