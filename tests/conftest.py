@@ -1,6 +1,7 @@
 """Tiny random models on disk, and engines over them."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from inflight.engine import launcher
 from inflight.engine.engine import Engine
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell ignore
 if not torch.cuda.is_available():  # what a GPU's driver knows of a process does not outlive a fork
     launcher.subprocess = POPEN  # type: ignore[assignment]
 

@@ -142,6 +142,7 @@ def test_tokens_keep_their_versions(tmp_path):
         for version in range(1, 6):
             teach(model, version, before)
             before = publisher.publish()
+            publisher.wait_copied()
             wait_for_tokens(engine, 100 * version)
         engine.wait_for_version(5)
         inflight.Run(engine, publisher).save(tmp_path / "run")
@@ -153,6 +154,7 @@ def test_tokens_keep_their_versions(tmp_path):
             wait_for_tokens(engine, 100 * (version - 5))
             teach(model, version, before)
             before = publisher.publish()
+            publisher.wait_copied()
             assert before == version
         rollouts = by_sample(engine.stream.groups())
     seen = {v for r in rollouts.values() for v in r.weight_versions.tolist()}

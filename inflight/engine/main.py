@@ -23,6 +23,7 @@ from inflight.engine.directory import declare_alive, log_to_stderr, trim_log
 _LAUNCHER_S = 1.0
 _POLL_S = 0.5
 _GRACE_S = 5.0
+_MOST_REMOVALS, _REMOVAL_S = 100, 0.02
 _KEPT_PRODUCTS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """How many products of different sizes oneDNN, and PyTorch's side of it, keep what they have prepared for: half a
 megabyte each, of a thousand unless one says so. To prepare one anew takes about a millisecond."""
@@ -76,8 +77,12 @@ class ParentWatch:
         self._stop = stop
 
     def leave_nothing(self) -> None:
-        """Remove what the launcher would have removed."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Remove what the launcher would have removed, also while another thread puts sockets and locks there."""
+        for _ in range(_MOST_REMOVALS):
+            shutil.rmtree(self._directory, ignore_errors=True)
+            if not self._directory.exists():
+                return
+            time.sleep(_REMOVAL_S)
 
     def _run(self) -> None:
         while not self.orphaned:

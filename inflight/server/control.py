@@ -5,15 +5,17 @@ An update is staged while decoding goes on and goes live between two forward pas
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.server.bodies import answer
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, as_api_error
 from inflight.server.requests import parse, read_bytes, read_fields
 from inflight.server.served import Served
 from inflight.weights.nccl.group import Tensors
@@ -92,7 +94,8 @@ async def init_weight_transfer(served: Served, request: Request) -> Response:
     reason = why_not(served.engine.info.device)
     if reason is not None:
         raise ApiError(501, f"no tensors are received: {reason}; {_OTHER_WAYS}", param="init_info")
-    await served.broadcasts.meet(read_fields(fields.init_info, Meeting))
+    with _told_once():
+        await served.broadcasts.meet(read_fields(fields.init_info, Meeting))
     return _done("the trainer was met; weights come by NCCL")
 
 
@@ -125,13 +128,12 @@ async def start_update(served: Served, request: Request) -> Response:
 async def update_weights(served: Served, request: Request) -> Response:
     """Publish a checkpoint directory. Between start and finish one in `update_info`, which only a client of these three
     steps sends, is noted for finish; so whoever began an update and ended keeps no other client from publishing.
-    Tensors that `update_info` names are received now."""
+    Tensors that `update_info` names are received now; whoever else publishes waits until that update is finished, or
+    nothing came for two minutes."""
     fields = await _fields(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
     if "names" in info and served.broadcasts.met:
-        if served.updates.staged is None:
-            raise ApiError(400, "no update has begun; call /start_weight_update first")
-        await served.broadcasts.receive(read_fields(info, Tensors))
+        await _receive(served, info)
         return _done("the tensors are here; /finish_weight_update publishes them")
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
@@ -144,13 +146,43 @@ async def update_weights(served: Served, request: Request) -> Response:
     return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
 
 
+async def _receive(served: Served, info: dict[str, Any]) -> None:
+    """Tensors that a trainer has announced, and sends whatever becomes of the announcement."""
+    with _told_once():
+        try:
+            if served.updates.staged is None:
+                raise ApiError(400, "no update has begun; call /start_weight_update first")
+            tensors = read_fields(info, Tensors)
+            served.broadcasts.check(tensors)
+        except (ApiError, InvalidRequestError):
+            await served.broadcasts.break_off()
+            raise
+        await served.broadcasts.receive(tensors)
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """What fails herein is told by a status after which no client sends the same once more, as TRL's do after 500, 502
+    and 503: a trainer broadcasts once."""
+    try:
+        yield
+    except Exception as error:
+        told = as_api_error(error)
+        if told.status not in (500, 502, 503):
+            raise
+        if not isinstance(error, (ApiError, InflightError, TimeoutError)):
+            logger.exception("an update failed")
+        raise ApiError(424, told.message) from error
+
+
 async def finish_update(served: Served, request: Request) -> Response:
     """Publish what was noted, and answer when it is live."""
     fields = await _fields(request, _Finish)
     staged, served.updates.staged = served.updates.staged, None
     if staged is None:
         raise ApiError(400, "no update has begun; call /start_weight_update first")
-    published = await served.broadcasts.finish(fields.weight_version)
+    with _told_once():
+        published = await served.broadcasts.finish(fields.weight_version)
     if published is None and not staged and fields.weight_version is not None:
         version = await served.call(lambda: served.engine.status().version)
         served.updates.label(version, fields.weight_version)

@@ -27,7 +27,7 @@ _STATUS_OF: tuple[tuple[type[Exception], int], ...] = (
     (NonFiniteWeightsError, 422),
     (PublisherConflictError, 409),
     (BackendError, 501),
-    (BroadcastError, 502),
+    (BroadcastError, 424),
     (QueueFullError, 503),
     (EngineDiedError, 503),
     (EngineHungError, 503),
@@ -43,6 +43,7 @@ _TYPE_OF = {
     409: "conflict_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
+    424: "failed_dependency_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
 }

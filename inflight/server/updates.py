@@ -121,6 +121,8 @@ class Updates:
             self.label(version, label)
         try:
             yield
+        except TimeoutError:  # it goes live later, under this name
+            raise
         except BaseException:
             if publisher.version < version or self._engine.status().version < version:
                 self.labels.pop(version, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import sleep
-from typing import Protocol
+from typing import Any, Protocol
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, FrameError, InflightError, StreamGapError
@@ -534,6 +534,11 @@ class Inbox:
         future.set_running_or_notify_cancel()  # a task that is cancelled leaves it alone
         self._waiters.append(_Waiter(wanted, needed, future))
         return future
+
+    def leave(self, future: "Future[Any]") -> None:
+        """Whoever was given this future waits no more."""
+        with self._lock:
+            self._waiters = [waiter for waiter in self._waiters if waiter.future is not future]
 
     def _wake(self, is_over: Callable[[_Waiter], bool], error: InflightError | None = None) -> bool:
         """End the waits that are over, with an error if there is one. Returns False if there were none."""

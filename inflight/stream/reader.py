@@ -70,8 +70,8 @@ class StreamReader:
         """No frame has come since then."""
         self._parts: deque[bytes] = deque()
         """What has come in one message, and was not looked at yet."""
-        self._held: TokenFrame | None = None
-        """The first frame behind a gap of which `receive` has told."""
+        self._held: tuple[TokenFrame, bytes] | None = None
+        """The first frame behind a gap of which `receive` has told, and what it was read from."""
         self.state = ""
         """What the engine said last of what it is doing."""
         self.num_duplicates = 0
@@ -98,7 +98,9 @@ class StreamReader:
         another reader, and JournalError if the journal does not take the frame, which is not acknowledged then.
         """
         if self._held is not None:
-            frame, self._held = self._held, None
+            frame, data = self._held
+            self._write_down(data)
+            self._held = None
             return frame
         if (self.next or 0) - self._acknowledged >= _FRAMES_PER_ACK or self._acknowledges_late:
             self._acknowledge()
@@ -119,7 +121,7 @@ class StreamReader:
         Safe to call twice."""
         if not self._socket.closed:
             if self._held is not None:
-                self.next, self._held = self._held.header.sequence, None
+                self.next, self._held = self._held[0].header.sequence, None
             self._acknowledge()
             self._tell(Leave())
             self._socket.close(linger=100)
@@ -143,13 +145,18 @@ class StreamReader:
             return None
         self._num_tokens += frame.header.num_tokens
         self._num_rollouts += len(frame.header.finishes)
-        if self._journal is not None:
-            self._journal.append(data)
-        damaged, self._damaged, self._resent, self.next = self._damaged, False, False, number + 1
-        if number > expected and not damaged:
-            self._held = frame
+        is_behind_gap = number > expected and not self._damaged
+        if not is_behind_gap:
+            self._write_down(data)
+        self._damaged, self._resent, self.next = False, False, number + 1
+        if is_behind_gap:
+            self._held = frame, data
             raise _gap(expected, number)
         return frame
+
+    def _write_down(self, data: bytes) -> None:
+        if self._journal is not None:
+            self._journal.append(data)
 
     def _hear(self, data: bytes) -> None:
         message = to_reader(data)

@@ -46,12 +46,12 @@ class CudaSlot:
         Raises ProtocolError if this process cannot see that GPU, or may not map its memory."""
         uuid, nbytes, handle, storage_bytes, offset, *events = msgspec.structs.astuple(descriptor)
         view = torch.Tensor, (nbytes,), (1,), 0
-        devices = {uuid_of(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
-        if uuid not in devices:
+        device = number_of(uuid)
+        if device is None:
             raise ProtocolError(
                 f"the engine's slots are on GPU {uuid}, which this process does not see; check CUDA_VISIBLE_DEVICES"
             )
-        storage = torch.UntypedStorage, torch.uint8, devices[uuid], handle, storage_bytes, offset, False
+        storage = torch.UntypedStorage, torch.uint8, device, handle, storage_bytes, offset, False
         try:
             return rebuild_cuda_tensor(*view, *storage, *events)
         except RuntimeError as error:
@@ -110,3 +110,9 @@ def use_own_stream(device: torch.device) -> None:
 def uuid_of(device: torch.device) -> str:
     """Return the name of a GPU, which is the same in every process whatever its number there; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def number_of(uuid: str) -> int | None:
+    """Return the number that a GPU of this name has in this process; None if it is not seen here."""
+    numbers = range(torch.cuda.device_count())
+    return next((number for number in numbers if uuid_of(torch.device("cuda", number)) == uuid), None)

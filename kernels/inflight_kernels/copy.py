@@ -62,7 +62,10 @@ class BlockCopies:
             return
         for tensors, pairs in zip(self._groups, copies, strict=True):
             if pairs:
-                to, source = torch.tensor([[*pairs], [*pairs.values()]]).to(tensors[0].device)
+                numbers = torch.tensor([[*pairs], [*pairs.values()]])
+                if tensors[0].is_cuda:  # from pinned memory, since a copy from elsewhere waits for the device
+                    numbers = numbers.pin_memory().to(tensors[0].device, non_blocking=True)
+                to, source = numbers
                 for tensor in tensors:
                     tensor[to] = tensor[source]
 

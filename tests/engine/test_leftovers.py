@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine_files import directory_of, slots_of
 
 import inflight
 from inflight.engine.directory import make_directory, remove_orphan_directories
+from inflight.engine.main import ParentWatch
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
 LAUNCH = "import inflight\nengine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu')\n"
@@ -114,6 +116,29 @@ def test_a_trainer_that_is_killed_while_its_engine_is_restarted_leaves_nothing(b
     trainer.wait()
     wait_until(lambda: all(map(ended, successors)), "the successor loads on")
     assert not any(directory.exists() for directory in directories)
+
+
+def test_what_a_thread_puts_into_the_directory_while_it_is_removed_is_removed_too(tmp_path):
+    """The engine makes its sockets while the watch sees that its trainer is gone."""
+    directory = tmp_path / "engine"
+    directory.mkdir()
+    ends_s = time.monotonic() + 0.3
+
+    def write():
+        while time.monotonic() < ends_s:
+            with contextlib.suppress(FileNotFoundError):
+                for name in range(50):
+                    (directory / str(name)).touch()
+
+    watch = object.__new__(ParentWatch)
+    watch._directory = directory
+    for _ in range(3):
+        directory.mkdir(exist_ok=True)
+        writing = threading.Thread(target=write)
+        writing.start()
+        watch.leave_nothing()
+        writing.join()
+        assert not directory.exists()
 
 
 def test_a_directory_of_somebody_who_lives_is_no_orphan():

@@ -154,6 +154,7 @@ def engine_draws_the_same() -> None:
 
 def engine_that_forgets_draws_something_else() -> None:
     expected = live("cpu")
+    assert_same(live("cuda"), expected)  # what follows fails by what is forgotten, and by nothing else
     collect, begin_graph = Engine._collect, FlashInferAttention.begin_graph
 
     def collect_without_waiting(self, done):

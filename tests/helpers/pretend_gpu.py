@@ -336,6 +336,7 @@ def _replace_kernels():
     for name in ("dense_forward", "masked_forward", "grad_logits", "add_product", "segment_sum"):
         setattr(module("_linear_logprob_triton"), name, _kernel(getattr(module("_linear_logprob_cpu"), name)))
     module("_copy_triton").copy_all = lambda destinations, sources: (destinations, sources)
+    module("_copy_triton").BlockTable.of = lambda groups: None
     copied_by_plan = ("starts", "indptr", "last_page_len")
     fake_flashinfer._Wrapper._attend = _kernel(fake_flashinfer._Wrapper._attend, on_host=copied_by_plan)
     flashinfer._flashinfer = lambda: fake_flashinfer

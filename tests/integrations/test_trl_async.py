@@ -29,7 +29,7 @@ ROWS = [{"prompt": prompt, "answer": str(index)} for index, prompt in enumerate(
 
 @pytest.fixture(scope="module")
 def engine(path):
-    with inflight.launch(path, threads=1, max_context=64, max_sequences=64) as engine:
+    with inflight.launch(path, threads=1, max_context=160, max_sequences=64) as engine:
         yield engine
 
 
@@ -106,7 +106,7 @@ def test_ratios_are_one_where_nothing_is_stale(path, tmp_path, engine, prompts):
 
 @pytest.mark.slow
 def test_the_generator_goes_on_while_trl_trains(path, tmp_path, engine):
-    trainer = train(path, tmp_path, engine, max_steps=20, max_staleness=4, max_completion_length=24)
+    trainer = train(path, tmp_path, engine, max_steps=20, max_staleness=4, max_completion_length=120)
     staleness = logged(trainer, "sample/staleness_max")
     assert len(staleness) == 20
     assert 1 <= max(staleness) <= 4

@@ -2,6 +2,7 @@
 tokens proclaim the version that drew them."""
 
 import copy
+import socket
 import subprocess
 import sys
 import threading
@@ -18,9 +19,11 @@ from truth_teller import make_truth_teller, teach
 import inflight
 from inflight.server import broadcasts
 from inflight.weights.nccl import library
+from inflight.weights.nccl.group import Group
 from inflight.weights.tensors import published_tensors
 
 BUFFER = 200_000
+_BOUND_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def stand_in(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _with_stand_in(stand_in, monkeypatch):
     monkeypatch.setenv(library.VARIABLE, stand_in)
-    monkeypatch.setattr(broadcasts, "_MEETING_S", 20.0)
+    monkeypatch.setattr(broadcasts, "_MEETING_S", _BOUND_S)
 
 
 @pytest.fixture
@@ -58,19 +61,19 @@ def meeting(trainer, **more):
 
 def meet(server, stand_in, beside, **more):
     trainer = NcclTrainer(stand_in)
-    asked = beside(call, server, "POST", "/init_weight_transfer_engine", meeting(trainer, **more))
-    trainer.leave_id()
-    trainer.join()
-    status, answer = asked.result(30)
-    assert (status, answer["message"]) == (200, "the trainer was met; weights come by NCCL")
+    joined = beside(lambda: (trainer.leave_id(), trainer.join()))
+    status, answer = call(server, "POST", "/init_weight_transfer_engine", meeting(trainer, **more))
+    assert (status, answer.get("message")) == (200, "the trainer was met; weights come by NCCL"), answer
+    joined.result(_BOUND_S)
     return trainer
 
 
 def send(server, trainer, tensors, packed_bytes, beside):
     """One /update_weights, and the broadcast beside it."""
-    asked = beside(call, server, "POST", "/update_weights", {"update_info": announced(tensors)})
-    trainer.send(tensors, packed_bytes)
-    return asked.result(30)
+    sent = beside(trainer.send, tensors, packed_bytes)
+    answer = call(server, "POST", "/update_weights", {"update_info": announced(tensors)})
+    sent.result(_BOUND_S)
+    return answer
 
 
 def taught(model, version, *, dtype=None):
@@ -105,20 +108,22 @@ def test_versions_arrive_while_answers_are_drawn_and_every_token_tells_its_own(t
 
     asking = [beside(ask) for _ in range(3)]
     swaps_before = engine.status().num_swaps_in_flight
-    for _ in range(4):
-        version = engine.status().version + 1
-        assert call(server, "POST", "/start_weight_update", {"is_checkpoint_format": True})[0] == 200
-        tensors = taught(model, version, dtype=dtype)
-        status, answer = send(server, trainer, tensors, BUFFER if packed else None, beside)
-        assert status == 200, answer
-        assert engine.status().version == version - 1, "it is published when the update is finished"
-        status, answer = call(server, "POST", "/finish_weight_update", {"weight_version": f"step-{version}"})
-        assert (status, answer["version"], answer["weight_version"]) == (200, version, f"step-{version}")
-        assert engine.status().version == version
-        assert set(draw(server, 3)[0]) == {str(version)}
-    stopping.set()
+    try:
+        for _ in range(4):
+            version = engine.status().version + 1
+            assert call(server, "POST", "/start_weight_update", {"is_checkpoint_format": True})[0] == 200
+            tensors = taught(model, version, dtype=dtype)
+            status, answer = send(server, trainer, tensors, BUFFER if packed else None, beside)
+            assert status == 200, answer
+            assert engine.status().version == version - 1, "it is published when the update is finished"
+            status, answer = call(server, "POST", "/finish_weight_update", {"weight_version": f"step-{version}"})
+            assert (status, answer["version"], answer["weight_version"]) == (200, version, f"step-{version}")
+            assert engine.status().version == version
+            assert set(draw(server, 3)[0]) == {str(version)}
+    finally:
+        stopping.set()
     for done in asking:
-        done.result(60)
+        done.result(_BOUND_S)
     for tokens, spans in answers:
         assert tokens == [span.removeprefix("step-") for span in spans]
     assert engine.status().num_swaps_in_flight > swaps_before
@@ -215,11 +220,11 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_the_old_version_and_the_
         time.sleep(0.3)
         assert set(draw(server, 3)[0]) == {str(before)}, "it goes on while a trainer is waited for"
         process.kill()
-    status, answer = asked.result(30)
-    assert (status, "remote process exited" in answer["error"]["message"]) == (502, True), answer
+    status, answer = asked.result(_BOUND_S)
+    assert (status, "remote process exited" in answer["error"]["message"]) == (424, True), answer
     status, answer = call(server, "POST", "/update_weights", {"update_info": announced(tensors)})
-    assert (status, "meet again" in answer["error"]["message"]) == (502, True), answer
-    assert call(server, "POST", "/finish_weight_update")[0] == 502
+    assert (status, "meet again" in answer["error"]["message"]) == (424, True), answer
+    assert call(server, "POST", "/finish_weight_update")[0] == 424
     trainer = meet(server, stand_in, beside, packed=True)
     call(server, "POST", "/start_weight_update", {})
     assert send(server, trainer, tensors, 1 << 30, beside)[0] == 200
@@ -236,9 +241,8 @@ def test_a_trainer_that_never_comes_is_told_of_and_one_that_comes_meanwhile_is_m
     asked = beside(call, server, "POST", "/init_weight_transfer_engine", meeting(absent, packed=True))
     time.sleep(0.2)
     trainer = meet(server, stand_in, beside, packed=True)
-    status, answer = asked.result(30)
-    assert (status, "was not met within 3 s" in answer["error"]["message"]) == (502, True), answer
-    assert server is not None
+    status, answer = asked.result(_BOUND_S)
+    assert (status, "the trainer's store" in answer["error"]["message"]) == (424, True), answer
     assert call(server, "POST", "/start_weight_update", {})[0] == 200
     trainer.close()
 
@@ -265,18 +269,93 @@ def test_mistakes_are_named(truth, stand_in, beside):
     trainer = meet(server, stand_in, beside, packed=True)
     status, answer = call(server, "POST", "/update_weights", update)
     assert (status, "start_weight_update" in answer["error"]["message"]) == (400, True), answer
-    call(server, "POST", "/start_weight_update", {})
     for change, message in (
         ({"names": ["a"]}, "one of each"),
         ({"dtype_names": ["float31"] * len(tensors)}, "float31"),
-        ({"shapes": [[1 << 40]] * len(tensors)}, "far smaller"),
+        ({"shapes": [[1 << 40]] * len(tensors)}, "larger than all"),
+        ({"shapes": [[0, 1 << 62, 1 << 62]] * len(tensors)}, "larger than all"),
+        ({"shapes": [[1 << 20, 3]] * len(tensors)}, "far smaller"),
         ({"names": None}, "names"),
     ):
+        trainer.close()
+        trainer = meet(server, stand_in, beside, packed=True)
+        call(server, "POST", "/start_weight_update", {})
         body = {"update_info": {**copy.deepcopy(update["update_info"]), **change}}
         status, answer = call(server, "POST", "/update_weights", body)
         assert (status, message in answer["error"]["message"]) == (400, True), answer
+        status, answer = call(server, "POST", "/finish_weight_update", {"weight_version": "a name"})
+        assert (status, "was not taken" in answer["error"]["message"]) == (424, True), answer
+        assert call(server, "GET", "/weight_info")[1]["weight_version"] == str(before)
     assert engine.status().version == before
     trainer.close()
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_what_was_announced_and_refused_is_never_read_as_the_next_version(truth, stand_in, beside, has_begun):
+    """The trainer sends it all the same; whoever read on would give the old tensors to the new version."""
+    engine, server, model = truth
+    before = engine.status().version
+    trainer = meet(server, stand_in, beside, packed=False)
+    old = taught(model, before + 7)
+    update = announced(old)
+    if has_begun:
+        call(server, "POST", "/start_weight_update", {})
+        update["dtype_names"][0] = "float31"
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(trainer.send, [(name, tensor.clone()) for name, tensor in old], None)
+        assert call(server, "POST", "/update_weights", {"update_info": update})[0] == 400
+        call(server, "POST", "/start_weight_update", {})
+        new = taught(model, before + 1)
+        status, answer = call(server, "POST", "/update_weights", {"update_info": announced(new)})
+        assert (status, "meet again" in answer["error"]["message"]) == (424, True), answer
+        assert "the stand-in failed" in str(sent.exception(_BOUND_S)), "the trainer is told, too"
+    trainer.close()
+    assert call(server, "POST", "/finish_weight_update")[0] == 424
+    assert engine.status().version == before
+    trainer = meet(server, stand_in, beside, packed=False)
+    call(server, "POST", "/start_weight_update", {})
+    assert send(server, trainer, new, None, beside)[0] == 200
+    assert call(server, "POST", "/finish_weight_update")[1]["weight_version"] == str(before + 1)
+    assert set(draw(server, 3)[0]) == {str(before + 1)}
+    trainer.close()
+
+
+def test_memory_that_runs_out_while_tensors_come_leaves_the_group(truth, stand_in, beside, monkeypatch):
+    engine, server, model = truth
+    before = engine.status().version
+    trainer = meet(server, stand_in, beside, packed=False)
+    call(server, "POST", "/start_weight_update", {})
+    receive, num_received = Group._receive, iter(range(100))
+
+    def receive_some(group, tensor):
+        if next(num_received) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        receive(group, tensor)
+
+    monkeypatch.setattr(Group, "_receive", receive_some)
+    tensors = taught(model, before + 1)
+    beside(trainer.send, tensors, None)
+    status, answer = call(server, "POST", "/update_weights", {"update_info": announced(tensors)})
+    assert (status, "its log says why" in answer["error"]["message"]) == (424, True), answer
+    assert call(server, "POST", "/finish_weight_update")[0] == 424
+    call(server, "POST", "/start_weight_update", {})
+    status, answer = call(server, "POST", "/update_weights", {"update_info": announced(tensors)})
+    assert (status, "meet again" in answer["error"]["message"]) == (424, True), answer
+    assert engine.status().version == before
+    trainer.close()
+
+
+def test_a_store_that_listens_and_says_nothing_is_left_after_the_bound(truth, monkeypatch):
+    _, server, _ = truth
+    monkeypatch.setattr(broadcasts, "_MEETING_S", 1.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        info = {
+            "master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "rank_offset": 1, "world_size": 2,
+        }  # fmt: skip
+        status, answer = call(server, "POST", "/init_weight_transfer_engine", {"init_info": info})
+    assert (status, "did not answer within 3 s" in answer["error"]["message"]) == (424, True), answer
 
 
 def test_what_is_refused_at_once_is_taken_to_its_end(truth, stand_in, beside):
@@ -309,6 +388,6 @@ def test_a_server_ends_while_it_waits_for_a_trainer(stand_in, beside, tmp_path):
         began = time.monotonic()
         server.close()
         assert time.monotonic() - began < 15
-        assert asked.exception(30) is not None or asked.result()[0] >= 500
+        assert asked.exception(_BOUND_S) is not None or asked.result()[0] >= 500
         assert engine.status().version == 0
         trainer.close()

@@ -327,7 +327,10 @@ def test_an_adapter_is_drawn_with_by_its_name(truth, tmp_path):
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path)
     body = {"lora_name": "a", "lora_path": str(tmp_path), "weight_version": "with adapter"}
+    before = call(server, "POST", "/weight_checker", {"action": "checksum"})[1]
     assert call(server, "POST", "/v1/load_lora_adapter", body)[0] == 200
+    after = call(server, "POST", "/weight_checker", {"action": "checksum"})[1]
+    assert after["checksums"] == before["checksums"], "versions of adapters are none of the weights"
     assert {span["version"] for span in draw(server, 5, model="a")["weight_versions"]} == {"with adapter"}
     for name, adapter in (("a", "default"), ("", None)):
         rollout = answered([5], draw(server, 20, model=name, temperature=1.0, logprobs=0))

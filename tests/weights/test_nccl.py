@@ -81,6 +81,8 @@ def hostile():
     yield "a number", pickle.dumps(5)
     yield "nothing", b""
     yield "no pickle", b"\xff" * 128
+    yield "a memo that takes gigabytes", pickled_id(ID)[:-1] + b"r\xff\xff\xff\x7f."
+    yield "an array that takes gigabytes", b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"."
     yield "a bomb", b"\x80\x04" + b"(" * 5000
     yield "deep", b"\x80\x04" + b"]" * 2000 + b"a" * 1999 + b"."
 
@@ -145,8 +147,9 @@ def test_buffers_are_cut_as_the_trainer_cuts_them(limit):
         ({"names": ["a"], "dtype_names": [], "shapes": [[1]]}, "one of each"),
         ({"names": ["a"], "dtype_names": ["complex64"], "shapes": [[1]]}, "complex64"),
         ({"names": ["a"], "dtype_names": ["__class__"], "shapes": [[1]]}, "__class__"),
-        ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]}, "negative"),
-        ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[1 << 40, 1 << 40]]}, "far smaller"),
+        ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[-1]]}, "a size below 0"),
+        ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[0, 1 << 62]]}, "larger than all weights"),
+        ({"names": ["a"], "dtype_names": ["float32"], "shapes": [[1 << 19, 3]]}, "far smaller"),
     ],
 )
 def test_what_cannot_be_received_is_refused_before_it_is_waited_for(info, message):
@@ -280,6 +283,8 @@ def test_a_library_that_is_none_is_told(tmp_path):
 
 def test_where_nothing_can_be_received_the_reason_is_told(monkeypatch):
     monkeypatch.delenv(library.VARIABLE, raising=False)
+    assert "this process sees no GPU" in (library.why_not("cuda:1") or "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert library.why_not("cuda:1") is None
     assert "NCCL connects GPUs" in (library.why_not("cpu") or "")
     monkeypatch.setenv(library.VARIABLE, "/a/library.so")

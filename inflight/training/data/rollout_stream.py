@@ -193,6 +193,7 @@ class RolloutStream:
         while isinstance(found := self._inbox.take(group_ids), Future):
             left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
             if not wait([found], timeout=left_s).done:
+                self._inbox.leave(found)
                 raise TimeoutError(f"groups {_named(group_ids)} did not finish within {timeout_s} s")
             found.result()
         return [self._with_text(found[group_id]) for group_id in group_ids]
@@ -200,7 +201,11 @@ class RolloutStream:
     async def acollect(self, group_ids: Collection[int]) -> list[Group]:
         """The same as `collect`, for asyncio."""
         while isinstance(found := self._inbox.take(group_ids), Future):
-            await asyncio.wrap_future(found)
+            try:
+                await asyncio.wrap_future(found)
+            except asyncio.CancelledError:
+                self._inbox.leave(found)
+                raise
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     def partial(self, group_id: int) -> Group:

@@ -15,6 +15,8 @@ from inflight.weights.nccl.rendezvous import Meeting
 _POLL_S = 0.0005
 _LEAVING_S = 1.0
 """Bound for a collective to see that the group is left, before it is ended from without."""
+_MORE_S = 2.0
+"""For what has the same bound of its own, and then says more."""
 _TRAINER = 0
 
 
@@ -38,8 +40,8 @@ class Tensors(msgspec.Struct, frozen=True):
         unknown = next((name for name in self.dtype_names if name.removeprefix("torch.") not in DTYPES), None)
         if unknown is not None:
             raise InvalidRequestError(f"dtype {unknown[:100]!r} cannot be received; {', '.join(DTYPES)} can be")
-        if any(size < 0 for shape in self.shapes for size in shape):
-            raise InvalidRequestError("update_info has a shape with a negative size")
+        if any(not 0 <= size <= most_bytes for shape in self.shapes for size in shape):
+            raise InvalidRequestError("update_info has a shape with a size below 0, or larger than all weights")
         total = sum(one.num_bytes for one in self.each())
         if total > most_bytes:
             raise InvalidRequestError(f"update_info names {total:,} bytes, and the engine's weights are far smaller")
@@ -83,17 +85,22 @@ class Group:
         does not come, and InvalidRequestError for what it says of the group."""
         self._library, self._meeting, self._device, self._timeout_s = library, meeting, device, timeout_s
         self._comm = 0
+        """0 before the group is joined, and once it is left."""
+        self._left = threading.Lock()
         self._in_use = threading.Lock()
         self.closed = False
         meeting.check()
-        unique_id = meeting.unique_id(timeout_s)
+        ids: list[bytes] = []
+        self._bounded(
+            lambda: ids.append(meeting.unique_id(timeout_s)), "the trainer's store did not answer", _MORE_S
+        )  # which has a bound for connecting, and none for answers
 
         def join() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # of this thread; NCCL takes the one that is current
-            self._comm = library.join(unique_id, meeting.rank_offset, meeting.world_size)
+            self._comm = library.join(ids[0], meeting.rank_offset, meeting.world_size)
             if self.closed:  # nobody waits any more
-                library.abort(self._comm)
+                self._abort()
 
         self._bounded(join, "the group was not complete")
         one = torch.zeros(1, dtype=torch.float32, device=device)
@@ -129,11 +136,17 @@ class Group:
         self.closed = True
         seen = self._in_use.acquire(timeout=_LEAVING_S)
         try:
-            if self._comm:
-                self._library.abort(self._comm)
+            self._abort()
         finally:
             if seen:
                 self._in_use.release()
+
+    def _abort(self) -> None:
+        """Once: its memory is gone afterwards."""
+        with self._left:
+            comm, self._comm = self._comm, 0
+        if comm:
+            self._library.abort(comm)
 
     def _receive(self, tensor: torch.Tensor) -> None:
         self._bounded(
@@ -161,7 +174,7 @@ class Group:
         if self.closed:
             raise BroadcastError("the trainer's group was left; it has to be met again")
 
-    def _bounded(self, call: Callable[[], None], failure: str) -> None:
+    def _bounded(self, call: Callable[[], None], failure: str, more_s: float = 0.0) -> None:
         """Run it in a thread of its own, as NCCL waits for other ranks without a bound; after too long the group is
         left, which ends such a wait."""
         self._still_open()
@@ -175,10 +188,10 @@ class Group:
 
         thread = threading.Thread(target=run, name="inflight-nccl", daemon=True)
         thread.start()
-        thread.join(self._timeout_s)
+        thread.join(self._timeout_s + more_s)
         if thread.is_alive():
             self.close()
-            raise BroadcastError(f"{failure} within {self._timeout_s:.0f} s")
+            raise BroadcastError(f"{failure} within {self._timeout_s + more_s:.0f} s")
         if raised:
             self.close()
             raise raised[0]

@@ -90,10 +90,12 @@ class Nccl:
 
 
 def why_not(device: str) -> str | None:
-    """Why nothing can be received for an engine on this device, or None."""
-    if os.environ.get(VARIABLE) or torch.device(device).type == "cuda":
+    """Why nothing can be received in this process for an engine on this device, or None."""
+    if os.environ.get(VARIABLE):
         return None
-    return f"the engine computes on {device}, and NCCL connects GPUs"
+    if torch.device(device).type != "cuda":
+        return f"the engine computes on {device}, and NCCL connects GPUs"
+    return None if torch.cuda.is_available() else "this process sees no GPU, and NCCL connects GPUs"
 
 
 def load() -> Nccl:

@@ -9,6 +9,7 @@ import base64
 import binascii
 import io
 import pickle
+import pickletools
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -90,6 +91,30 @@ def _make(kind: object, state: object) -> _Id:
     return _Id(state[1])
 
 
+_OPCODES = frozenset(
+    [
+        "PROTO",
+        "FRAME",
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINPUT",
+        "BINGET",
+        "MEMOIZE",
+        "EMPTY_DICT",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "MARK",
+        "TUPLE",
+        "TUPLE2",
+        "REDUCE",
+        "STOP",
+    ]
+)
+"""What such an id is made of. Others can make an unpickler take memory without bound."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows the two names that a pickled id has, and gives neither of them its own meaning."""
 
@@ -107,6 +132,9 @@ def read_unique_id(data: bytes) -> bytes:
     if len(data) > _MOST_PICKLED_BYTES:
         raise InvalidRequestError(f"what the trainer left as the group's id has {len(data):,} bytes, and is none")
     try:
+        unknown = {opcode.name for opcode, _, _ in pickletools.genops(data)} - _OPCODES
+        if unknown:
+            raise pickle.UnpicklingError(f"it has {', '.join(sorted(unknown))}")
         found = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # whatever broken pickles make of the unpickler
         raise InvalidRequestError(f"what the trainer left as the group's id is none: {error}") from error
