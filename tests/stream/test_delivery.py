@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -213,14 +214,21 @@ def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
 
 
 def test_a_frame_behind_a_gap_is_kept_for_the_next_reader(writer, monkeypatch):
-    """If the one that was told of the gap leaves before it asks for the frame."""
-    told = []
-    with closing(StreamReader(writer.endpoint, begin=0)) as reader:
-        monkeypatch.setattr(reader, "_tell", told.append)
-        reader._resent = True
-        with pytest.raises(StreamGapError, match="frames 0 to 4"):
-            reader._take(make_frame(sequence=5).encode())
-    assert [message.next for message in told if isinstance(message, Ack)] == [5]
+    """If the one that was told of the gap leaves before it asks for the frame; so its journal has it once."""
+    told, written = [], []
+    journal = SimpleNamespace(append=written.append)
+    data = make_frame(sequence=5).encode()
+    for asks in (False, True):
+        with closing(StreamReader(writer.endpoint, begin=0, journal=journal)) as reader:
+            monkeypatch.setattr(reader, "_tell", told.append)
+            reader._resent = True
+            with pytest.raises(StreamGapError, match="frames 0 to 4"):
+                reader._take(data)
+            assert written == []
+            if asks:
+                assert reader.receive(0).header.sequence == 5
+    assert [message.next for message in told if isinstance(message, Ack)] == [5, 6]
+    assert written == [data]
 
 
 def test_messages_that_are_no_frames_do_not_keep_a_reader_for_ever(writer, monkeypatch):

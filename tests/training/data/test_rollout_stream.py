@@ -1,5 +1,7 @@
 """The stream as the trainer sees it, also when frames are lost."""
 
+import asyncio
+
 import pytest
 from made_frames import ends, make_frame, starts
 
@@ -56,5 +58,8 @@ def test_an_interrupted_collect_loses_nothing(wire):
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 2)))
     with pytest.raises(TimeoutError, match=r"groups 1, 2 did not finish within 0.05 s"):
         wire.stream.collect([1, 2], timeout_s=0.05)
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(wire.stream.acollect([1, 2]), 0.05))
+    assert not wire.stream._inbox._held_here(wire.stream._inbox._held, 0, 0, 0).waits, "nobody does any more"
     wire.send(make_frame(0, 1, finishes=ends(1)))
     assert sorted(group[0].group_id for group in wire.stream.groups()) == [0, 1, 2]
