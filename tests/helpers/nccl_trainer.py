@@ -1,6 +1,6 @@
 """A trainer that sends weights as vLLM's clients do, written anew from vLLM's sources, over a stand-in for NCCL.
 
-Run as a program, `nccl_trainer.py LIBRARY PORT` meets a receiver, says so, and sends nothing.
+Run as a program, `nccl_trainer.py LIBRARY FD` meets a receiver at a listening socket, says so, and sends nothing.
 """
 
 import ctypes
@@ -30,9 +30,16 @@ def build(directory: Path) -> str:
     return str(library)
 
 
+def listening_socket() -> socket.socket:
+    """On a port of its own, which nobody takes before the store is there."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.set_inheritable(True)
+    return listening
+
+
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+    """Where nobody listens for now."""
+    with listening_socket() as found:
         return found.getsockname()[1]
 
 
@@ -61,10 +68,11 @@ def pickled_id(unique_id: bytes, protocol: int | None = None) -> bytes:
 class NcclTrainer:
     """Rank 0 of a group of two."""
 
-    def __init__(self, library: str, port: int | None = None):
+    def __init__(self, library: str, listening: socket.socket | None = None):
         self._library = ctypes.CDLL(library)
         self._library.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, _Pickled, ctypes.c_int]
-        self.port = port or free_port()
+        self._listening = listening or listening_socket()
+        self.port = self._listening.getsockname()[1]
         self._id = _Pickled()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(self._id)))
         self._comm = ctypes.c_void_p()
@@ -77,7 +85,10 @@ class NcclTrainer:
     def leave_id(self, data: bytes | None = None) -> None:
         """Host the store, with the id in it. Returns once the receiver is there."""
         limit = timedelta(seconds=30)
-        self._store = TCPStore("127.0.0.1", self.port, 2, is_master=True, timeout=limit, use_libuv=False)
+        self._store = TCPStore(
+            "127.0.0.1", self.port, 2, is_master=True, timeout=limit, use_libuv=False,
+            master_listen_fd=self._listening.detach(),
+        )  # fmt: skip
         self._store.set("broadcast_from/0/0", pickled_id(self.unique_id) if data is None else data)
 
     def join(self) -> None:
@@ -101,6 +112,7 @@ class NcclTrainer:
     def close(self) -> None:
         if self._comm:
             self._library.ncclCommAbort(self._comm)
+        self._listening.close()
         self._store = None
 
     @staticmethod
@@ -136,8 +148,8 @@ def announced(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Any
     }
 
 
-def main(library: str, port: str) -> None:
-    trainer = NcclTrainer(library, int(port))
+def main(library: str, number: str) -> None:
+    trainer = NcclTrainer(library, socket.socket(fileno=int(number)))
     trainer.leave_id()
     trainer.join()
     print("met", flush=True)

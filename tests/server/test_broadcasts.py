@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import nccl_trainer
 import pytest
@@ -62,9 +62,11 @@ def meeting(trainer, **more):
 def meet(server, stand_in, beside, **more):
     trainer = NcclTrainer(stand_in)
     joined = beside(lambda: (trainer.leave_id(), trainer.join()))
-    status, answer = call(server, "POST", "/init_weight_transfer_engine", meeting(trainer, **more))
+    asked = beside(call, server, "POST", "/init_weight_transfer_engine", meeting(trainer, **more))
+    wait([joined, asked], 2 * _BOUND_S, FIRST_EXCEPTION)
+    joined.result(0)
+    status, answer = asked.result(0)
     assert (status, answer.get("message")) == (200, "the trainer was met; weights come by NCCL"), answer
-    joined.result(_BOUND_S)
     return trainer
 
 
@@ -209,9 +211,10 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_the_old_version_and_the_
 ):
     engine, server, model = truth
     before = engine.status().version
-    port = nccl_trainer.free_port()
-    command = [sys.executable, nccl_trainer.__file__, stand_in, str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    listening = nccl_trainer.listening_socket()
+    port, number = listening.getsockname()[1], listening.fileno()
+    command = [sys.executable, nccl_trainer.__file__, stand_in, str(number)]
+    with listening, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[number]) as process:
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "packed": True}
         assert call(server, "POST", "/init_weight_transfer_engine", {"init_info": info})[0] == 200
         call(server, "POST", "/start_weight_update", {})
@@ -245,6 +248,7 @@ def test_a_trainer_that_never_comes_is_told_of_and_one_that_comes_meanwhile_is_m
     assert (status, "the trainer's store" in answer["error"]["message"]) == (424, True), answer
     assert call(server, "POST", "/start_weight_update", {})[0] == 200
     trainer.close()
+    absent.close()
 
 
 def test_mistakes_are_named(truth, stand_in, beside):

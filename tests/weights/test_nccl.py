@@ -260,9 +260,10 @@ def test_a_group_is_left_while_it_receives(stand_in):
 
 
 def test_a_trainer_that_is_killed_is_told(stand_in):
-    port = nccl_trainer.free_port()
-    command = [sys.executable, nccl_trainer.__file__, stand_in, str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    listening = nccl_trainer.listening_socket()
+    port, number = listening.getsockname()[1], listening.fileno()
+    command = [sys.executable, nccl_trainer.__file__, stand_in, str(number)]
+    with listening, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[number]) as process:
         meeting = Meeting(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2)
         group = Group(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=30)
         assert process.stdout is not None
