@@ -79,7 +79,7 @@ def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
 @pytest.mark.parametrize("slots", ["2", "1"])
 def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     file = tmp_path / "swap.json"
-    options = ("--sequences", "3", "--tokens", "120", "--publishes", "5", "--slots", slots, "--json", str(file))
+    options = ("--sequences", "3", "--tokens", "400", "--publishes", "5", "--slots", slots, "--json", str(file))
     options += ("--busy-publishes", "2", "--pieces-us", "0,50")
     result = last_line(bench("swap", *TINY, *options))
     assert result["num_swaps"] >= 5
