@@ -34,7 +34,7 @@ def main(address: str, directory: str, *checkpoints: str) -> None:
         trial_name="test",
         fileroot=directory,
         backend="vllm:d1",
-        max_concurrent_rollouts=16,
+        max_concurrent_rollouts=64,
         consumer_batch_size=8,
         max_head_offpolicyness=64,
         pause_grace_period=0.0,
@@ -42,11 +42,11 @@ def main(address: str, directory: str, *checkpoints: str) -> None:
     )
     engine = InflightEngine(config)
     engine.initialize(addr=[address], train_data_parallel_size=1)
-    for _ in range(16):
+    for _ in range(64):
         engine.submit({"prompt": [5, 6]}, workflow=Draw())
     for version, path in enumerate(checkpoints, 1):
         update(engine, config, version, path)
-    engine.wait(16, timeout=120)
+    engine.wait(64, timeout=120)
     engine.submit({"prompt": [5, 6]}, workflow=Draw())
     engine.wait(1, timeout=120)
     engine.destroy()

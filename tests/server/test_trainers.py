@@ -139,7 +139,7 @@ def test_areal_knows_the_version_of_every_token(truth, tmp_path):
     begin_again(server, checkpoints[0])
     swaps = engine.status().num_swaps_in_flight
     told = answers_of("areal_client.py", server.url.removeprefix("http://"), str(tmp_path), *checkpoints[1:])
-    answers, adapters, refused = told[:17], told[17], [answer["refused"] for answer in told[18:]]
+    answers, adapters, refused = told[:65], told[65], [answer["refused"] for answer in told[66:]]
     for answer in answers:
         assert answer["versions"] == proclaimed(answer["token_ids"])
         assert len(answer["token_ids"]) == len(answer["logprobs"]) == 400
