@@ -333,7 +333,8 @@ class RunningEngine:
     def digests(self, *, timeout_s: float = 600.0) -> Digests:
         """SHA-256 of every tensor of the weights that are live when this is called, or of newer ones: a check that
         what was published is what the engine draws with. It reads all weights beside the generator; their slot is kept
-        from publishers meanwhile. Of a pool all engines tell theirs, and the newest are returned. Raises BackendError
+        from publishers meanwhile. Of a pool all engines tell theirs, of a version from the oldest on that one of them
+        draws with when this is called, and the newest are returned. Raises BackendError
         if the backend cannot tell, InflightError if two engines hold different tensors under one version, and
         TimeoutError."""
         deadline, least = now_ns() + int(timeout_s * 1e9), self.status().version
