@@ -121,10 +121,8 @@ def test_a_trainer_that_is_killed_while_its_engine_is_restarted_leaves_nothing(b
 def test_what_a_thread_puts_into_the_directory_while_it_is_removed_is_removed_too(tmp_path):
     """The engine makes its sockets while the watch sees that its trainer is gone."""
     directory = tmp_path / "engine"
-    directory.mkdir()
-    ends_s = time.monotonic() + 0.3
 
-    def write():
+    def write(ends_s):
         while time.monotonic() < ends_s:
             with contextlib.suppress(FileNotFoundError):
                 for name in range(50):
@@ -133,8 +131,8 @@ def test_what_a_thread_puts_into_the_directory_while_it_is_removed_is_removed_to
     watch = object.__new__(ParentWatch)
     watch._directory = directory
     for _ in range(3):
-        directory.mkdir(exist_ok=True)
-        writing = threading.Thread(target=write)
+        directory.mkdir()
+        writing = threading.Thread(target=write, args=(time.monotonic() + 0.3,))
         writing.start()
         watch.leave_nothing()
         writing.join()

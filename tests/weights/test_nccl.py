@@ -18,7 +18,7 @@ import torch
 from nccl_trainer import NcclTrainer, announced, packed, pickled_id
 
 from inflight.core.errors import BackendError, BroadcastError, InvalidRequestError
-from inflight.weights.nccl import library
+from inflight.weights.nccl import library, rendezvous
 from inflight.weights.nccl.group import Group, Tensors, buffers
 from inflight.weights.nccl.rendezvous import Meeting, read_unique_id
 
@@ -81,8 +81,6 @@ def hostile():
     yield "a number", pickle.dumps(5)
     yield "nothing", b""
     yield "no pickle", b"\xff" * 128
-    yield "a memo that takes gigabytes", pickled_id(ID)[:-1] + b"r\xff\xff\xff\x7f."
-    yield "an array that takes gigabytes", b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"."
     yield "a bomb", b"\x80\x04" + b"(" * 5000
     yield "deep", b"\x80\x04" + b"]" * 2000 + b"a" * 1999 + b"."
 
@@ -93,6 +91,21 @@ def test_nothing_else_is_an_id_and_nothing_of_it_is_run(data, tmp_path, monkeypa
     with pytest.raises(InvalidRequestError):
         read_unique_id(data)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (pickled_id(ID)[:-1] + b"r\xff\xff\xff\x7f.", "LONG_BINPUT"),  # a memo of 16 GiB
+        (pickled_id(ID)[:-1] + b"\x8f.", "EMPTY_SET"),
+        (b"\x80\x05\x96" + (8).to_bytes(8, "little") + bytes(8) + b".", "BYTEARRAY8"),
+    ],
+)
+def test_what_an_id_is_not_made_of_is_refused_before_it_is_read(data, named, monkeypatch):
+    """An unpickler that read it would take as much memory as it says."""
+    monkeypatch.setattr(rendezvous._Unpickler, "load", lambda _: pytest.fail("it is read"), raising=False)
+    with pytest.raises(InvalidRequestError, match=named):
+        read_unique_id(data)
 
 
 def test_every_broken_id_is_refused_and_nothing_else_raised():

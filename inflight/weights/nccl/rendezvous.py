@@ -91,27 +91,10 @@ def _make(kind: object, state: object) -> _Id:
     return _Id(state[1])
 
 
-_OPCODES = frozenset(
-    [
-        "PROTO",
-        "FRAME",
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINPUT",
-        "BINGET",
-        "MEMOIZE",
-        "EMPTY_DICT",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "MARK",
-        "TUPLE",
-        "TUPLE2",
-        "REDUCE",
-        "STOP",
-    ]
-)
+_OPCODES = {
+    "PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPUT", "BINGET", "MEMOIZE",
+    "EMPTY_DICT", "BINBYTES", "SHORT_BINBYTES", "MARK", "TUPLE", "TUPLE2", "REDUCE", "STOP",
+}  # fmt: skip
 """What such an id is made of. Others can make an unpickler take memory without bound."""
 
 
