@@ -100,6 +100,7 @@ def test_nothing_else_is_an_id_and_nothing_of_it_is_run(data, tmp_path, monkeypa
         (pickled_id(ID)[:-1] + b"\x8f.", "EMPTY_SET"),
         (b"\x80\x05\x96" + (8).to_bytes(8, "little") + bytes(8) + b".", "BYTEARRAY8"),
     ],
+    ids=["a long index", "a set", "an array"],
 )
 def test_what_an_id_is_not_made_of_is_refused_before_it_is_read(data, named, monkeypatch):
     """An unpickler that read it would take as much memory as it says."""
