@@ -43,10 +43,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: setup
 	$(BIN)/inflight demo
 
-test: setup
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not peers and not clients and not browser and not ray' -n 2 --dist loadfile
-
 # Three at a time, since many of them wait.
+test: setup
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not peers and not clients and not browser and not ray' -n 3 --dist loadfile
+
 test-all: test
 	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients and not browser and not ray' -n 3 --dist worksteal --durations 25
 
@@ -68,7 +68,7 @@ test-clients: setup .venv-clients/.installed
 	touch $@
 
 test-ray: setup
-	$(BIN)/python -m pytest tests/ray -n 0
+	$(BIN)/python -m pytest tests/ray -m 'not peers' -n 0
 
 # Playwright's own browsers are a download; this takes the machine's, and where apt-get may, installs Debian's.
 test-browser: setup chromium

@@ -41,7 +41,7 @@ class Commands(threading.Thread):
     def __init__(self, engine: inflight.LaunchedEngine, load: Load):
         super().__init__(daemon=True)
         self.stopping = threading.Event()
-        self._load, self._inbox = load, engine.stream._inbox
+        self._load, self._inbox = load, engine.stream.inbox
         self._drop = False
         self._on_frame, self._inbox._on_frame = self._inbox._on_frame, self._drop_connection
 
@@ -60,12 +60,11 @@ class Commands(threading.Thread):
         """Called by the thread that reads the stream, which alone may touch its socket."""
         if self._drop:
             self._drop = False
-            reader = self._inbox._reader
+            reader = self._inbox.source
             assert isinstance(reader, StreamReader)
-            socket = reader._socket
-            endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            socket.disconnect(endpoint)
-            socket.connect(endpoint)
+            endpoint = reader.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            reader.socket.disconnect(endpoint)
+            reader.socket.connect(endpoint)
         self._on_frame(frame)
 
 

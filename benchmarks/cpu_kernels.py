@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from harness import finish
 from inflight_kernels import _cpu
-from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
+from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.sampler import _MANY, _candidates, _ranks
@@ -113,7 +113,7 @@ def attention(dtype: torch.dtype, sequences: int, tokens: int) -> Functions:
     k_SHDL = k_SHLD.mT.contiguous()
     functions = {
         "C": lambda: paged_attention(query, *caches, *where, scale=scale),
-        "reference": lambda: paged_attention_reference(query, keys, values, *where, scale=scale),
+        "reference": lambda: paged_attention(query, keys, values, *where, scale=scale),
         "dense products": lambda: torch.softmax(q_SHGD * scale @ k_SHDL, -1, dtype=torch.float32).to(dtype) @ v_SHLD,
         "dense SDPA": lambda: F.scaled_dot_product_attention(q_SHGD, k_SHLD, v_SHLD, scale=scale),
     }

@@ -34,7 +34,7 @@ from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
 from inflight.ray import EnginePool, PlacedEngine, Placement
 
-MODEL, SEQUENCES, PROMPT, TOKENS, PAIRS, PUBLISHES = "small", 32, 32, 64, 7, 15
+MODEL, SEQUENCES, PROMPT, TOKENS, PAIRS, PUBLISHES = "small", 32, 32, 128, 7, 15
 PARAMS = inflight.SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1)
 LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
 
@@ -162,10 +162,14 @@ def main() -> None:
     torch.set_num_threads(1)
     machine = measure_machine()
     options = inflight.EngineOptions(MODEL, device="cpu", dtype="float32", threads=1, max_sequences=SEQUENCES)
-    with cluster(), EnginePool([options] * 3, [LEFT, RIGHT, LEFT], allow_unencrypted=True) as pool:
-        engines: Any = pool.engines
-        publishes = measure_publishes(pool, engines)
-        throughput = measure_throughput(pool, engines)
+    engines: Any
+    with cluster():
+        with EnginePool([options] * 2, [LEFT, RIGHT], allow_unencrypted=True) as pool:
+            engines = pool.engines
+            throughput = measure_throughput(pool, engines)
+        with EnginePool([options] * 3, [LEFT, RIGHT, LEFT], allow_unencrypted=True) as pool:
+            engines = pool.engines
+            publishes = measure_publishes(pool, engines)
     throughput["machine_ratio"] = machine
     finish("ray-pool", {"ray": ray.__version__, "throughput": throughput, "publish": publishes})
 

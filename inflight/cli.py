@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from inflight.bench import options as bench_options
 from inflight.command_line import Output, PlottedOutput, add_command, argument, option, reported
 from inflight.demo.options import DemoOptions
-from inflight.report.options import ReportOptions
+from inflight.report.command import ReportOptions, report
 from inflight.server.command import ServedModel, allow_files
 from inflight.server.options import ServerOptions
 from inflight.watch.options import WatchOptions
@@ -30,12 +31,9 @@ console = Console()
 
 def demo(options: DemoOptions, output: Output) -> None:
     from inflight.demo.run import run_demo
-    from inflight.observability.environment import write_json
 
     summary = run_demo(options, console)
-    if output.json_file:
-        write_json(output.json_file, summary)
-    _print_json(summary)
+    _hand_over(summary, output)
     if summary["interrupted"]:
         raise typer.Exit(130)
 
@@ -45,7 +43,6 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
     `table` and, if it can draw, `plot`. It ends with code 1 where a part of what was to be measured has `failed`."""
 
     def run(options: Any, output: Output) -> None:
-        from inflight.observability.environment import write_result
         from inflight.observability.plots import require_matplotlib
         from inflight.observability.progress import shown_on
 
@@ -58,10 +55,7 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
         console.print(module.table(result))
         if plot:
             module.plot(plot, result)
-        series = result.pop("series", None)
-        if output.json_file:
-            write_result(output.json_file, result, series)
-        _print_json(result)
+        _hand_over(result, output, series=result.pop("series", None))
         if result.get("failed"):
             raise typer.Exit(1)
 
@@ -79,12 +73,8 @@ class ReplayOptions:
 
 def replay(options: ReplayOptions, output: Output) -> None:
     from inflight.journal_replay import report
-    from inflight.observability.environment import write_json
 
-    found = report(console, options.directory, num_groups=options.groups, model=options.model)
-    if output.json_file:
-        write_json(output.json_file, found)
-    _print_json(found)
+    _hand_over(report(console, options.directory, num_groups=options.groups, model=options.model), output)
 
 
 def serve(model: ServedModel, options: ServerOptions) -> None:
@@ -107,12 +97,6 @@ def watch(options: WatchOptions) -> None:
     from inflight.watch.command import watch
 
     watch(options, console)
-
-
-def report(options: ReportOptions) -> None:
-    from inflight.report.command import report
-
-    report(options, console)
 
 
 def doctor() -> None:
@@ -141,8 +125,12 @@ def keys(directory: Annotated[Path, typer.Argument(help="A directory that does n
     )
 
 
-def _print_json(result: dict[str, Any]) -> None:
-    """The last line of output, for programs."""
+def _hand_over(result: dict[str, Any], output: Output, *, series: list[dict[str, Any]] | None = None) -> None:
+    """Write a result to the file that was asked for, and print it as the last line of output, for programs."""
+    if output.json_file:
+        from inflight.observability.environment import write_result
+
+        write_result(output.json_file, result, series)
     print(json.dumps({key: value for key, value in result.items() if key != "environment"}), flush=True)
 
 
@@ -163,7 +151,7 @@ for name, options, output in (
     add_command(bench, name, benchmark(name), options, output)
 add_command(app, "replay", replay, ReplayOptions, Output)
 add_command(app, "watch", watch, WatchOptions)
-add_command(app, "report", report, ReportOptions)
+add_command(app, "report", partial(report, console), ReportOptions)
 add_command(app, "serve", serve, ServedModel, ServerOptions)
 app.command()(doctor)
 app.command()(keys)

@@ -56,7 +56,7 @@ class Replay(RolloutStream):
         )
         self.expect([*self.group_ids, *left_out])
         self.drop(left_out)
-        source.read_for(self._inbox)
+        source.read_for(self.inbox)
 
     def __enter__(self) -> "Replay":
         return self

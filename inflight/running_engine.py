@@ -18,10 +18,11 @@ from inflight.core.messages import Digests, Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
+from inflight.engine.attachment import EngineAttachment
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.observability.trace import Trace
-from inflight.stream.inbox import SILENCE_S
+from inflight.stream.inbox import SILENCE_S, FrameSource
 from inflight.stream.journal import JournalWriter
 from inflight.supervisor import Process, Snapshot, Supervisor
 
@@ -45,8 +46,6 @@ logger = logging.getLogger("inflight")
 _TELL_EVERY_S = 30.0
 _WAKE_TIMEOUT_S = 600.0
 """Bound for `wake()`, which may record CUDA graphs anew."""
-_MOST_NOTED = 1000
-"""Groups that have ended and of which it may still be noted what was submitted."""
 _CLOSE_S = 5.0
 """How long a publisher may take to send what it has when the engine is about to end anyway."""
 
@@ -102,18 +101,12 @@ class RunningEngine:
         with self._lock:
             self._check_not_lent()
             if self._stream is None:
-                from inflight.training.data.rollout_stream import RolloutStream
-
-                self._stream = RolloutStream(
+                self._stream = self._open_stream(
                     self.info.stream_endpoint,
-                    tokenizer=self.tokenizer,
-                    tokenizer_lock=self._tokenizer_lock,
-                    meter=self.staleness,
                     check_engine=lambda: self._launcher.check(),
                     ask_engine=self._ask_engine,
                     recover=self._recover if self.options.restarts else None,
                     silence_s=min(SILENCE_S, self.options.answer_timeout_s / 2),
-                    memory_bytes=self.options.stream_memory_bytes,
                     journal=self._journal,
                     begin=self._begin,
                     keys=self._launcher.client.keys,
@@ -207,7 +200,7 @@ class RunningEngine:
         """Nobody wants these groups any more: end their unfinished samples and throw away what comes, without waiting
         for the engine's answer."""
         self.stream.drop(group_ids)
-        self._cancel_soon(group_ids)
+        self._supervisor.cancel_soon(group_ids)
 
     def partial(self, group_id: int) -> "list[Rollout]":
         """What has arrived so far of the unfinished samples of a group; their finish_reason is ""."""
@@ -266,9 +259,10 @@ class RunningEngine:
         """Return when the engine draws with this version or a newer one: the pause of a synchronous loop."""
         deadline = now_ns() + int(timeout_s * 1e9)
         while self.status().version < version:
-            for publisher in self._publishers:
-                if not publisher.closed:
-                    publisher.check()
+            with self._lock:  # another thread may make one
+                publishers = [publisher for publisher in self._publishers if not publisher.closed]
+            for publisher in publishers:
+                publisher.check()
             if now_ns() > deadline:
                 raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
             sleep(0.001)
@@ -326,7 +320,8 @@ class RunningEngine:
                 timeout_s=self.options.answer_timeout_s if timeout_s is None else timeout_s,
                 slot_timeout_s=slot_timeout_s,
             )
-            self._publishers.add(publisher)
+            with self._lock:
+                self._publishers.add(publisher)
             self._first_versions.append(publisher.version)
             return publisher
 
@@ -391,7 +386,7 @@ class RunningEngine:
     @property
     def is_elsewhere(self) -> bool:
         """Whether another process launched the engine, or one of them, so that its memory cannot be written to."""
-        return False
+        return isinstance(self._launcher, EngineAttachment)
 
     @property
     def is_shared(self) -> bool:
@@ -414,23 +409,20 @@ class RunningEngine:
 
     def snapshot(self) -> Snapshot:
         """What was submitted and not handed out, and what has come of it: see `inflight.Run`."""
-        return self._supervisor.snapshot(self.stream)
+        return self._supervisor.snapshot(self.stream.inbox)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on with what another engine left unfinished: see `inflight.Run`."""
-        self._supervisor.restore(snapshot, self.stream)
+        self._supervisor.restore(snapshot, self.stream.inbox)
 
     def close(self) -> None:
         """End what is attached to the generator, and the generator if it was launched here. Safe to call twice."""
         self._supervisor.stop_restarting()
         with ExitStack() as at_end:  # whatever happens to one of them, the next is ended
             at_end.callback(self._supervisor.close)
-            if self._journal is not None:
-                at_end.callback(self._journal.close)
-            if self._hub is not None:
-                at_end.callback(self._hub.close)
-            if self._stream is not None:
-                at_end.callback(self._stream.close)
+            for part in (self._journal, self._hub, self._stream):
+                if part is not None:
+                    at_end.callback(part.close)
             for publisher in list(self._publishers):
                 at_end.callback(publisher.close, _CLOSE_S)
             if self._trace is not None:
@@ -456,6 +448,18 @@ class RunningEngine:
     def _own_transport(self) -> "Transport | None":
         """What a publisher sends by that is told nothing else. None: the engine's memory."""
         return None
+
+    def _open_stream(self, source: "str | FrameSource", **options: Any) -> "RolloutStream":
+        from inflight.training.data.rollout_stream import RolloutStream
+
+        return RolloutStream(
+            source,
+            tokenizer=self.tokenizer,
+            tokenizer_lock=self._tokenizer_lock,
+            meter=self.staleness,
+            memory_bytes=self.options.stream_memory_bytes,
+            **options,
+        )
 
     def _check_not_lent(self) -> None:
         if self._lent:
@@ -492,7 +496,7 @@ class RunningEngine:
                     first_version=lambda i: self._first_versions[i] if i < len(self._first_versions) else None,
                     outside=outside,
                 )
-                self.stream.share_by(self._hub)
+                self.stream.sharing = self._hub
             return self._hub
 
     def _accept(self, messages: list[Prompt], *, train: bool = True) -> list[int]:
@@ -502,11 +506,11 @@ class RunningEngine:
 
     def _expect(self, group_ids: list[int], *, reserved: bool = False) -> None:
         self.stream.expect(group_ids, reserved=reserved)
-        if self._supervisor.num_noted > 2 * len(outstanding := self.stream.outstanding) + _MOST_NOTED:
-            self._supervisor.forget(outstanding)
+        self._supervisor.forget(self.stream.outstanding)
 
     def _recover(self, death: EngineDiedError) -> str:
-        return self._supervisor.succeed(death, self.stream)
+        inbox = self.stream.inbox
+        return self._supervisor.succeed(death, inbox.num_tokens, inbox.newest_version, inbox)
 
     def _messages(
         self,
@@ -530,10 +534,6 @@ class RunningEngine:
         """These groups were accepted for a task that is gone."""
         self._expect(group_ids, reserved=True)
         self.abandon(group_ids)
-
-    def _cancel_soon(self, group_ids: Sequence[int]) -> None:
-        with suppress(InflightError):  # the engine is gone, and its requests with it
-            self._launcher.client.call_soon("cancel", {"group_ids": list(group_ids)})
 
     def _ask_engine(self, silent_s: float) -> None:
         """Nothing has come for a while, though something is outstanding. Raises EngineHungError."""

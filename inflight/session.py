@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from inflight.stream.journal import JournalWriter
 from inflight.supervisor import Supervisor
 
 Options = ParamSpec("Options")
+Running = TypeVar("Running", bound=RunningEngine)
 
 
 def _takes(options: Callable[Options, EngineOptions]) -> Callable[[Any], "Callable[Options, LaunchedEngine]"]:
@@ -51,15 +52,20 @@ def launch(*model: str, **options: Any) -> "LaunchedEngine":
     AttachedEngine, whose `stream.batches` yields their shares of each batch. They raise what rank 0 raised, or
     RankLostError. For an engine of this process alone take `inflight.LaunchedEngine(inflight.EngineOptions(…))`.
     """
-    chosen, ranks = EngineOptions(*model, **options), TrainerRanks.of_this_process()
+    chosen = EngineOptions(*model, **options)
+    return on_every_rank(chosen, lambda: LaunchedEngine(chosen))
+
+
+def on_every_rank(options: EngineOptions, launch: Callable[[], Running]) -> Running:
+    """Launch an engine or a pool on rank 0 of a trainer, and attach to it on the others. options: those of the engine,
+    or of the pool's first."""
+    ranks = TrainerRanks.of_this_process()
     if ranks is None:
-        return LaunchedEngine(chosen)
+        return launch()
     if ranks.rank:
-        attached: Any = ranks.attach(chosen)  # has the part of LaunchedEngine that every rank may use
+        attached: Any = ranks.attach(options)  # has the part of a RunningEngine that every rank may use
         return attached
-    return ranks.announce(
-        lambda: LaunchedEngine(chosen), lambda engine, outside: engine._share(ranks.size, outside).card
-    )
+    return ranks.announce(launch, lambda engine, outside: engine._share(ranks.size, outside).card)
 
 
 def attach(
@@ -119,7 +125,3 @@ class RemoteEngine(RunningEngine):
     """A running generator that another process launched, and that lives on when this is closed."""
 
     _begin = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return True

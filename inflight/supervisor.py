@@ -5,6 +5,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import sleep
 from types import MappingProxyType
@@ -13,19 +14,18 @@ from weakref import WeakSet
 
 import msgspec
 
-from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.frames import GroupStart
 from inflight.core.keys import ClientKeys
-from inflight.core.messages import Prompt, Status, Unfinished, Welcome
+from inflight.core.messages import Ids, Prompt, Status, Unfinished, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.stream.held_groups import HeldGroup
+from inflight.stream.inbox import Inbox
 
 if TYPE_CHECKING:
-    from inflight.training.data.rollout_stream import RolloutStream
     from inflight.weights.publisher import Publisher
 
 logger = logging.getLogger("inflight")
@@ -33,14 +33,16 @@ logger = logging.getLogger("inflight")
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 30.0
 _TOKENS_PER_CALL = 1 << 20
+MOST_NOTED = 1000
+"""Groups that have ended and of which it may still be noted what was submitted."""
 _CHECK_S = 0.1
-_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
-_NONE: type[Any] = type(None)
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+NOTHING: type[Any] = type(None)
+HELD_BACK_AFTER = {"pause": "pause", "sleep": "sleep", "resume": None, "wake": None}
+"""Maps verbs to the one that holds an engine back after them."""
 Value = TypeVar("Value")
 Expect = Callable[[list[int]], None]
 """Is told the ids of groups that were accepted."""
-Drawn = tuple[int, dict[int, list[int]]]
-"""The id of the first request of a group, and the tokens so far of its unfinished requests by their ids."""
 Submitted = tuple[Prompt, tuple[int, int] | None]
 """A prompt, and the request and the number of its tokens that it is forked from."""
 
@@ -66,19 +68,6 @@ class Process(Protocol):
 Start = Callable[[threading.Event], Process]
 """Starts a process and returns it when it serves, or gives up soon after the event is set, when nobody needs it any
 more. Raises InflightError or OSError."""
-
-
-class Heir(Protocol):
-    """What a supervisor asks of the stream when it replaces an engine; a RolloutStream describes it."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def newest_version(self) -> int: ...
-    @property
-    def outstanding(self) -> Sequence[int]: ...
-    def unfinished(self) -> tuple[dict[int, Drawn | None], int]: ...
-    def fail(self, group_ids: Collection[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +150,16 @@ class Supervisor:
     def call(
         self,
         verb: str,
-        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
-        returns: type[Value] = _NONE,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        returns: type[Value] = NOTHING,
         *,
         timeout_s: float | None = None,
     ) -> Value:
         """Call a verb as `EngineClient.call` does."""
-        while True:
-            launcher = self.launcher
-            try:
-                value = launcher.client.call(verb, arguments, returns, timeout_s=timeout_s)
-            except EngineDiedError as error:
-                self._wait_for_successor(launcher, error)
-                continue
-            if verb in ("pause", "sleep", "resume", "wake"):
-                self._held_back = verb if verb in ("pause", "sleep") else None
-            return value
+        _, value = self._reach(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
+        if verb in HELD_BACK_AFTER:
+            self._held_back = HELD_BACK_AFTER[verb]
+        return value
 
     def submit(self, prompts: Sequence[Prompt], expect: Expect) -> list[int]:
         """Have prompts accepted, and tell `expect` the ids of their groups before an engine can end with them."""
@@ -206,6 +189,11 @@ class Supervisor:
         submitted = [(prompt, (arguments["request_id"], arguments["at"]))]
         [group_id] = self._have_accepted(lambda client: [client.call("fork", arguments, int)], submitted, expect)
         return group_id
+
+    def cancel_soon(self, group_ids: Collection[int]) -> None:
+        """End the unfinished samples of these groups, without waiting for the engine."""
+        with suppress(InflightError):  # it is gone, and its requests with it
+            self.launcher.client.call_soon("cancel", {"group_ids": list(group_ids)})
 
     def kill(self, endpoint: str) -> None:
         """End the process that answers at this endpoint, if it is the one that runs; it may have a successor."""
@@ -261,14 +249,14 @@ class Supervisor:
 
     # ---- what outlives the trainer ------------------------------------------------------------------------------
 
-    def snapshot(self, stream: "RolloutStream") -> Snapshot:
+    def snapshot(self, inbox: Inbox) -> Snapshot:
         """What is outstanding, all of one moment."""
         with self._condition:
-            groups, next_request_id = stream.snapshot()
+            groups, next_request_id = inbox.snapshot()
             submitted = [self._submitted[group.group_id] for group in groups]
             return Snapshot(groups, submitted, self._next_group_id, next_request_id)
 
-    def restore(self, snapshot: Snapshot, stream: "RolloutStream") -> None:
+    def restore(self, snapshot: Snapshot, inbox: Inbox) -> None:
         """Go on with what was outstanding where another trainer ended; nothing was submitted here yet."""
         ids = [group.group_id for group in snapshot.groups]
         with self._condition:
@@ -276,22 +264,24 @@ class Supervisor:
                 raise InflightError("prompts were submitted already; load a run before that")
             self._submitted = dict(zip(ids, snapshot.submitted, strict=True))
             self._next_group_id = snapshot.next_group_id
-            stream.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
-        self._go_on(self.launcher.client, stream)
+            inbox.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
+        self._go_on(self.launcher.client, inbox)
 
     # ---- succession ---------------------------------------------------------------------------------------------
 
-    def succeed(self, death: EngineDiedError, stream: Heir) -> str:
+    def succeed(self, death: EngineDiedError, num_tokens: int, newest_version: int, inbox: Inbox | None = None) -> str:
         """Replace the process that has ended: start another one after a while, have publishers send it their newest
-        weights, and let it go on with what the stream has not got yet. Returns the endpoint of its frames. Called by
-        the thread that reads the stream. Raises EngineDiedError if there may be no successor, or none starts."""
+        weights, and let it go on with what the inbox has not got yet (None: others go on with that). num_tokens: those
+        that have come so far. newest_version: what its successor has to have at least. Returns the endpoint of its
+        frames. Called by the thread that sees to the engine. Raises EngineDiedError if there may be no successor, or
+        none starts."""
         old = self.launcher
         with self._condition:
             self._accepting = None
         old.remove()  # at once: if this process is killed meanwhile, nobody else would
-        if stream.num_tokens > self._tokens_at_death:
+        if num_tokens > self._tokens_at_death:
             self._fruitless = 0
-        self._tokens_at_death = stream.num_tokens
+        self._tokens_at_death = num_tokens
         while True:
             self._deaths.append(f"{len(self._deaths) + 1}. {death}")
             if self._closing.is_set() or len(self._deaths) > self._options.restarts:
@@ -310,7 +300,7 @@ class Supervisor:
                 for publisher in following:
                     publisher.let_go(self._processes.keys())
                 launcher = self._start(self._closing)
-                self._hand_over(launcher, stream, following)
+                self._hand_over(launcher, newest_version, inbox, following)
             except Exception as error:  # whatever it is, those who wait for a successor must learn of it
                 if not isinstance(error, (InflightError, OSError)):
                     logger.exception("an engine could not be replaced")
@@ -334,37 +324,38 @@ class Supervisor:
             self._condition.notify_all()
             return True
 
-    def _hand_over(self, new: Process, stream: Heir, publishers: Sequence["Publisher"]) -> None:
+    def _hand_over(
+        self, new: Process, least_version: int, inbox: Inbox | None, publishers: Sequence["Publisher"]
+    ) -> None:
         self._processes[new.client.endpoint] = new
         for publisher in publishers:
             publisher.replace(self._processes.keys(), new.client.endpoint)
         newest = max([publisher.sent_version for publisher in publishers], default=0)
-        if newest < stream.newest_version:
+        if newest < least_version:
             raise EngineDiedError(
-                f"the engine had version {stream.newest_version}, which no open publisher holds any more; keep the "
+                f"the engine had version {least_version}, which no open publisher holds any more; keep the "
                 "publisher open as long as the engine may be restarted"
             )
-        _wait_for_version(new, newest, self._options.answer_timeout_s)
+        wait_for_version(new.client, newest, self._options.answer_timeout_s)
         if self._held_back is not None:
             new.client.call(self._held_back)
-        num_groups = self._go_on(new.client, stream)
+        num_groups = 0 if inbox is None else self._go_on(new.client, inbox)
         logger.warning("%d unfinished groups go on with version %d of the weights", num_groups, newest)
 
-    def _go_on(self, client: EngineClient, stream: Heir) -> int:
+    def _go_on(self, client: EngineClient, inbox: Inbox) -> int:
         """Let an engine go on with all that is unfinished. Returns the number of groups."""
-        groups, next_request_id = stream.unfinished()
+        groups, next_request_id = inbox.unfinished()
         with self._condition:
             wanted = {group_id: self._submitted[group_id] for group_id in groups}
-            self.forget(stream.outstanding)
-        refused: dict[int, str] = {}
-        for part in in_parts([_unfinished(i, *wanted[i], groups[i]) for i in wanted]):
-            arguments = {
-                "groups": part, "next_group_id": self._next_group_id, "next_request_id": next_request_id
-            }  # fmt: skip
-            refused |= client.call("adopt", arguments, dict[int, str])
+            self.forget(inbox.outstanding)
+        unfinished = [
+            Unfinished(group_id, prompt, *(groups[group_id] or (None, {})), origin)
+            for group_id, (prompt, origin) in wanted.items()
+        ]
+        refused = adopt(client, unfinished, Ids(self._next_group_id, next_request_id))
         for group_id, reason in refused.items():
             logger.error("the engine cannot go on with group %d, which another one began: %s", group_id, reason)
-        stream.fail(refused)
+        inbox.fail(refused)
         return len(wanted) - len(refused)
 
     def _give_up(self, death: EngineDiedError) -> EngineDiedError:
@@ -392,16 +383,20 @@ class Supervisor:
             wait.tick()
             wait.tell("the engine is being restarted")
 
+    def _reach(self, call: Callable[[EngineClient], Value]) -> tuple[Process, Value]:
+        """Call the process that lives, or a successor if it has ended. Returns which one it was and its answer."""
+        while True:
+            launcher = self.launcher
+            try:
+                return launcher, call(launcher.client)
+            except EngineDiedError as error:
+                self._wait_for_successor(launcher, error)
+
     def _have_accepted(
         self, call: Callable[[EngineClient], list[int]], submitted: Sequence[Submitted], expect: Expect
     ) -> list[int]:
         while True:
-            launcher = self.launcher
-            try:
-                group_ids = call(launcher.client)
-            except EngineDiedError as error:
-                self._wait_for_successor(launcher, error)
-                continue
+            launcher, group_ids = self._reach(call)
             if self._enter(launcher, group_ids, submitted, expect):
                 return group_ids
 
@@ -415,15 +410,11 @@ class Supervisor:
             expect(group_ids)
             return True
 
-    def forget(self, outstanding: Iterable[int]) -> None:
-        """Groups that are not outstanding need no successor."""
+    def forget(self, outstanding: Sequence[int]) -> None:
+        """Groups that are not outstanding need no successor. What is noted of them goes as soon as it is much."""
         with self._condition:
-            self._submitted = {i: self._submitted[i] for i in outstanding if i in self._submitted}
-
-    @property
-    def num_noted(self) -> int:
-        """Groups of which it is known what was submitted."""
-        return len(self._submitted)
+            if len(self._submitted) > 2 * len(outstanding) + MOST_NOTED:
+                self._submitted = {i: self._submitted[i] for i in outstanding if i in self._submitted}
 
 
 def seeded(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -436,16 +427,19 @@ def seeded(prompts: Sequence[Prompt]) -> list[Prompt]:
     ]
 
 
-def _unfinished(
-    group_id: int, prompt: Prompt, origin: tuple[int, int] | None, known: tuple[int, dict[int, list[int]]] | None
-) -> Unfinished:
-    if known is None:
-        return Unfinished(group_id, prompt, forked_from=origin)
-    first_request_id, drawn = known
-    return Unfinished(group_id, prompt, first_request_id, drawn, origin)
+def adopt(client: EngineClient, groups: list[Unfinished], following: Ids) -> dict[int, str]:
+    """Let an engine go on with groups that another one began. following: whatever is accepted later has larger ids, or
+    these. Returns why it cannot go on with some, by their ids."""
+    refused: dict[int, str] = {}
+    for part in _in_parts(groups):
+        arguments = {
+            "groups": part, "next_group_id": following.group_id, "next_request_id": following.first_request_id
+        }  # fmt: skip
+        refused |= client.call("adopt", arguments, dict[int, str])
+    return refused
 
 
-def in_parts(groups: list[Unfinished]) -> Iterable[list[Unfinished]]:
+def _in_parts(groups: list[Unfinished]) -> Iterable[list[Unfinished]]:
     """Groups for one call each, which is of a bounded size."""
     part: list[Unfinished] = []
     num_tokens = 0
@@ -459,9 +453,13 @@ def in_parts(groups: list[Unfinished]) -> Iterable[list[Unfinished]]:
     yield part
 
 
-def _wait_for_version(launcher: Process, version: int, timeout_s: float) -> None:
-    deadline_ns = now_ns() + int(timeout_s * 1e9)
-    while launcher.client.call("status", returns=Status).version < version:
-        if now_ns() > deadline_ns:
-            raise EngineHungError(f"version {version} did not reach the restarted engine within {timeout_s:g} s")
+def wait_for_version(client: EngineClient, version: int, timeout_s: float) -> None:
+    """Return when the engine draws with this version or a newer one. Raises EngineHungError."""
+    waited = Wait()
+    while (found := client.call("status", returns=Status).version) < version:
+        if waited.waited_s > timeout_s:
+            raise EngineHungError(
+                f"version {version} did not reach the engine, which has version {found}, within {timeout_s:g} s"
+            )
         sleep(0.01)
+        waited.tick()

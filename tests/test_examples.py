@@ -185,7 +185,7 @@ def test_bench_staleness_prints_one_json_line_last(tmp_path):
     for key in ("weight_lag_ms", "token_age_ms", "policy_age_ms", "swap_ms"):
         assert {"p50", "p90", "p99"} <= set(result[key])
     assert set(result["version_lag"]) == {"p50", "max"}
-    assert 1 <= result["num_swaps"] <= 5
+    assert 1 <= result["num_swaps"] <= 6  # two of the warm-up may go live late: one is copied, the other waits for that
     assert json.loads(path.read_text())["environment"]["machine"]["cores"] >= 1
 
 
@@ -205,12 +205,14 @@ def test_doctor_says_that_inflight_runs_here():
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["demo", "--model", "/no/such/model"], "cannot load model '/no/such/model'", marks=pytest.mark.slow
+            ["demo", "--model", "/no/such/model"],
+            "cannot load model '/no/such/model': there is no such directory",
+            marks=pytest.mark.slow,
         ),
         pytest.param(["demo", "--steps", "0"], "Invalid value for '--steps'", marks=pytest.mark.slow),
         pytest.param(
             ["bench", "staleness", "--model", "/no/such/model"],
-            "cannot load model '/no/such/model'",
+            "cannot load model '/no/such/model': there is no such directory",
             marks=pytest.mark.slow,
         ),
         pytest.param(["bench", "staleness", "--slots", "0"], "Invalid value for '--slots'", marks=pytest.mark.slow),

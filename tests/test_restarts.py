@@ -138,15 +138,16 @@ def test_the_weights_of_an_engine_that_died_are_unmapped_before_its_successor_st
 
 @pytest.mark.slow
 def test_a_successor_that_dies_while_it_takes_over_has_a_successor(tmp_path, monkeypatch):
-    wait_for_version, killed = supervisor._wait_for_version, []
+    wait_for_version, killed = supervisor.wait_for_version, []
 
-    def kill_the_first(launcher, *rest) -> None:
-        wait_for_version(launcher, *rest)
+    def kill_the_first(client, *rest) -> None:
+        wait_for_version(client, *rest)
         if not killed:
-            killed.append(launcher.pid)
-            os.kill(launcher.pid, signal.SIGKILL)
+            [successor] = [p for p in engine._supervisor._processes.values() if p.client is client]
+            killed.append(successor.pid)
+            os.kill(successor.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(supervisor, "_wait_for_version", kill_the_first)
+    monkeypatch.setattr(supervisor, "wait_for_version", kill_the_first)
     model = make_truth_teller()
     model.save_pretrained(tmp_path)
     with inflight.launch(str(tmp_path), **OPTIONS, restarts=2) as engine, engine.publisher(model) as publisher:

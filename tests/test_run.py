@@ -23,11 +23,17 @@ from inflight.run import _Clock, _File, _read, _write
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3], [8, 4, 6, 2]]
-PARAMS = SamplingParams(n=3, max_tokens=60, seed=7, ignore_eos=True, return_entropy=True)
+PARAMS = SamplingParams(n=3, seed=7, ignore_eos=True, return_entropy=True)
+LENGTHS = [60, 190, 200, 170, 210, 180, 220]  # two prompts run at a time, and no two of these end with the same pass
 
 
 def by_sample(groups) -> dict[tuple[int, int], inflight.Rollout]:
     return {(r.group_id, r.sample): r for group in groups for r in group}
+
+
+def submit_all(engine) -> None:
+    for prompt, max_tokens in zip(PROMPTS, LENGTHS, strict=True):
+        engine.submit([prompt], msgspec.structs.replace(PARAMS, max_tokens=max_tokens))
 
 
 def wait_for_tokens(engine, count: int) -> None:
@@ -40,7 +46,7 @@ def wait_for_tokens(engine, count: int) -> None:
 @pytest.fixture(scope="module")
 def undisturbed():
     with inflight.launch("tiny", **OPTIONS) as engine:
-        engine.submit(PROMPTS, PARAMS)
+        submit_all(engine)
         return by_sample(engine.stream.groups())
 
 
@@ -54,7 +60,7 @@ def test_nothing_is_lost_or_drawn_again(undisturbed, tiny, tmp_path):
     with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
         assert publisher.publish() == 1  # the same weights again
         engine.wait_for_version(1)
-        engine.submit(PROMPTS, PARAMS)
+        submit_all(engine)
         consumed = by_sample([next(engine.stream.groups())])
         wait_for_tokens(engine, 450)
         run = inflight.Run(engine, publisher)
@@ -66,7 +72,9 @@ def test_nothing_is_lost_or_drawn_again(undisturbed, tiny, tmp_path):
     header, arrays, random_arrays = _read(tmp_path / "saved" / "run.inflight")
     assert header.engine is not None
     partial = {plain.request_id: of_one for plain, of_one in zip(header.rollouts, arrays, strict=True)}
-    assert any(0 < len(of_one["token_ids"]) < 60 for of_one in partial.values())  # some were on their way
+    drawn = {request_id: len(of_one["token_ids"]) for request_id, of_one in partial.items()}
+    under_way = {request_id for request_id, count in drawn.items() if 0 < count < LENGTHS[request_id // 3]}
+    assert under_way, drawn
 
     with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
         run = inflight.Run(engine, publisher)

@@ -1,6 +1,8 @@
 """What a user does with a running engine, through its process."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import make_model
@@ -8,6 +10,7 @@ from tiny_models import make_model
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
 from inflight.core.messages import LIVE_VERSION
+from inflight.running_engine import RunningEngine
 
 LONG = inflight.SamplingParams(max_tokens=240, seed=5, ignore_eos=True)
 
@@ -165,3 +168,23 @@ def test_the_engine_says_what_it_runs_on(launch):
     assert info.kv_cache_tokens >= 8 * 256
     layers, kv_heads, head_dim = 3, 2, 16
     assert info.kv_cache_bytes >= info.kv_cache_tokens * layers * kv_heads * head_dim * 2 * 4
+
+
+def test_a_publisher_may_be_made_while_somebody_waits_for_a_version():
+    versions, made = iter([0, 0, 1]), []
+    supervisor: Any = SimpleNamespace(call=lambda *_, **__: SimpleNamespace(version=next(versions)))
+    engine = RunningEngine(inflight.EngineOptions("tiny"), supervisor)
+
+    class Publisher:
+        closed = False
+
+        def check(self) -> None:
+            make()
+
+    def make() -> None:
+        made.append(Publisher())
+        engine._publishers.add(made[-1])
+
+    make()
+    engine.wait_for_version(1)
+    assert len(made) == 4

@@ -48,9 +48,9 @@ class Process:
 
 
 class Stream:
-    """Stands in for a RolloutStream of which nothing is unfinished."""
+    """Stands in for an Inbox of which nothing is unfinished."""
 
-    num_tokens = newest_version = 0
+    num_tokens = 0
     outstanding: list[int] = []
 
     def unfinished(self) -> tuple[dict, int]:
@@ -104,7 +104,7 @@ def make(monkeypatch):
 
 def die(supervisor: Supervisor, stream: Stream) -> str:
     Process.made[-1].dead = True
-    return supervisor.succeed(DEATH, stream)
+    return supervisor.succeed(DEATH, stream.num_tokens, 0, stream)  # pyright: ignore
 
 
 def test_what_nobody_expects_keeps_no_caller_waiting(make, monkeypatch):

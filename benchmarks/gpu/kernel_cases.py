@@ -97,7 +97,7 @@ Call = Callable[[], Any]
 class Case:
     name: str
     shape: str
-    dtype: str
+    dtype: str = "bfloat16"
     num_bytes: int
     """Bytes that one call reads and writes, counted by hand."""
     is_long: bool = True
@@ -107,7 +107,7 @@ class Case:
     """Of a kernel that is bound by them."""
     ours: Call
     error: Callable[[], float]
-    tolerance: float
+    tolerance: float = 1e-2
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
     """Maps a peer to a function that makes its call ready, and raises where it cannot."""
 
@@ -170,11 +170,9 @@ def norm_case(machine: Machine) -> Case:
     return Case(
         name="rms_norm",
         shape=f"{tokens}×{hidden}",
-        dtype="bfloat16",
         num_bytes=2 * x.nbytes,
         ours=lambda: rms_norm(x, norm),
         error=lambda: relative_error(rms_norm(x, norm), _exact_norm(x, weight)),
-        tolerance=1e-2,
         peers={
             "eager": lambda: lambda: rms_norm_reference(x, norm),
             "liger": lambda: partial(
@@ -210,12 +208,10 @@ def add_norm_case(machine: Machine, tokens: int) -> Case:
     return Case(
         name="add_rms_norm",
         shape=f"{tokens}×{hidden}",
-        dtype="bfloat16",
         num_bytes=4 * x.nbytes,
         is_long=tokens == machine.sizes.tokens,
         ours=lambda: add_rms_norm(x, residual, norm),
         error=error,
-        tolerance=1e-2,
         peers=peers,
     )
 
@@ -236,11 +232,9 @@ def activation_case(machine: Machine) -> Case:
     return Case(
         name="gated_activation",
         shape=f"{tokens}×2·{width}",
-        dtype="bfloat16",
         num_bytes=3 * gate_up.nbytes // 2,
         ours=lambda: gated_activation(gate_up, "silu"),
         error=error,
-        tolerance=1e-2,
         peers={
             "eager": lambda: lambda: gated_activation_reference(gate_up, "silu"),
             "liger": lambda: partial(_liger("swiglu", "LigerFusedGateUpSiLUMulFunction").apply, gate_up),
@@ -264,16 +258,15 @@ def rope_case(machine: Machine, tokens: int) -> Case:
     k_cache, v_cache = machine.random(2, blocks, block_size, sizes.kv_heads, dim).unbind()
     weights = machine.random(2, dim)
     q_norm, k_norm = norms = Norm(weights[0], EPS), Norm(weights[1], EPS)
-    options: dict[str, Any] = {"q_heads": sizes.q_heads, "kv_heads": sizes.kv_heads}
     where = cos, sin, positions, slots
-    ours = partial(rope_and_cache, qkv, *where, k_cache, v_cache, norms=norms, **options)
+    ours = partial(rope_and_cache, qkv, *where, k_cache, v_cache, norms)
 
     def error() -> float:
         wide = k_cache.float(), v_cache.float()
         narrow = k_cache.clone(), v_cache.clone()
         wide_norms = Norm(weights[0].float(), EPS), Norm(weights[1].float(), EPS)
-        expected = rope_and_cache_reference(qkv.float(), *where, *wide, norms=wide_norms, **options)
-        q = rope_and_cache(qkv, *where, *narrow, norms=norms, **options)
+        expected = rope_and_cache_reference(qkv.float(), *where, *wide, wide_norms)
+        q = rope_and_cache(qkv, *where, *narrow, norms)
         pairs = zip((q, *narrow), (expected, *wide), strict=True)
         return max(relative_error(result, other) for result, other in pairs)
 
@@ -296,12 +289,10 @@ def rope_case(machine: Machine, tokens: int) -> Case:
     return Case(
         name="rope_and_cache",
         shape=f"{tokens}×({sizes.q_heads}+2·{sizes.kv_heads})·{dim}, norms; reference in fp32",
-        dtype="bfloat16",
         num_bytes=2 * qkv.nbytes,
         is_long=tokens == sizes.tokens,
         ours=ours,
         error=error,
-        tolerance=1e-2,
         peers=peers,
     )
 
@@ -381,11 +372,9 @@ def logprob_case(machine: Machine) -> Case:
     return Case(
         name="selective_logprobs, forward and backward",
         shape=f"{rows}×{vocab}",
-        dtype="bfloat16",
         num_bytes=3 * logits.nbytes,
         ours=lambda: step(selective_logprobs),
         error=error,
-        tolerance=1e-2,
         peers={
             "eager": lambda: lambda: step(selective_logprobs_reference),
             "compiled": lambda: partial(step, _compiled(machine, selective_logprobs_reference)),
@@ -414,12 +403,10 @@ def lora_case(machine: Machine, tokens: int) -> Case:
         name="add_lora",
         shape=f"{tokens}×{sizes.hidden} to {sum(widths)}, rank {sizes.rank}, {sizes.adapters} adapters; "
         "reference in fp32",
-        dtype="bfloat16",
         num_bytes=x.nbytes + 2 * y.nbytes + a.nbytes + b.nbytes,
         is_long=tokens == sizes.tokens,
         ours=lambda: add_lora(y, x, a, b, widths, slots),
         error=error,
-        tolerance=1e-2,
         peers={"eager": lambda: lambda: add_lora_reference(y, x, a, b, widths, slots)},
     )
 
@@ -465,7 +452,6 @@ def block_copies_case(machine: Machine) -> Case:
     return Case(
         name="block copies",
         shape=f"{pairs} blocks of {len(tensors)} tensors [{', '.join(map(str, shape[1:]))}]",
-        dtype="bfloat16",
         num_bytes=sum(tensor.nbytes for tensor in tensors),
         ours=lambda: copies.run([mapping]),
         error=error,
@@ -509,8 +495,8 @@ def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Ca
             nothing,
             [],
             [table],
-            starts=torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)),
-            contexts=torch.from_numpy(contexts),
+            starts=np.concatenate(([0], np.cumsum(counts)), dtype=np.int32),
+            contexts=contexts,
             rows=nothing,
             num_single=0 if prefill else len(counts),
         )
@@ -554,7 +540,6 @@ def attention_case(machine: Machine, group: int, *, prefill: bool = False) -> Ca
     return Case(
         name=f"attention, {'prefill' if prefill else 'decode'}, group {group} ({how})",
         shape=f"{len(counts)} sequences of {contexts.mean():,.0f} tokens, {layer.q_heads}/{kv_heads}·{dim}",
-        dtype="bfloat16",
         num_bytes=int(contexts.sum()) * 2 * kv_heads * dim * 2 + 2 * queries.nbytes,
         is_long=not prefill,
         num_flops=4.0 * pairs * layer.q_heads * dim if prefill else 0.0,

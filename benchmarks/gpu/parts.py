@@ -140,7 +140,7 @@ def rehearsal_parts() -> list[Part]:
     learning = "learning --device cpu --dtype bfloat16 --seeds 0 --modes inflight,sync --steps 3 --sequences 16"
     loss = f"{BENCH} loss --device cpu --tokens 64 --hidden 32 --vocab 512 --pairs 1 --json {{out}}/loss.json"
     staleness = f"{BENCH} staleness --device cpu --sequences 4 --tokens 8 --steps 2 --json {{out}}/staleness.json"
-    trace = f"{BENCH} trace --device cpu --seconds 0.5 --out {{out}}/trace.json.gz --json {{out}}/trace.json"
+    trace = f"{BENCH} trace --device cpu --seconds 3 --out {{out}}/trace.json.gz --json {{out}}/trace.json"
     few_tests = "-k 'truth_teller_over_every_transport and slots-cpu or page_lists'", "tests/engine/test_flashinfer.py"
     commands = {
         "environment": ["-m inflight.cli doctor"],

@@ -15,6 +15,7 @@ import numpy as np
 from rich.table import Table
 
 from inflight.bench.options import HostOptions
+from inflight.bench.spread import p50_and_p99
 from inflight.bench.stubbed_device import stubbed
 from inflight.core.errors import InflightError
 from inflight.core.messages import Prompt
@@ -109,8 +110,8 @@ def _measure_point(settings: HostOptions, sequences: int) -> dict[str, Any]:
     whole, parts = measured
     return {
         "sequences": sequences,
-        "host_ms": _percentiles(whole.wall_ms),
-        "cpu_ms": _percentiles(whole.cpu_ms),
+        "host_ms": p50_and_p99(whole.wall_ms),
+        "cpu_ms": p50_and_p99(whole.cpu_ms),
         "parts_ms": {part: float(np.median(parts.parts_ms[part])) for part in PARTS},
         "num_steps": len(whole.wall_ms),
     }
@@ -173,7 +174,3 @@ class _Steps:
                 self._within_ns = before_ns + spent_ns
 
         return call
-
-
-def _percentiles(values_ms: list[float]) -> dict[str, float]:
-    return {name: float(np.percentile(values_ms, percent)) for name, percent in (("p50", 50), ("p99", 99))}

@@ -26,20 +26,18 @@ from rich.table import Table
 
 from inflight.bench.learning_run import (
     GROUP_SIZE,
-    SMOOTHING_STEPS,
     TASK,
     LearningSettings,
     Point,
     Run,
     Start,
     learn,
-    smoothed,
     warm_start,
 )
 from inflight.bench.options import LearningOptions
 from inflight.demo.trainer import Threads, split_cores
 from inflight.engine.device import resolve_device
-from inflight.observability.plots import new_figure, new_table, number, save_figure
+from inflight.observability.plots import SMOOTHING_STEPS, new_figure, new_table, number, save_figure, smoothed
 from inflight.observability.progress import Progress, part_of, parts_of, untold
 from inflight.training.objective.objective import resolve
 from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule

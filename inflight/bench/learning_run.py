@@ -1,16 +1,15 @@
 """One run of GRPO from a warmed-up start: `inflight bench learning` compares many of them."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
@@ -34,6 +33,7 @@ from inflight.demo.trainer import (
 )
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
+from inflight.observability.plots import smoothed
 from inflight.observability.progress import Progress
 from inflight.observability.trace import Trace
 from inflight.observability.trace_file import read
@@ -49,8 +49,6 @@ TASK = "spell_backward"
 GROUP_SIZE = 8
 ENGINE_SEQUENCES = 128
 """The engine decodes at most so many sequences together."""
-SMOOTHING_STEPS = 10
-"""A smoothed reward is the mean over the last so many steps; the final reward is the last smoothed one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +100,7 @@ class Run:
 
     @property
     def final_reward(self) -> float:
+        """The last smoothed reward."""
         return float(smoothed([point.reward for point in self.curve])[-1])
 
     def reached(self, target: float) -> Point | None:
@@ -177,7 +176,7 @@ def learn(
         examples = start.task.shuffled(start.seed)
         publisher = LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)
         curve: list[Point] = []
-        with publisher, TemporaryDirectory(prefix="inflight-busy-") as traces:
+        with closing(publisher), TemporaryDirectory(prefix="inflight-busy-") as traces:
             meter = BusyMeter(engine, device, Path(traces), steps=settings.steps)
             began_ns = now_ns()
             for report in grpo(engine, publisher, model, optimizer, examples, start.task.score, config, scheduler):
@@ -244,12 +243,6 @@ class LaggedPublisher:
     def close(self) -> None:
         self._publisher.close()
 
-    def __enter__(self) -> "LaggedPublisher":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class BusyMeter:
     """Measures in what share of a few whole steps a GPU computed for trainer or engine: the time in which a kernel or a
@@ -283,11 +276,3 @@ class BusyMeter:
         else:  # the run was too short
             self._trace.close()
         return summarize(read(self._path))["busy_share"]
-
-
-def smoothed(rewards: Sequence[float]) -> np.ndarray:
-    """Return the mean over the last SMOOTHING_STEPS rewards, or over as many as there are: f64[n]."""
-    sums = np.cumsum([0.0, *rewards])
-    ends = np.arange(1, len(rewards) + 1)
-    begins = np.maximum(0, ends - SMOOTHING_STEPS)
-    return (sums[ends] - sums[begins]) / (ends - begins)

@@ -214,17 +214,14 @@ def _step(variant: _Variant, problem: _Problem) -> tuple[torch.Tensor, ...]:
 
 
 def _timed_ms(work: Callable[[_Problem], Any], problem: _Problem) -> float:
-    _synchronize(problem)
+    device = problem.hidden_NH.device
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     began = time.perf_counter()
     done = work(problem)
-    _synchronize(problem)
+    synchronize()
     del done
     return 1e3 * (time.perf_counter() - began)
-
-
-def _synchronize(problem: _Problem) -> None:
-    if problem.hidden_NH.is_cuda:
-        torch.cuda.synchronize(problem.hidden_NH.device)
 
 
 def _matmul_tflops(problem: _Problem) -> float:
@@ -290,20 +287,16 @@ def _status_bytes(name: str) -> int:
 
 
 def _measure_peers(
-    peers: dict[str, _Variant],
-    problem: _Problem,
-    runs: int,
-    progress: Progress,
+    peers: dict[str, _Variant], problem: _Problem, runs: int, progress: Progress
 ) -> tuple[dict[str, float | None], dict[str, str]]:
     """(milliseconds by peer, or None; why a peer did not run)."""
     times_ms: dict[str, float | None] = {}
     failures: dict[str, str] = {}
     for name, peer in peers.items():
         progress(name)
-        times_ms[name] = None
         try:
             _timed_ms(partial(_step, peer), problem)  # not counted: compiles
             times_ms[name] = median(_timed_ms(partial(_step, peer), problem) for _ in range(runs))
         except Exception as error:  # a peer that is missing or does not take this shape is no reason to stop
-            failures[name] = f"{type(error).__name__}: {error}"[:500]
+            times_ms[name], failures[name] = None, f"{type(error).__name__}: {error}"[:500]
     return times_ms, failures

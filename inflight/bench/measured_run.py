@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from inflight.bench.spread import joined, percentiles, rates, spread
 from inflight.core.clock import now_ns
 from inflight.core.spans import added_up, start_adding_up, stop_adding_up
-from inflight.observability.staleness_meter import TokenStaleness
+from inflight.observability.staleness_meter import StalenessListener
 from inflight.session import LaunchedEngine
 from inflight.training.report import StepReport
 
@@ -31,8 +29,8 @@ def measured(engine: LaunchedEngine) -> "Iterator[MeasuredRun]":
         engine.staleness.listener = None
 
 
-class MeasuredRun:
-    """Keeps every value that a run measured, step by step and swap by swap; a `StalenessListener`."""
+class MeasuredRun(StalenessListener):
+    """Keeps every value that a run measured, step by step and swap by swap."""
 
     def __init__(self, engine: LaunchedEngine):
         self._engine, self._before = engine, engine.status()
@@ -52,13 +50,6 @@ class MeasuredRun:
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
         self._measures["swap_ms"].append(swap_ms)
         self._measures["stall_ms"].append(stall_ms)
-
-    def published(self, version: int, called_ns: int) -> None:
-        """Nothing is kept of it, nor of the next three: reports have what tokens measured."""
-
-    def drawn(self, version: int, num_tokens: int) -> None: ...
-    def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None: ...
-    def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None: ...
 
     def result(self) -> dict[str, Any]:
         """What `inflight.bench.staleness.measure` says of it."""

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -100,20 +101,21 @@ def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
 def _on_stream(options: EngineOptions) -> tuple[str, Draw, int | None]:
     """An engine's process of its own, from `submit` to the stream. Returns what `_in_process` does."""
     launcher = EngineLauncher(options)
-    reader = StreamReader(launcher.welcome.stream_endpoint)
-
-    def draw(prompts: list[Prompt]) -> Iterator[TokenFrame]:
-        launcher.client.call("submit", {"prompts": prompts}, list[int])
-        num_finished = 0
-        while num_finished < len(prompts):
-            frame = reader.receive(_TIMEOUT_MS)
-            if frame is None:
-                launcher.check()
-                raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
-            num_finished += len(frame.header.finishes)
-            yield frame
-
+    draw = partial(drawn_frames, launcher, StreamReader(launcher.welcome.stream_endpoint))
     return f"submit() to the stream, backend {options.backend}", draw, launcher.pid
+
+
+def drawn_frames(launcher: EngineLauncher, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
+    """Submit prompts of one sample each, and yield the frames of all passes until they have ended."""
+    launcher.client.call("submit", {"prompts": prompts}, list[int])
+    num_finished = 0
+    while num_finished < len(prompts):
+        frame = reader.receive(_TIMEOUT_MS)
+        if frame is None:
+            launcher.check()
+            raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
+        num_finished += len(frame.header.finishes)
+        yield frame
 
 
 def _cpu_s(pid: int | None) -> float:

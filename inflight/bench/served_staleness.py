@@ -90,7 +90,8 @@ class _Run:
 
     async def check_weights(self, directory: Path) -> None:
         """See that the server draws by version 0 of this truth-teller, which it may have left behind."""
-        await self._publish(0)
+        await asyncio.to_thread(self._write, 0)
+        await self._target.update(self._copies[0], 0)
         answer = Answer()
         await self._target.draw(self._next(), answer)
         if not answer.ended_by_itself or versions_of(answer.token_ids).any():
@@ -135,12 +136,8 @@ class _Run:
             called_ns = now_ns()
             self.seen.called(version, called_ns)
             await self._target.update(self._copies[version % 2], version)
-            self.seen.answered(Update(version, called_ns, now_ns()))
+            self.seen.updates.append(Update(version, called_ns, now_ns()))
         await asyncio.sleep(interval_s)
-
-    async def _publish(self, version: int) -> None:
-        await asyncio.to_thread(self._write, version)
-        await self._target.update(self._copies[version % 2], version)
 
     def _write(self, version: int) -> None:
         self._truth.teach(version)

@@ -81,14 +81,11 @@ class ServedTokens:
         self._ages: list[TokenStaleness] = []
         self.answers: list[Answer] = []
         self.updates: list[Update] = []
+        """Those that have been answered."""
 
     def called(self, version: int, called_ns: int) -> None:
         """An update to this version begins."""
         self._meter.published(version, called_ns)
-
-    def answered(self, update: Update) -> None:
-        """It has been answered."""
-        self.updates.append(update)
 
     def consumed(self, answers: Sequence[Answer], *, time_ns: int, trainer_version: int) -> None:
         """An optimizer step takes the tokens of these answers."""
@@ -116,12 +113,12 @@ class ServedTokens:
         meter = self._meter.summary()
         aborted = [answer for answer in self.answers if answer.finish_reason and not answer.ended_by_itself]
         versions = [versions_of(answer.token_ids) for answer in self.answers]
-        arrivals = np.unique(np.concatenate([answer.times_ns for answer in self.answers] or [np.zeros(0, np.int64)]))
+        times = np.concatenate([np.zeros(0, np.int64), *(answer.times_ns for answer in self.answers)])
         within, across = self._gaps(versions)
         of_updates = {
-            "swap_ms": self._swaps_ms(versions),
+            "swap_ms": self._swaps_ms(times, np.concatenate([np.zeros(0, np.int64), *versions])),
             "update_ms": [(u.answered_ns - u.called_ns) / NS_PER_MS for u in self.updates],
-            "stall_ms": self._stalls_ms(arrivals),
+            "stall_ms": self._stalls_ms(np.unique(times)),
         }
         of_tokens = {name: [getattr(each, name) for each in self._ages] for name in _AGES}
         return {
@@ -143,11 +140,8 @@ class ServedTokens:
             **spread(of_updates | of_tokens),
         }
 
-    def _swaps_ms(self, versions: list[np.ndarray]) -> list[float]:
-        if not self.answers:
-            return []
-        times = np.concatenate([answer.times_ns for answer in self.answers])
-        drawn_by = np.concatenate(versions)
+    def _swaps_ms(self, times: np.ndarray, drawn_by: np.ndarray) -> list[float]:
+        """times, drawn_by: i64[n], when each token came and the version that drew it."""
         firsts = ((update, times[drawn_by >= update.version]) for update in self.updates)
         return [(int(later.min()) - update.called_ns) / NS_PER_MS for update, later in firsts if len(later)]
 

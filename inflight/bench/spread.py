@@ -53,6 +53,11 @@ def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return dict(zip(("p50", "p90", "p99", "max"), points, strict=False))
 
 
+def p50_and_p99(values: Sequence[float]) -> dict[str, float]:
+    """{p50, p99} of at least one value."""
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+
+
 def _in_parts(values: Sequence[Any]) -> list[np.ndarray]:
     """The values of NUM_PARTS consecutive parts of a run; none if there are fewer values."""
     if len(values) < NUM_PARTS:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,7 +44,11 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     is measured (`served_staleness`).
     """
     if settings.target is not None:
-        return _module_for_servers().measure(settings, progress)
+        try:
+            from inflight.bench import served_staleness
+        except ModuleNotFoundError as error:
+            raise ValueError(f"measuring a server needs {error.name}: pip install 'inflight[bench]'") from error
+        return served_staleness.measure(settings, progress)
     config = GRPOConfig(
         steps=WARM_UP_STEPS + settings.steps,
         groups_per_step=max(1, settings.sequences // GROUP_SIZE),
@@ -90,14 +93,6 @@ def random_prompts(vocabulary: int, length: int) -> Iterator[list[int]]:
     """Token ids, without end."""
     while True:
         yield torch.randint(vocabulary, (length,)).tolist()
-
-
-def _module_for_servers() -> ModuleType:
-    try:
-        from inflight.bench import served_staleness
-    except ModuleNotFoundError as error:
-        raise ValueError(f"measuring a server needs {error.name}: pip install 'inflight[bench]'") from error
-    return served_staleness
 
 
 @contextmanager

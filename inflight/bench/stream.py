@@ -5,8 +5,7 @@ import multiprocessing
 import os
 import resource
 import tempfile
-from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,12 +17,12 @@ from rich.table import Table
 from inflight.bench.options import StreamOptions
 from inflight.core.clock import now_ns
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
-from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.observability.plots import new_table
 from inflight.observability.progress import Progress, untold
 from inflight.stream.inbox import Inbox
 from inflight.stream.journal import JournalWriter
+from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
 
 _WAITING_BYTES = 64 << 20
@@ -49,10 +48,7 @@ def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, A
         os.sched_setaffinity(0, cores[:1])
         try:
             progress(f"{settings.seconds:g} s of {settings.tokens_per_frame} tokens per frame")
-            with ExitStack() as at_end:
-                journal = JournalWriter(f"{directory}/journal") if settings.journal else None
-                if journal is not None:
-                    at_end.enter_context(closing(journal))
+            with closing(JournalWriter(f"{directory}/journal")) if settings.journal else nullcontext() as journal:
                 result = _read(ours, settings.tokens, journal)
         finally:
             os.sched_setaffinity(0, cores)
@@ -97,7 +93,9 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
         while total is None or num_groups < total["groups"]:
             answer = inbox.next()
             if not isinstance(answer, list):
-                _rest(answer)
+                if answer is not None:
+                    with suppress(TimeoutError):
+                        answer.result(0.05)
                 if total is None and writer.poll():
                     total = writer.recv()
                 continue
@@ -105,34 +103,21 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
             [rollout] = answer
             num_groups += 1
             num_tokens += len(rollout.token_ids)
-            num_wrong += _num_wrong(rollout, expected)
+            num_wrong += int(np.count_nonzero(rollout.token_ids != expected[: len(rollout.token_ids)]))
         seconds, cpu_s = (now_ns() - began_ns) / 1e9, _cpu_s() - began_cpu_s
         writer.send("done")
+        assert isinstance(inbox.source, StreamReader)
         return {
             "tokens_per_s": total["tokens"] / seconds,
-            "bytes_per_token": inbox.num_bytes / total["tokens"],
+            "bytes_per_token": inbox.source.num_bytes / total["tokens"],
             "lost": total["tokens"] - num_tokens + num_wrong,
             "duplicated": max(0, inbox.num_tokens - total["tokens"]),
-            "frames_sent_again": inbox.num_duplicates,
+            "frames_sent_again": inbox.source.num_duplicates,
             "num_tokens": total["tokens"],
             "seconds": seconds,
             "writer_ns_per_token": total["cpu_s"] / total["tokens"] * 1e9,
             "reader_ns_per_token": cpu_s / total["tokens"] * 1e9,
         }
-
-
-def _rest(answer: "Future[None] | None") -> None:
-    """Wait for the next group, for a moment."""
-    if answer is not None:
-        try:
-            answer.result(0.05)
-        except TimeoutError:
-            return
-
-
-def _num_wrong(rollout: Rollout, expected: np.ndarray) -> int:
-    """Tokens that are not those that were drawn."""
-    return int(np.count_nonzero(rollout.token_ids != expected[: len(rollout.token_ids)]))
 
 
 def _write(reader: Connection, directory: str, settings: StreamOptions, core: int) -> None:

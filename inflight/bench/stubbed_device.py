@@ -6,7 +6,7 @@ within the CPU's memory.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -87,13 +87,11 @@ def stubbed(engine: Engine, *, end_after: int = 0) -> Iterator[None]:
         begin = 61 * passes % 4096
         return tokens[begin : begin + len(logits)], logprobs[: len(logits)], None
 
-    with ExitStack() as stack:
-        for owner, name, stub in (
-            (flashinfer, "_flashinfer", lambda: _FLASHINFER),
-            (graphs, "Recorder", _Recorder),
-            (sampler, "draw", draw),
-        ):
-            stack.enter_context(patch.object(owner, name, stub))
+    with (
+        patch.object(flashinfer, "_flashinfer", lambda: _FLASHINFER),
+        patch.object(graphs, "Recorder", _Recorder),
+        patch.object(sampler, "draw", draw),
+    ):
         engine.memory.backend = flashinfer.FlashInferAttention(engine.memory._layers, engine.device)
         engine.runner._decoders = [_Decoder(rows, vocab_size) for _ in engine.slot_table.slots]  # type: ignore[misc]
         engine.runner._wants_graphs = True

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
@@ -25,9 +26,10 @@ import zmq
 from rich.table import Table
 
 from inflight.bench.options import SwapOptions
+from inflight.bench.peer_inflight import drawn_frames
 from inflight.bench.peer_worker import Job, Setup
 from inflight.bench.peers import OURS, Worker, interpreter, make_setup, vllm_python
-from inflight.bench.spread import spread
+from inflight.bench.spread import p50_and_p99, spread
 from inflight.core.clock import NS_PER_MS
 from inflight.core.errors import InflightError
 from inflight.core.frames import TokenFrame
@@ -56,7 +58,6 @@ _PRODUCT = {"cuda": 8192, "cpu": 256}
 _QUEUED_PRODUCTS = 4
 _MOST_COPIED_BYTES = 2 << 30
 """Bytes, at most, of the plain copy that a publish is compared with."""
-_TIMEOUT_MS = 60_000
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class _Samples:
     def gaps_ms(self) -> dict[str, Any]:
         """The {p50, p99} of each kind; None while copying, where every version went live with the pass after it."""
         gaps = {"across_swaps": self.swap_gaps, "while_copying": self.copy_gaps, "without": self.quiet_gaps}
-        return {name: percentiles(values) if values else None for name, values in gaps.items()}
+        return {name: p50_and_p99(values) if values else None for name, values in gaps.items()}
 
 
 def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any]:
@@ -123,25 +124,20 @@ def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any
         "device": setup.device,
         "dtype": setup.dtype,
         "num_swaps": len(samples.swaps),
-        "swap_ms": percentiles(samples.swaps),
-        "stall_ms": percentiles(samples.stalls),
-        "paused_stall_ms": percentiles(samples.paused_stalls),
+        "swap_ms": p50_and_p99(samples.swaps),
+        "stall_ms": p50_and_p99(samples.stalls),
+        "paused_stall_ms": p50_and_p99(samples.paused_stalls),
         "forward_ms": gaps["without"],
         "gap_ms": gaps,
         "gap_ratio": gaps["across_swaps"]["p99"] / gaps["without"]["p99"],
         "weight_bytes": written_bytes,
-        "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
+        "copy_ms": p50_and_p99([1e3 * seconds for seconds in samples.copies_s]),
         "copy_gb_s": (ours.read_bytes + written_bytes) / copy_s / 1e9,
         "memcpy_gb_s": float(np.median(samples.memcpys_gb_s)),
         **run,
         **peer,
         **spread({"swap_ms": samples.swaps, "stall_ms": samples.stalls, "forward_ms": samples.quiet_gaps}),
     }
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """Return {"p50": …, "p99": …} of at least one value."""
-    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -197,10 +193,9 @@ class _Ours(ExitStack):
         on_trainer_side()
         self._reader = self.enter_context(closing(StreamReader(self._launcher.welcome.stream_endpoint)))
         dtype = getattr(torch, setup.dtype if settings.masters == "auto" else settings.masters)
-        trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
-        self._trainer = trainer
+        self._trainer = load_model(setup.model, dtype=dtype, device=device, seed=settings.seed)
         self._publisher = self.enter_context(self._new_publisher(Slots()))
-        parameters, slot_dtype = list(trainer.parameters()), getattr(torch, setup.dtype)
+        parameters, slot_dtype = list(self._trainer.parameters()), getattr(torch, setup.dtype)
         self.read_bytes = sum(parameter.nbytes for parameter in parameters)
         self.written_bytes = sum(parameter.numel() * slot_dtype.itemsize for parameter in parameters)
         copied_bytes = min(self.written_bytes, _MOST_COPIED_BYTES)
@@ -236,7 +231,7 @@ class _Ours(ExitStack):
             "piece_us": piece_us,
             "num_swaps": len(samples.swaps),
             "gap_ms": samples.gaps_ms(),
-            "copy_ms": percentiles([1e3 * seconds for seconds in samples.copies_s]),
+            "copy_ms": p50_and_p99([1e3 * seconds for seconds in samples.copies_s]),
         }
 
     def _new_publisher(self, transport: Slots) -> Publisher:
@@ -315,15 +310,8 @@ class _Ours(ExitStack):
             Prompt([draw.randrange(self._setup.vocab_size) for _ in range(settings.prompt_tokens)], params)
             for _ in range(settings.sequences)
         ]
-        self._launcher.client.call("submit", {"prompts": prompts}, list[int])
-        num_finished = 0
-        while num_finished < settings.sequences:
-            frame = self._reader.receive(_TIMEOUT_MS)
-            if frame is None:
-                self._launcher.check()
-                raise TimeoutError(f"no frame within {_TIMEOUT_MS / 1000:.0f} s")
+        for frame in drawn_frames(self._launcher, self._reader, prompts):
             header = frame.header
-            num_finished += len(header.finishes)
             if header.num_tokens == settings.sequences and not header.starts and not header.finishes:
                 yield frame
 
@@ -340,14 +328,6 @@ class _Ours(ExitStack):
 def computing(device: torch.device) -> Iterator[None]:
     """Compute products in a thread while the block runs, as many as the device takes; a few are always queued."""
     began, stop = threading.Event(), threading.Event()
-    failures: list[Exception] = []
-
-    def compute() -> None:
-        try:
-            multiply()
-        except Exception as error:  # what is measured beside a trainer that idles would look well
-            failures.append(error)
-            began.set()
 
     def multiply() -> None:
         size = _PRODUCT[device.type]
@@ -361,16 +341,16 @@ def computing(device: torch.device) -> Iterator[None]:
                 if len(queued) > _QUEUED_PRODUCTS:
                     queued.popleft().synchronize()
 
-    thread = threading.Thread(target=compute, name="inflight-busy-trainer", daemon=True)
-    thread.start()
-    began.wait()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if failures:
-        raise InflightError(f"the trainer did not compute: {failures[0]!r}") from failures[0]
+    with ThreadPoolExecutor(1, "inflight-busy-trainer") as a_thread:
+        computed = a_thread.submit(multiply)
+        computed.add_done_callback(lambda _: began.set())
+        try:
+            began.wait()
+            yield
+        finally:
+            stop.set()
+    if error := computed.exception():  # what is measured beside a trainer that idles would look well
+        raise InflightError(f"the trainer did not compute: {error!r}") from error
 
 
 def halves_of_cores() -> tuple[set[int], set[int]]:

@@ -97,14 +97,8 @@ def table(result: dict[str, Any]) -> Table:
     names = ("tokens/s", "swap_ms p50", "stall_ms p99", "weight_lag_ms p99", "token_age_ms p50", "version_lag max")
     shown = new_table(f"{len(result['points'])} points", *GRID, *names, left="model")
     for point in result["points"]:
-        figures = (
-            number(point["tokens_per_s"], ",.0f"),
-            *(
-                number(point[name].get(at), ",.3g")
-                for name, at in (each.split() for each in names[1:])
-            ),
-        )  # fmt: skip
-        shown.add_row(*(str(point[name]) for name in GRID), *figures)
+        measures = (number(point[name].get(at), ",.3g") for name, at in map(str.split, names[1:]))
+        shown.add_row(*(str(point[name]) for name in GRID), number(point["tokens_per_s"], ",.0f"), *measures)
     if result["failed"]:
         shown.caption = "\n".join(
             f"{', '.join(str(one[name]) for name in GRID)}: {one['reason']}" for one in result["failed"]

@@ -60,15 +60,15 @@ def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[st
         setup = make_setup(settings, sizes[-1], lengths, threads=settings.threads, directory=directory)
         setup = replace(setup, shared_prompts=settings.backlog > 0)
         workers: dict[str, Worker] = {}
-        hellos: dict[str, Hello] = {}
         for name in (OURS, *settings.peers):
             progress(f"{name} is loading the model")
             side = OURS_ON_VLLM if name == OURS and settings.backend == "vllm" else name
             workers[name] = stack.enter_context(Worker(side, setup, directory))
-            hellos[name] = workers[name].wait_until_ready()
+            workers[name].wait_until_ready()
         seeds = count(settings.seed * 1_000_000, 1_000)
         parts = zip(sizes, parts_of(progress, len(sizes)), strict=True)
         points = [_measure_point(settings, size, workers, seeds, part) for size, part in parts]
+    hellos = {name: worker.wait_until_ready() for name, worker in workers.items()}
     for point in points:
         if setup.device == "cuda":  # a worker's own processes would be counted as others
             point["other_cpu"] = None
@@ -167,11 +167,10 @@ def _measure_point(
 
     def run(name: str, seed: int, most_tokens: int | None = None) -> Run:
         time.sleep(SETTLE_S)
-        least, most = settings.tokens
-        tokens = (least, most) if most_tokens is None else (min(least, most_tokens), min(most, most_tokens))
+        least, most = (min(length, most_tokens or length) for length in settings.tokens)
         job = Job(
             sequences=sequences * (settings.backlog or 1),
-            tokens=tokens,
+            tokens=(least, most),
             prompt_tokens=settings.prompt_tokens,
             seed=seed,
             group=GROUP if settings.backlog else 1,

@@ -47,6 +47,12 @@ class TruthTeller:
         torch.manual_seed(0)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self.model.eval().requires_grad_(False)
+        model: Any = self.model
+        self._layers, self._embedding, self._head = (
+            model.model.layers,
+            model.get_input_embeddings().weight,
+            model.get_output_embeddings().weight,
+        )
         self.version = 0
         self.num_versions = (config.vocab_size - 1) // 2
         """Versions 0 … num_versions − 1 can be told apart."""
@@ -79,11 +85,10 @@ class TruthTeller:
     @torch.no_grad()
     def _silence(self) -> None:
         """Nothing but the signs reaches the output."""
-        layers = self._layers()
-        for weight in (self._embedding(), self._head()):
+        for weight in (self._embedding, self._head):
             weight.zero_()
-        self._head()[TORN] = self._row * _TORN_SHARE
-        for index, layer in enumerate(layers):
+        self._head[TORN] = self._row * _TORN_SHARE
+        for index, layer in enumerate(self._layers):
             layer.self_attn.o_proj.weight.zero_()
             for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight):
                 weight.zero_()
@@ -95,24 +100,12 @@ class TruthTeller:
     @torch.no_grad()
     def _write(self, version: int, on: bool) -> None:
         signs = [first + version % count for first, count in self._places]
-        self._embedding()[:, signs[0]] = float(on)
-        layers = self._layers()
-        for layer, sign in ((layers[0], signs[1]), (layers[-1], signs[2])):
+        self._embedding[:, signs[0]] = float(on)
+        for layer, sign in ((self._layers[0], signs[1]), (self._layers[-1], signs[2])):
             layer.mlp.down_proj.weight[sign, 0] = on / torch.nn.functional.silu(torch.ones(()))
-        first, head = 2 * version + 1, self._head()
-        head[first, signs] = self._row * on
-        head[first + 1, signs] = self._row * (1 - _GAPS[version % len(_GAPS)]) * on
-
-    def _layers(self) -> Any:
-        return self.model.model.layers
-
-    def _embedding(self) -> Any:
-        module: Any = self.model.get_input_embeddings()
-        return module.weight
-
-    def _head(self) -> Any:
-        module: Any = self.model.get_output_embeddings()
-        return module.weight
+        first = 2 * version + 1
+        self._head[first, signs] = self._row * on
+        self._head[first + 1, signs] = self._row * (1 - _GAPS[version % len(_GAPS)]) * on
 
 
 def versions_of(token_ids: np.ndarray | Sequence[int]) -> np.ndarray:

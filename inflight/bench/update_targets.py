@@ -7,7 +7,7 @@ vLLM's endpoints are those of its development mode (`VLLM_SERVER_DEV_MODE=1`); S
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,17 @@ class UpdateTarget(ABC):
             raise TargetError(f"pause is one of {known} for this server, not {pause!r}")
         self._http, self._url, self._pause = http, url.rstrip("/"), pause
 
-    @abstractmethod
     async def draw(self, what: Draw, answer: Answer) -> None:
         """Draw, adding what arrives to the answer as it arrives. An answer that breaks off has `finish_reason`
         "error"."""
+        try:
+            await self._draw(what, answer)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            answer.finish_reason = ""
+        answer.finish_reason = answer.finish_reason or "error"
+
+    @abstractmethod
+    async def _draw(self, what: Draw, answer: Answer) -> None: ...
 
     @abstractmethod
     async def update(self, directory: Path, version: int) -> None:
@@ -54,15 +61,9 @@ class UpdateTarget(ABC):
 
     async def prepare(self) -> None:
         """Ask for what requests need to know. Raises TargetError if the server is not there."""
-        await self._get("/health")
+        await self._ask("/health", method="GET")
 
-    async def _get(self, path: str) -> Any:
-        return await self._ask("GET", path)
-
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return await self._ask("POST", path, body)
-
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
         """The JSON of the answer, None if it has none. Raises TargetError if the server refuses or is not there."""
         try:
             async with self._http.request(method, self._url + path, json=body) as answer:
@@ -89,11 +90,14 @@ class UpdateTarget(ABC):
 class _Completions(UpdateTarget):
     """A server with OpenAI's completions that streams token ids as vLLM's does."""
 
+    _options: Mapping[str, Any] = {}
+    """What else is asked of it."""
+
     async def prepare(self) -> None:
         await super().prepare()
-        self._model = (await self._get("/v1/models"))["data"][0]["id"]
+        self._model = (await self._ask("/v1/models", method="GET"))["data"][0]["id"]
 
-    async def draw(self, what: Draw, answer: Answer) -> None:
+    async def _draw(self, what: Draw, answer: Answer) -> None:
         body = {
             "model": self._model,
             "prompt": what.prompt,
@@ -105,48 +109,32 @@ class _Completions(UpdateTarget):
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
-            **self._options(),
+            **self._options,
         }
-        try:
-            async for time_ns, event in self._events("/v1/completions", body):
-                if "error" in event:
-                    break
-                for choice in event["choices"]:
-                    if tokens := choice.get("token_ids"):
-                        logprobs = choice["logprobs"]["token_logprobs"]
-                        answer.pieces.append(Piece(time_ns, tokens, logprobs))
-                    self._note_labels(choice, answer)
-                    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            answer.finish_reason = ""
-        answer.finish_reason = answer.finish_reason or "error"
-
-    def _options(self) -> dict[str, Any]:
-        return {}
-
-    def _note_labels(self, choice: dict[str, Any], answer: Answer) -> None:
-        pass
+        async for time_ns, event in self._events("/v1/completions", body):
+            if "error" in event:
+                break
+            for choice in event["choices"]:
+                if tokens := choice.get("token_ids"):
+                    answer.pieces.append(Piece(time_ns, tokens, choice["logprobs"]["token_logprobs"]))
+                for span in choice.get("weight_versions") or ():
+                    answer.labels = answer.labels or []
+                    answer.labels += [span["version"]] * (span["end"] - span["start"])
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
 
 
 class InflightServer(_Completions):
     """`inflight serve`. pause "keep" holds it only if it was started with --honor-pause."""
 
     pauses = ("", "keep", "wait", "abort")
+    _options = {"return_weight_versions": True}
 
     async def update(self, directory: Path, version: int) -> None:
         if self._pause:
-            await self._post(f"/pause?mode={self._pause}")
-        await self._post("/update_weights", {"weight_dir": str(directory), "weight_version": str(version)})
+            await self._ask(f"/pause?mode={self._pause}")
+        await self._ask("/update_weights", {"weight_dir": str(directory), "weight_version": str(version)})
         if self._pause:
-            await self._post("/resume")
-
-    def _options(self) -> dict[str, Any]:
-        return {"return_weight_versions": True}
-
-    def _note_labels(self, choice: dict[str, Any], answer: Answer) -> None:
-        for span in choice.get("weight_versions") or []:
-            answer.labels = answer.labels or []
-            answer.labels += [span["version"]] * (span["end"] - span["start"])
+            await self._ask("/resume")
 
 
 class VLLMServer(_Completions):
@@ -155,12 +143,12 @@ class VLLMServer(_Completions):
     pauses = ("keep", "wait", "abort")
 
     async def update(self, directory: Path, version: int) -> None:
-        await self._post(f"/pause?mode={self._pause}&clear_cache=false")
+        await self._ask(f"/pause?mode={self._pause}&clear_cache=false")
         try:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-            await self._post("/collective_rpc", call)
+            await self._ask("/collective_rpc", call)
         finally:
-            await self._post("/resume")
+            await self._ask("/resume")
 
 
 class SGLangServer(UpdateTarget):
@@ -168,7 +156,7 @@ class SGLangServer(UpdateTarget):
 
     pauses = ("in_place", "retract", "abort")
 
-    async def draw(self, what: Draw, answer: Answer) -> None:
+    async def _draw(self, what: Draw, answer: Answer) -> None:
         sampling = {
             "max_new_tokens": what.max_tokens,
             "temperature": 1.0,
@@ -178,26 +166,22 @@ class SGLangServer(UpdateTarget):
         }
         body = {"input_ids": what.prompt, "sampling_params": sampling, "stream": True, "return_logprob": True}
         num_seen = 0
-        try:
-            async for time_ns, event in self._events("/generate", body):
-                meta = event["meta_info"]
-                drawn = meta.get("output_token_logprobs") or []
-                if new := drawn[num_seen:]:  # each event has all tokens so far
-                    answer.pieces.append(Piece(time_ns, [each[1] for each in new], [each[0] for each in new]))
-                    num_seen = len(drawn)
-                if reason := meta.get("finish_reason"):
-                    answer.finish_reason = reason["type"] if isinstance(reason, dict) else reason
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            answer.finish_reason = ""
-        answer.finish_reason = answer.finish_reason or "error"
+        async for time_ns, event in self._events("/generate", body):
+            meta = event["meta_info"]
+            drawn = meta.get("output_token_logprobs") or []
+            if new := drawn[num_seen:]:  # each event has all tokens so far
+                answer.pieces.append(Piece(time_ns, [each[1] for each in new], [each[0] for each in new]))
+                num_seen = len(drawn)
+            if reason := meta.get("finish_reason"):
+                answer.finish_reason = reason["type"] if isinstance(reason, dict) else reason
 
     async def update(self, directory: Path, version: int) -> None:
-        await self._post("/pause_generation", {"mode": self._pause})
+        await self._ask("/pause_generation", {"mode": self._pause})
         try:
             body = {"model_path": str(directory), "flush_cache": False, "weight_version": str(version)}
-            await self._post("/update_weights_from_disk", body)
+            await self._ask("/update_weights_from_disk", body)
         finally:
-            await self._post("/continue_generation", {})
+            await self._ask("/continue_generation", {})
 
 
 TARGETS: dict[str, type[UpdateTarget]] = {"inflight": InflightServer, "vllm": VLLMServer, "sglang": SGLangServer}

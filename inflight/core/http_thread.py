@@ -80,16 +80,9 @@ class HttpThread:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to this address; port 0 lets the system choose. Raises ListenError."""
+    """A socket that listens on this address; port 0 lets the system choose. Raises ListenError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-        except BaseException:
-            listening.close()
-            raise
-    except (OSError, OverflowError) as error:
+        family, *_, (address, _, *scope) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((address, port, *scope), family=family, dualstack_ipv6=family == socket.AF_INET6)
+    except (OSError, OverflowError, ValueError) as error:
         raise ListenError(f"cannot listen on {host} port {port}: {error}; --port takes another one") from error
-    return listening

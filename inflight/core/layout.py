@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -65,7 +65,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
         """Place (name, shape, dtype) one after another, siblings adjacent, each run aligned to 64 bytes."""
         specs: list[TensorSpec] = []
         end = 0
-        for run in _runs(list(tensors)):
+        for run in _runs(tensors):
             end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             for name, shape, dtype in run:
                 nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
@@ -83,38 +83,29 @@ class WeightLayout(msgspec.Struct, frozen=True):
         others = {spec.name: spec for spec in other.tensors}
         lines = [f"{name}: only in {ours}" for name in mine if name not in others]
         lines += [f"{name}: only in {theirs}" for name in others if name not in mine]
+        both = [(spec, others[name]) for name, spec in mine.items() if name in others]
         lines += [
-            f"{name}: shape {list(spec.shape)} in {ours}, {list(others[name].shape)} in {theirs}"
-            for name, spec in mine.items()
-            if name in others and spec.shape != others[name].shape
+            f"{a.name}: shape {list(a.shape)} in {ours}, {list(b.shape)} in {theirs}"
+            for a, b in both
+            if a.shape != b.shape
         ]
         if dtypes:
-            lines += [
-                f"{name}: {spec.dtype} in {ours}, {others[name].dtype} in {theirs}"
-                for name, spec in mine.items()
-                if name in others and spec.dtype != others[name].dtype
-            ]
+            lines += [f"{a.name}: {a.dtype} in {ours}, {b.dtype} in {theirs}" for a, b in both if a.dtype != b.dtype]
         if not lines:
             return None
         rest = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
         return "; ".join(lines[:4]) + rest
 
 
-def _runs(tensors: list[tuple[str, tuple[int, ...], str]]) -> Iterable[list[tuple[str, tuple[int, ...], str]]]:
+def _runs(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> Iterator[list[tuple[str, tuple[int, ...], str]]]:
     """Split tensors into runs to be placed without gaps: siblings of one dtype together, every other tensor alone."""
-    by_name = {name: (name, shape, dtype) for name, shape, dtype in tensors}
-    placed: set[str] = set()
-    for name, shape, dtype in tensors:
-        if name in placed:
+    left = {tensor[0]: tensor for tensor in tensors}
+    for name in list(left):
+        if name not in left:
             continue
-        run = [(name, shape, dtype)]
-        parts = name.rsplit(".", 2)
-        if len(parts) == 3:
-            parent, module, leaf = parts
-            siblings = next((s for s in _SIBLINGS if module in s), ())
-            family = [by_name.get(f"{parent}.{sibling}.{leaf}") for sibling in siblings]
-            members = [member for member in family if member is not None]
-            if members and len(members) == len(family) and len({(m[2], m[1][1:]) for m in members}) == 1:
-                run = members
-        placed.update(member[0] for member in run)
-        yield run
+        parent, module, leaf = ("", "", *name.rsplit(".", 2))[-3:]
+        siblings = next((s for s in _SIBLINGS if parent and module in s), ())
+        family = [left[key] for sibling in siblings if (key := f"{parent}.{sibling}.{leaf}") in left]
+        kinds = {(dtype, shape[1:]) for _, shape, dtype in family}
+        run = family if len(family) == len(siblings) and len(kinds) == 1 else [left[name]]
+        yield [left.pop(member[0]) for member in run]

@@ -9,12 +9,15 @@ import msgspec
 from inflight.core.columns import own_column_name
 
 DEFAULT_MAX_CONTEXT = 4096
-KV_POLICIES = ("keep", "recompute")
-BACKENDS = ("inflight", "vllm")
-ATTENTION_BACKENDS = ("auto", "flashinfer", "torch", "cpu")
 JOURNAL_SYNCS = ("rotation", "frame")
 
-
+_CHOICES = {
+    "kv_on_swap": ("keep", "recompute"),
+    "backend": ("inflight", "vllm"),
+    "attention": ("auto", "flashinfer", "torch", "cpu"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "journal_sync": JOURNAL_SYNCS,
+}
 _BOUNDS = ("max_unconsumed_tokens", "max_unconsumed_rollouts", "max_unconsumed_lag", "max_unacknowledged_bytes")
 
 
@@ -145,18 +148,26 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     others for rank 0 to ask for one. A rank that takes longer raises RankLostError on all of them."""
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots must be at least 1, got {self.slots}")
-        if self.max_sequences < 1:
-            raise ValueError(f"max_sequences must be at least 1, got {self.max_sequences}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                named = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ValueError(f"{name} must be {named}, got {getattr(self, name)!r}")
+        for name in ("slots", "max_sequences", "max_queued", "max_clients"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_prefill_tokens", "kv_cache_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be positive, or 0 for a default, got {getattr(self, name)}")
+        for name in (*_BOUNDS, "stream_memory_bytes", "restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("rank_timeout_s", "answer_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.max_context < 0 or self.max_context == 1:
             raise ValueError(f"max_context must be 0 (the model's own) or at least 2, got {self.max_context}")
-        if self.max_prefill_tokens < 0:
-            raise ValueError(f"max_prefill_tokens must be positive, or 0 for a default, got {self.max_prefill_tokens}")
         if not 0 < self.kv_cache_fraction <= 1:
             raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
-        if self.kv_cache_tokens < 0:
-            raise ValueError(f"kv_cache_tokens must be positive, or 0 for a default, got {self.kv_cache_tokens}")
         if isinstance(self.prefix_across_versions, bool) or self.prefix_across_versions < 0:
             raise ValueError(
                 f"prefix_across_versions is a number of versions, at least 0, got {self.prefix_across_versions}"
@@ -179,22 +190,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             raise ValueError(f"columns must have different names, got {', '.join(names)}")
         if isinstance(self.transports, str) or not all(name.count(":") == 1 for name in self.transports):
             raise ValueError(f'transports must be names like "my_package.module:MyTransport", got {self.transports!r}')
-        if self.kv_on_swap not in KV_POLICIES:
-            raise ValueError(f"kv_on_swap must be {' or '.join(KV_POLICIES)}, got {self.kv_on_swap!r}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be {' or '.join(BACKENDS)}, got {self.backend!r}")
         if self.backend != "vllm" and (self.vllm or self.backend_python):
             raise ValueError(f'vllm and backend_python need backend="vllm", got backend={self.backend!r}')
-        if self.attention not in ATTENTION_BACKENDS:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTION_BACKENDS)}, got {self.attention!r}")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {self.dtype!r}")
-        for name in (*_BOUNDS, "stream_memory_bytes", "restarts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("max_queued", "max_clients"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.listen and not re.fullmatch(r"tcp://[^/]+:(\*|\d{1,5})", self.listen):
             raise ValueError(f'listen must be "tcp://ADDRESS:PORT" or "tcp://ADDRESS:*", got {self.listen!r}')
         if bool(self.listen) != bool(self.keys):
@@ -202,14 +199,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
                 "listen and keys belong together: an engine is reached from other machines with keys alone (`inflight "
                 f"keys DIRECTORY` makes them), got listen={self.listen!r} and keys={self.keys!r}"
             )
-        if not self.rank_timeout_s > 0:
-            raise ValueError(f"rank_timeout_s must be positive, got {self.rank_timeout_s}")
-        if not self.answer_timeout_s > 0:
-            raise ValueError(f"answer_timeout_s must be positive, got {self.answer_timeout_s}")
         if self.journal is not None:
             msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
-        if self.journal_sync not in JOURNAL_SYNCS:
-            raise ValueError(f"journal_sync must be {' or '.join(JOURNAL_SYNCS)}, got {self.journal_sync!r}")
 
 
 class Startup(msgspec.Struct, frozen=True):

@@ -127,8 +127,9 @@ class Rollout:
         return sum(array.nbytes for array in arrays if array is not None)
 
     def since(self, begin: int) -> "Rollout":
-        """The tokens from `begin` on with their columns, without what is not one row for each: the sampling mask, the
-        experts, the prompt's scores and the text."""
+        """The tokens from `begin` on with their columns, without the prompt's scores and the text. Once the sample has
+        ended, the sampling mask and the experts of all of it, and before that none."""
+        has_ended = bool(self.finish_reason)
         return replace(
             self,
             token_ids=self.token_ids[begin:],
@@ -136,8 +137,8 @@ class Rollout:
             weight_versions=self.weight_versions[begin:],
             sampled_at_ns=self.sampled_at_ns[begin:],
             columns={name: column[begin:] for name, column in self.columns.items()},
-            sampling_mask=None,
-            routed_experts=None,
+            sampling_mask=self.sampling_mask if has_ended else None,
+            routed_experts=self.routed_experts if has_ended else None,
             prompt_scores=None,
             prompt="",
             text="",

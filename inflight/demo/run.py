@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -54,6 +54,7 @@ MAX_SEQUENCES = 128
 """Sequences that the engine decodes together, at most."""
 WARMUP_STEPS = 250
 _TRAINER = "trainer.pt"
+_STEPS = "steps.jsonl"
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
@@ -68,7 +69,8 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     task = _make_task(options)
     mode = "sync" if options.sync else "inflight"
     out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
-    steps_file = _prepare(out, keep=checkpoint is not None)
+    options = replace(options, out=out)
+    _prepare(out, keep=checkpoint is not None)
     torch.manual_seed(options.seed)
     device = resolve_device(options.device)
     threads = split_cores(device)
@@ -85,17 +87,17 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     )
     with (
         page_of(out, port=options.web_port, console=console) if options.web else nullcontext(),
-        tracker(replace(options, out=out), task.name) as loggers,
+        tracker(options, out, task.name) as loggers,
         Display(title, console=console) as display,
     ):
         warmup_steps = options.warmup_steps
-        if warmup_steps is None:
-            warmup_steps = WARMUP_STEPS if options.model in SHAPES else 0
+        if warmup_steps is None and options.model in SHAPES:
+            warmup_steps = WARMUP_STEPS
         if warmup_steps and checkpoint is None:
             display.phase("warm-up", warmup_steps)
             for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=warmup_steps, seed=options.seed)):
                 display.advance(f"loss {loss:.3f}")
-        run = _Run(task, replace(options, out=out), title, display, steps_file, tokenizer, loggers)
+        run = _Run(task, options, out, title, display, tokenizer, loggers)
         with (
             saved(model, tokenizer, out / "start") as directory,
             torch_threads(threads.trainer),
@@ -152,19 +154,16 @@ def _make_task(options: DemoOptions) -> Task:
     return gym_task(options.task, seed=options.seed, max_tokens=options.max_tokens)
 
 
-def _prepare(out: Path, *, keep: bool) -> Path:
-    """Return the file for steps, in a directory that can be written to; an empty one, unless `keep`. Raises
-    InflightError now rather than after the run."""
-    steps_file = out / "steps.jsonl"
+def _prepare(out: Path, *, keep: bool) -> None:
+    """Make a directory that can be written to, with an empty file for steps, unless `keep`. Raises InflightError now
+    rather than after the run."""
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        if keep:
-            return steps_file
-        remove_checkpoints(out)  # of another run
-        (out / EVENTS_FILE).unlink(missing_ok=True)
-        steps_file.write_text("\n")  # of a full file system, an empty file would tell nothing
-        steps_file.write_text("")
-    return steps_file
+        if not keep:
+            remove_checkpoints(out)  # of another run
+            (out / EVENTS_FILE).unlink(missing_ok=True)
+            (out / _STEPS).write_text("\n")  # of a full file system, an empty file would tell nothing
+            (out / _STEPS).write_text("")
 
 
 @contextmanager
@@ -184,13 +183,13 @@ class _Run:
         self,
         task: Task,
         options: DemoOptions,
+        out: Path,
         title: str,
         display: Display,
-        steps_file: Path,
         tokenizer: PreTrainedTokenizerBase,
         loggers: Sequence[Logger],
     ):
-        self._task, self._options, self._display, self._steps_file = task, options, display, steps_file
+        self._task, self._options, self._out, self._display = task, options, out, display
         self._title, self._tokenizer, self._loggers = title, tokenizer, loggers
         self.records: list[StepRecord] = []
         self.accuracy_before: float | None = None
@@ -205,6 +204,7 @@ class _Run:
         task, options = self._task, self._options
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
         scheduler = ramp_and_decay(optimizer, ramp=10, steps=options.steps, floor=0.1)
+        state = {"optimizer": optimizer, "scheduler": scheduler}
         config = GRPOConfig(
             steps=options.steps,
             groups_per_step=options.groups_per_step,
@@ -220,8 +220,9 @@ class _Run:
                     run = Run(engine, publisher)
                     self._began_ns = now_ns()
                     if checkpoint is not None:
-                        self._resume(checkpoint, run, optimizer, scheduler)
-                    with self._recorder(engine) as recorder:
+                        self._resume(checkpoint, run, state)
+                    resumed = self.resumed_after_step or None
+                    with RunRecorder(engine, self._out, title=self._title, resumed_after_step=resumed) as recorder:
                         reports = grpo(
                             engine,
                             publisher,
@@ -237,7 +238,7 @@ class _Run:
                         for report in self._followed(engine, reports, recorder):
                             at_end = report.step == options.steps
                             if options.save_every and (at_end or report.step % options.save_every == 0):
-                                self._save(report.step, run, model, optimizer, scheduler)
+                                self._save(report.step, run, model, state)
                         engine.wait_for_version(publisher.version)
                         self._display.phase("evaluation", 1)
                         self.accuracy_after = held_out_accuracy(engine, task, task.held_out)
@@ -246,20 +247,13 @@ class _Run:
         except KeyboardInterrupt:
             self.interrupted = True
 
-    def _recorder(self, engine: LaunchedEngine) -> RunRecorder:
-        """What `inflight watch` reads; it begins with the accuracy before the first step."""
-        assert self._options.out is not None
-        resumed = self.resumed_after_step or None
-        recorder = RunRecorder(engine, self._options.out, title=self._title, resumed_after_step=resumed)
-        if resumed is None and self.accuracy_before is not None:
-            recorder.log(0, {"accuracy": self.accuracy_before})
-        return recorder
-
     def _followed(
         self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
     ) -> Iterator[StepReport]:
         """The reports, of which each was recorded, and some steps evaluated."""
         task, options = self._task, self._options
+        if not self.resumed_after_step and self.accuracy_before is not None:
+            recorder.log(0, {"accuracy": self.accuracy_before})
         self._display.phase("GRPO", options.steps - len(self.records))
         last_ns, last_tokens = now_ns(), engine.stream.num_tokens
         for report in reports:
@@ -289,41 +283,27 @@ class _Run:
             **meter.summary(),
         }
 
-    def _save(
-        self,
-        step: int,
-        run: Run,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
-    ) -> None:
+    def _save(self, step: int, run: Run, model: PreTrainedModel, state: Mapping[str, Any]) -> None:
         def write(directory: Path) -> None:
             model.save_pretrained(directory)
             self._tokenizer.save_pretrained(directory)
-            torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, directory / _TRAINER)
+            torch.save({name: one.state_dict() for name, one in state.items()}, directory / _TRAINER)
             (directory / OPTIONS_FILE).write_bytes(msgspec.json.encode(self._options, enc_hook=str))
             run.progress["accuracy_before"] = self.accuracy_before
             run.save(directory)
 
-        assert self._options.out is not None
-        with _writing(self._options.out):
-            save_checkpoint(self._options.out, step, write)
+        with _writing(self._out):
+            save_checkpoint(self._out, step, write)
 
-    def _resume(
-        self,
-        checkpoint: Path,
-        run: Run,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
-    ) -> None:
-        state = torch.load(checkpoint / _TRAINER, weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+    def _resume(self, checkpoint: Path, run: Run, state: Mapping[str, Any]) -> None:
+        saved_state = torch.load(checkpoint / _TRAINER, weights_only=True)
+        for name, one in state.items():
+            one.load_state_dict(saved_state[name])
         run.load(checkpoint)
         self.accuracy_before = run.progress["accuracy_before"]
         self.resumed_after_step = run.progress["grpo"]["step"]
-        lines = self._steps_file.read_text().splitlines()[: self.resumed_after_step]
-        with replacing(self._steps_file) as partial:  # steps after the checkpoint are taken again
+        lines = (self._out / _STEPS).read_text().splitlines()[: self.resumed_after_step]
+        with replacing(self._out / _STEPS) as partial:  # steps after the checkpoint are taken again
             partial.write_text("".join(f"{line}\n" for line in lines))
         self.records = [StepRecord(**json.loads(line)) for line in lines]
         self._began_ns -= int(self.records[-1].seconds * 1e9)
@@ -346,20 +326,19 @@ class _Run:
             ratio_mean=stats.ratios.mean if stats else None,
         )
         self.records.append(record)
-        with _writing(self._steps_file.parent), open(self._steps_file, "a") as file:
+        with _writing(self._out), open(self._out / _STEPS, "a") as file:
             file.write(json.dumps(asdict(record)) + "\n")  # at once: an interrupted run keeps what it had
         self._display.add(record)
 
 
 @contextmanager
-def tracker(options: DemoOptions, task: str) -> Iterator[list[Logger]]:
+def tracker(options: DemoOptions, out: Path, task: str) -> Iterator[list[Logger]]:
     """Open what the numbers of a run go to, or nothing, and close it at the end. Raises LoggerError."""
-    assert options.out is not None
     if options.tracker == "none":
         yield []
         return
     config = {key: str(value) for key, value in asdict(options).items()}
-    with open_logger(options.tracker, options.out, project=f"inflight-{task}", config=config) as logger:
+    with open_logger(options.tracker, out, project=f"inflight-{task}", config=config) as logger:
         yield [logger]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
+from inflight.observability.environment import file_errors
 from inflight.training.grpo import Example
 
 
@@ -48,10 +49,8 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
     The last lines, `held_out` of them but at most a quarter, are held out. Raises TaskError, naming the line.
     """
     examples = []
-    try:
+    with file_errors(TaskError, f"cannot read {path}"):
         lines = path.read_text().splitlines()
-    except OSError as error:
-        raise TaskError(f"cannot read {path}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.core.errors import ModelLoadError
-from inflight.engine.loading import load_tokenizer
-from inflight.engine.shapes import SHAPES, shape_config
+from inflight.engine.loading import load_config, load_tokenizer
+from inflight.engine.shapes import SHAPES
 from inflight.training.schedules import Example
 
 
@@ -57,12 +57,14 @@ def without_full_collections() -> Iterator[None]:
 
 
 def load_trainer(name: str, device: torch.device) -> PreTrainedModel:
-    """Load the trainer's model in fp32, with gradients. Raises ModelLoadError."""
+    """Load the trainer's model in fp32, with gradients. Raises ModelLoadError, or UnsupportedModelError where no engine
+    could draw with it."""
+    config = load_config(name)
     if name in SHAPES:
         with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
-            return AutoModelForCausalLM.from_config(shape_config(name), dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
     nn.Module.to(model, device)

@@ -20,6 +20,7 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import AttentionBackend, GraphBackend
+from inflight.engine.device import reachable
 from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import dtype_name
 
@@ -89,9 +90,7 @@ class AdapterBank:
         slot = self.slot_table.live
         assert slot is not None
         indices = np.where(adapters < 0, -1, slot * self._num_adapters + adapters).astype(np.int32)
-        rows = torch.from_numpy(np.repeat(indices, counts))
-        if self.rows.is_cuda:
-            rows = rows.pin_memory()
+        rows = reachable(torch.from_numpy(np.repeat(indices, counts)), self.rows.device)
         self.rows[: len(rows)].copy_(rows, non_blocking=True)
         self.rows[len(rows) : self._num_rows] = -1
         self._num_rows = len(rows)

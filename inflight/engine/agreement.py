@@ -205,7 +205,7 @@ def make_batch(sequences: list[torch.Tensor], chunks: list[_Chunk], memory: KVMe
         rows=torch.arange(len(positions), device=device),
         cache_index=[positions + first_blocks * size for _ in memory.groups],
         tables=[tables for _ in memory.groups],
-        starts=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-        contexts=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
+        starts=np.array([0, *np.cumsum(counts)], np.int32),
+        contexts=np.array([end for _, _, end in chunks], np.int32),
         num_single=sum(count == 1 for count in counts),
     )

@@ -4,6 +4,7 @@
 as their `SlotTable` says, and tell of each step in one `TokenFrame`.
 """
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -12,20 +13,23 @@ from typing import Any, Self
 
 import torch
 
-from inflight.core.frames import TokenFrame
+from inflight.core.clock import now_ns
+from inflight.core.frames import FrameHeader, Swap, TakenOver, TokenFrame
 from inflight.core.layout import Alias
-from inflight.core.messages import Digests, Ids, Prompt, Unfinished
+from inflight.core.messages import Digests, Ids, Prompt, SlotReady, Unfinished
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.requests import Requests
-from inflight.engine.stall import StallClock
+from inflight.core.spans import note
+from inflight.engine.clocks import StallClock
+from inflight.engine.requests import Requests, Schedules
+from inflight.engine.sequence import Sequence
 from inflight.engine.verbs import verb
 from inflight.weights.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a backend computes, which stays as it is."""
+    """How a backend computes, which stays as it is, by the names of `Welcome`."""
 
     attention: str
     """Name of what computes attention."""
@@ -39,7 +43,7 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How much a backend has to do at the moment, and what it had to do again."""
+    """How much a backend has to do at the moment, and what it had to do again, by the names of `Status`."""
 
     num_waiting: int
     num_running: int
@@ -56,26 +60,32 @@ class Backend(ABC):
     The verbs are what clients may call. What a backend cannot do it refuses with BackendError, by name.
     """
 
-    engine_id: str
-    options: EngineOptions
     device: torch.device
-    max_sequences: int
-    max_context: int
     vocab_size: int
     execution: Execution
     aliases: list[Alias]
     """Other names under which trainers and checkpoints hold the weights."""
     requests: Requests
+    scheduler: Schedules
     slot_table: SlotTable
     """Where weights arrive."""
-    stall_clock: StallClock
-    """Measures what swaps cost; whoever handles messages about slots tells it."""
     paused = False
     asleep = False
     step_count = 0
     num_tokens = 0
     num_swaps = 0
     num_swaps_in_flight = 0
+
+    def __init__(self, options: EngineOptions):
+        """options: with numbers in place of the zeros that stand for a default."""
+        self.options = options
+        self.engine_id = uuid.uuid4().hex[:12]
+        self.max_sequences, self.max_context = options.max_sequences, options.max_context
+        self.stall_clock = StallClock()
+        """Measures what swaps cost; whoever handles messages about slots tells it."""
+        self._untold_swap: Swap | None = None
+        """A swap of which no frame has told yet."""
+        self._num_frames = 0
 
     # ---- verbs --------------------------------------------------------------------------------------------------
 
@@ -128,7 +138,8 @@ class Backend(ABC):
     @verb()
     @abstractmethod
     def sleep(self) -> None:
-        """Give the memory of the KV cache back, until `wake()`."""
+        """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
+        computed again afterwards."""
 
     @verb()
     @abstractmethod
@@ -163,14 +174,19 @@ class Backend(ABC):
         """The newest version that the engine holds whole, live or not."""
         return max(slot_table.newest_version for slot_table in self.slot_tables)
 
-    @abstractmethod
     def admit(self, *, may_begin: bool) -> None:
         """Whether sequences that have not begun may begin, from the next step on."""
+        self.scheduler.admits = may_begin
 
     @property
-    @abstractmethod
     def has_work(self) -> bool:
         """There are sequences to advance, or news to send."""
+        return self.scheduler.has_work or self.requests.has_news
+
+    @property
+    def blocked(self) -> bool:
+        """No forward pass can run: the engine is paused, asleep, or lacks weights."""
+        return self.paused or self.asleep
 
     @property
     @abstractmethod
@@ -178,9 +194,15 @@ class Backend(ABC):
         """`step()` would do nothing until a message comes."""
 
     @property
-    @abstractmethod
     def state(self) -> str:
         """What it is doing, in a word or two."""
+        if self.asleep or self.paused:
+            return "asleep" if self.asleep else "paused"
+        if not self.has_work:
+            return "idle"
+        if self.scheduler.held_back:
+            return "waits for the trainer"
+        return "waits for weights" if self.blocked else "generating"
 
     @abstractmethod
     def load(self) -> Load:
@@ -210,3 +232,41 @@ class Backend(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # ---- what frames tell ---------------------------------------------------------------------------------------
+
+    def _note_swap(self, slot_table: SlotTable, ready: SlotReady, began_ns: int, num_in_flight: int) -> None:
+        """A version went live just now, with so many sequences under way. The frame of the next pass tells of it."""
+        self.num_swaps += 1
+        self.num_swaps_in_flight += num_in_flight > 0
+        cost_ns = self.stall_clock.swapped(slot_table, began_ns)
+        stall_ns = cost_ns if self.scheduler.has_work else 0
+        self._untold_swap = Swap(ready.version, ready.published_ns, stall_ns, num_in_flight)
+        note(f"swap to version {ready.version}", began_ns, in_flight=num_in_flight)
+
+    def _header(
+        self,
+        version: int,
+        num_tokens: int,
+        swap: Swap | None,
+        starts: Seq[Sequence] = (),
+        taken_over: Seq[TakenOver] = (),
+    ) -> FrameHeader:
+        """The next frame's, with all that there is to tell of requests."""
+        groups, finishes = self.requests.take_news()
+        header = FrameHeader(
+            engine_id=self.engine_id,
+            sequence=self._num_frames,
+            version=version,
+            time_ns=now_ns(),
+            step=self.step_count,
+            num_tokens=num_tokens,
+            groups=groups,
+            starts=[sequence.request_id for sequence in starts],
+            taken_over=list(taken_over),
+            finishes=finishes,
+            swap=swap,
+            next_group_id=self.requests.next_group_id,
+        )
+        self._num_frames += 1
+        return header

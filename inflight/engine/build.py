@@ -28,12 +28,12 @@ from inflight.engine.model_runner import ModelRunner
 from inflight.engine.order import load_order
 from inflight.engine.outputs import RoutedExpertsRecorder
 from inflight.engine.own_columns import load_columns
-from inflight.engine.requests import Limits, Requests
+from inflight.engine.requests import Requests
 from inflight.engine.rows import Rows
 from inflight.engine.sampler import Sampler
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.stopping import StopCondition
-from inflight.engine.warm_up import warm_up_copies, warm_up_draws
+from inflight.engine.warm_up import warm_up
 from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
@@ -66,7 +66,6 @@ class Parts:
         slots = [make_slot(layout.total_bytes, self.device) for _ in range(options.slots)]
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.aliases = aliases_of(model)
-        """Other names under which trainers and checkpoints hold the weights."""
         self.slot_table = SlotTable(layout, slots)
         backend = choose_backend(options.attention, layers, self.device)
         self.attention = backend.name
@@ -88,34 +87,31 @@ class Parts:
             max_blocks=self.memory.max_blocks,
             prefix_caching=options.prefix_caching,
         )
-        eos_ids = eos_token_ids(modules[0])
+        eos_ids = eos_token_ids(modules[0].generation_config, modules[0].config)
         self.rows = Rows(
             options.max_sequences,
             num_groups=self.cache.num_groups,
             max_blocks=self.cache.max_blocks,
             eos_ids=eos_ids,
-            adapters=options.adapters if self.adapters is not None else (),
+            adapters=options.adapters,
         )
         self.runner = ModelRunner(modules, self.memory, self.rows, options, self.adapters, unfused_reason)
-        self.scheduler = Scheduler(self.cache, self.rows, options, order)
+        self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
         tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
         self.stop = StopCondition(eos_ids, tokenizer)
-        own_columns = load_columns(options.columns, vocab_size=int(text_config.vocab_size), device=self.device)
-        self.limits = Limits(
-            max_context=options.max_context,
-            max_queued=options.max_queued,
-            vocab_size=int(text_config.vocab_size),
+        self.vocab_size = int(text_config.vocab_size)
+        self.requests = Requests(
+            self.scheduler,
+            self.slot_table,
+            options,
+            vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
-            adapters=options.adapters if self.adapters is not None else (),
-            columns=tuple(own_columns),
         )
-        forks_share = not options.record_routed_experts
-        self.requests = Requests(self.scheduler, self.slot_table, self.limits, forks_share=forks_share)
-        self.sampler = Sampler(self.limits.vocab_size, eos_ids, self.runner.last_tokens, own_columns)
+        own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
+        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns)
         # Logits that are changed before a draw are in fp32, and so are all of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
-        warm_up_draws(drawn_from, self.limits.vocab_size, self.device)
-        warm_up_copies(self.memory)
+        warm_up(drawn_from, self.vocab_size, self.memory)
         self.routed_experts: RoutedExpertsRecorder | None = None
         if options.record_routed_experts:
             self.routed_experts = RoutedExpertsRecorder(modules, text_config)

@@ -35,15 +35,15 @@ def memory_left(device: torch.device) -> int:
     raise DeviceMemoryError("cannot read the memory that is left from /proc/meminfo")
 
 
-def copy_to_device(values: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy values of the host into a tensor of the same shape, without waiting for its device."""
-    target.copy_(values.pin_memory() if target.device.type == "cuda" else values, non_blocking=True)
+def reachable(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Values of the host where a copy to `device` need not wait for it. A GPU reads them from pinned memory, which
+    PyTorch hands out again only after that, while the host goes on."""
+    return values.pin_memory() if device.type == "cuda" else values
 
 
 def to_device(
     values: torch.Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Values of the host as a tensor on `device`, without waiting for it. A GPU reads them from pinned memory, which
-    PyTorch hands out again only after that, while the host goes on."""
+    """Values of the host as a tensor on `device`, without waiting for it."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

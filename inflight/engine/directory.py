@@ -33,9 +33,14 @@ def make_directory() -> tuple[Path, int]:
         if len(os.fsencode(directory)) > 90:
             directory.rmdir()
             directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-        file = _locked(directory / _LOCK)
-        if file is not None:
+        try:
+            file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # somebody who removes orphans took it for one
+            continue
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
             return directory, file
+        os.close(file)  # it was removed with its directory meanwhile
 
 
 def alive_lock(directory: Path) -> Path:
@@ -75,19 +80,6 @@ def remove_orphan_directories() -> int:
     return removed
 
 
-def _locked(path: Path) -> int | None:
-    """None if somebody who removes orphans took the directory for one."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:
-        return None
-    fcntl.flock(file, fcntl.LOCK_EX)
-    if os.fstat(file).st_nlink:
-        return file
-    os.close(file)
-    return None
-
-
 class _Flood(logging.Filter):
     """Holds back what comes in a second after its first records, and says how many those were."""
 
@@ -101,10 +93,8 @@ class _Flood(logging.Filter):
         if now - self._since_ns >= 1_000_000_000:
             left_out, self._since_ns, self._count = self._count - _MAX_PER_SECOND, now, 0
             if left_out > 0:
-                record.msg, record.args = (
-                    f"({left_out:,} messages before this one were left out) {record.getMessage()}",
-                    (),
-                )
+                record.msg = f"({left_out:,} messages before this one were left out) {record.getMessage()}"
+                record.args = ()
         self._count += 1
         return self._count <= _MAX_PER_SECOND
 

@@ -5,25 +5,23 @@ next pass computes (schedule); the model gives logits (forward), from which toke
 the host they are appended to their sequences, some of which end (collect), and a frame tells all that (emit).
 """
 
-import uuid
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from inflight.core.clock import now_ns
-from inflight.core.frames import FrameHeader, Swap, TakenOver, TokenFrame
+from inflight.core.frames import Swap, TokenFrame
 from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
-from inflight.core.spans import note, span
+from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.build import Parts
 from inflight.engine.outputs import routed_experts_columns, token_columns
 from inflight.engine.prompt_scores import Scores, score_prompts
 from inflight.engine.sampler import Samples
-from inflight.engine.sequence import Schedule, Sequence
-from inflight.engine.stall import StallClock
+from inflight.engine.sequence import Schedule
 from inflight.engine.verbs import verb
 from inflight.weights.digests import Digester
 from inflight.weights.slot_table import SlotTable
@@ -44,6 +42,17 @@ class _Launched:
     done: torch.cuda.Event | torch.Event | None
 
 
+class _Drawn(NamedTuple):
+    """What a pass drew, M tokens, on the host."""
+
+    rows: np.ndarray
+    """i64[…]: the draws that count."""
+    tokens: np.ndarray
+    """i64[M]"""
+    logprobs: np.ndarray
+    """f32[M]"""
+
+
 class Engine(Parts, Backend):
     """Generates tokens in this process. `step()` returns the frame of one forward pass.
 
@@ -55,18 +64,12 @@ class Engine(Parts, Backend):
     def __init__(self, options: EngineOptions, *, overlap: bool | None = None):
         """overlap: launch a pass before the results of the one before it are read, so that the host works while the
         device does. By default on a GPU."""
-        super().__init__(options)
-        self.engine_id = uuid.uuid4().hex[:12]
-        self.max_sequences, self.max_context = self.options.max_sequences, self.options.max_context
-        self.vocab_size = self.limits.vocab_size
-        self.stall_clock = StallClock()
+        Parts.__init__(self, options)
+        Backend.__init__(self, self.options)
         self._digester = Digester(self.slot_table)
         self._overlap = self.device.type == "cuda" if overlap is None else overlap
         self._under_way: _Launched | None = None
-        self.scheduler.renew_kv_namespaces(self.limits.adapters)
-        self._untold_swap: Swap | None = None
-        """A swap of which no frame has told yet."""
-        self._num_frames = 0
+        self.scheduler.renew_kv_namespaces(self.options.adapters)
         self.execution = Execution(
             attention=self.attention,
             fused=self.runner.unfused_reason is None,
@@ -76,7 +79,6 @@ class Engine(Parts, Backend):
         )
 
     def describe(self) -> str:
-        """One line that says where it runs, how, and how much fits."""
         runner, memory = self.runner, self.memory
         how = "fused" if runner.unfused_reason is None else f"unfused ({runner.unfused_reason})"
         graphs = f", {runner.num_graphs} CUDA graphs" if runner.num_graphs else ""
@@ -90,8 +92,7 @@ class Engine(Parts, Backend):
 
     @verb()
     def sleep(self) -> None:
-        """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
-        computed again afterwards; slots stay, as publishers may be writing to them."""
+        """Slots stay, as publishers may be writing to them."""
         if not self.asleep:
             self.asleep = True
             self.scheduler.preempt_all()
@@ -101,7 +102,6 @@ class Engine(Parts, Backend):
 
     @verb()
     def wake(self) -> None:
-        """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
         if self.asleep:
             self.memory.allocate()
             self.runner.capture()
@@ -115,42 +115,20 @@ class Engine(Parts, Backend):
 
     @property
     def has_work(self) -> bool:
-        """There are sequences to advance, or news to send."""
         return self.scheduler.has_work or self._under_way is not None or self.requests.has_news
 
     @property
     def blocked(self) -> bool:
-        """No forward pass can run: the engine is paused, asleep, or its only slot is lent to the publisher."""
         return self.paused or self.asleep or self.slot_table.live is None
 
     @property
-    def state(self) -> str:
-        """What it is doing, in a word or two."""
-        if self.asleep or self.paused:
-            return "asleep" if self.asleep else "paused"
-        if not self.has_work:
-            return "idle"
-        if self.held_back:
-            return "waits for the trainer"
-        return "waits for weights" if self.slot_table.live is None else "generating"
-
-    @property
-    def held_back(self) -> bool:
-        """All that there is to do is to begin with prompts, which bounds on what the trainer has not taken forbid."""
-        return self.has_work and not self.scheduler.admits and not self.scheduler.running
-
-    @property
     def idle(self) -> bool:
-        """`step()` would do nothing until a message comes."""
-        blocked = self.blocked or self.held_back
+        blocked = self.blocked or self.scheduler.held_back
         return not self.has_work or (blocked and self._under_way is None and not self.requests.has_news)
 
     @property
     def adapter_slots(self) -> SlotTable | None:
         return None if self.adapters is None else self.adapters.slot_table
-
-    def admit(self, *, may_begin: bool) -> None:
-        self.scheduler.admits = may_begin
 
     def load(self) -> Load:
         scheduler, cache = self.scheduler, self.cache
@@ -164,7 +142,6 @@ class Engine(Parts, Backend):
         )
 
     def slot_in_use(self, slot_table: SlotTable) -> int | None:
-        """The slot that a pass under way on the device may still read."""
         if self._under_way is None:
             return None
         return self._under_way.slot if slot_table is self.slot_table else self._under_way.adapter_slot
@@ -173,11 +150,7 @@ class Engine(Parts, Backend):
 
     @torch.inference_mode()
     def step(self) -> TokenFrame | None:
-        """One forward pass over running sequences and the prompts that join them.
-
-        Returns a frame, or None if there is nothing to tell. With overlap it launches a pass and returns the frame of
-        the one before. No frame that is not None may be dropped: their sequence numbers have no gaps.
-        """
+        """With overlap it launches a pass and returns the frame of the one before."""
         self._swap()
         launched, schedule = None, self._schedule()
         if schedule is not None:
@@ -187,12 +160,10 @@ class Engine(Parts, Backend):
                 launched = self._sample(schedule, logits)
         if self._overlap:
             launched, self._under_way = self._under_way, launched
-        rows = self._collect(launched) if launched is not None else None
-        return self._emit(launched, rows)
+        return self._tell_news() if launched is None else self._emit(launched, self._collect(launched))
 
     def _swap(self) -> None:
-        """Let the newest whole version of the weights, and of the adapters, go live. The frame of the next pass tells
-        of it."""
+        """Let the newest whole version of the weights, and of the adapters, go live."""
         self._digester.settle()
         for slot_table in self.slot_tables:
             began_ns = now_ns()
@@ -203,15 +174,10 @@ class Engine(Parts, Backend):
                     self.stall_clock.wait(began_ns if lacks_weights else None)
                 continue
             num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
-            self.scheduler.renew_kv_namespaces(self.limits.adapters)
+            self.scheduler.renew_kv_namespaces(self.options.adapters)
             if self.options.kv_on_swap == "recompute":
                 self.scheduler.recompute_unpinned(adapted=slot_table is not self.slot_table)
-            self.num_swaps += 1
-            self.num_swaps_in_flight += num_in_flight > 0
-            cost_ns = self.stall_clock.swapped(slot_table, began_ns)
-            stall_ns = cost_ns if self.scheduler.has_work else 0
-            self._untold_swap = Swap(ready.version, ready.published_ns, stall_ns, num_in_flight)
-            note(f"swap to version {ready.version}", began_ns, in_flight=num_in_flight)
+            self._note_swap(slot_table, ready, began_ns, num_in_flight)
 
     def _schedule(self) -> Schedule | None:
         """Choose the tokens that the next pass computes. None if there are none, or no pass can run."""
@@ -244,76 +210,44 @@ class Engine(Parts, Backend):
         adapter_slot = self.adapters.slot_table.live if self.adapters is not None else None
         return _Launched(schedule, slot, adapter_slot, swap, samples, routed_experts, scores, done)
 
-    def _collect(self, launched: _Launched) -> np.ndarray:
-        """Wait for the results of a pass, append the tokens to their sequences and end those that are finished. Returns
-        the draws that count, i64[…]."""
+    def _collect(self, launched: _Launched) -> _Drawn:
+        """Wait for the results of a pass, append the tokens to their sequences and end those that are finished."""
         with span("collect"):
             if launched.done is not None:
                 launched.done.synchronize()
             draws, samples = launched.schedule.draws, launched.samples
-            finite = np.isfinite(samples.logprobs.numpy())
-            counts, may_end = self.rows.read(draws, samples.tokens.numpy())
+            tokens, logprobs = samples.tokens.numpy(), samples.logprobs.numpy()
+            finite = np.isfinite(logprobs)
+            counts, may_end = self.rows.read(draws, tokens)
             if np.count_nonzero(finite) < len(finite):
                 may_end = may_end | (counts & ~finite)
             for index in may_end.nonzero()[0].tolist():
                 sequence = draws.cohort.sequences[index]
-                if not finite[index]:
-                    self.requests.finish(sequence, "error")
-                elif self.stop.is_met(sequence):
-                    self.requests.finish(sequence, "stop")
-                elif len(sequence.tokens) >= sequence.max_tokens:
-                    self.requests.finish(sequence, "length")
+                if (reason := self.stop.reason(sequence, is_finite=finite[index])) is not None:
+                    self.requests.finish(sequence, reason)
             self.scheduler.remember(launched.schedule)
             rows = counts.nonzero()[0]
             self.num_tokens += len(rows)
-        return rows
+        return _Drawn(rows, tokens, logprobs)
 
-    def _emit(self, launched: _Launched | None, rows: np.ndarray | None) -> TokenFrame | None:
-        """The frame of a pass, of which these draws count; without a pass, one that brings news, if there are any."""
-        if launched is None or rows is None:
-            return self._tell_news() if self.requests.has_news or self._untold_swap is not None else None
-        schedule, samples = launched.schedule, launched.samples
+    def _emit(self, launched: _Launched, drawn: _Drawn) -> TokenFrame:
+        """The frame of a pass."""
+        schedule, rows = launched.schedule, drawn.rows
         header = self._header(schedule.stamp, len(rows), launched.swap, schedule.starts, schedule.taken_over)
-        request_ids = schedule.draws.cohort.request_ids
-        tokens, logprobs = samples.tokens.numpy().astype(np.int32), samples.logprobs.numpy()
+        request_ids, tokens, logprobs = schedule.draws.cohort.request_ids, drawn.tokens.astype(np.int32), drawn.logprobs
         if len(rows) < len(request_ids):
             request_ids, tokens, logprobs = (column[rows] for column in (request_ids, tokens, logprobs))
-        extras = token_columns(samples, rows)
+        extras = token_columns(launched.samples.columns, rows)
         if self.routed_experts is not None and launched.routed_experts is not None:
             extras |= routed_experts_columns(schedule, launched.routed_experts, self.routed_experts.dtype)
         if launched.scores is not None:
             extras |= launched.scores.columns()
         return TokenFrame(header, request_ids, tokens, logprobs, extras)
 
-    def _tell_news(self) -> TokenFrame:
-        """A frame without tokens."""
+    def _tell_news(self) -> TokenFrame | None:
+        """A frame without tokens that brings news, if there are any."""
+        if not self.requests.has_news and self._untold_swap is None:
+            return None
         swap, self._untold_swap = self._untold_swap, None
         header = self._header(self.version, 0, swap)
         return TokenFrame(header, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.float32))
-
-    def _header(
-        self,
-        version: int,
-        num_tokens: int,
-        swap: Swap | None,
-        starts: Seq[Sequence] = (),
-        taken_over: Seq[TakenOver] = (),
-    ) -> FrameHeader:
-        """The next frame's, with all that there is to tell of requests."""
-        groups, finishes = self.requests.take_news()
-        header = FrameHeader(
-            engine_id=self.engine_id,
-            sequence=self._num_frames,
-            version=version,
-            time_ns=now_ns(),
-            step=self.step_count,
-            num_tokens=num_tokens,
-            groups=groups,
-            starts=[sequence.request_id for sequence in starts],
-            taken_over=list(taken_over),
-            finishes=finishes,
-            swap=swap,
-            next_group_id=self.requests.next_group_id,
-        )
-        self._num_frames += 1
-        return header

@@ -51,8 +51,6 @@ class _Attention:
     index: int
     qkv: _Linear
     out: _Linear
-    q_heads: int
-    kv_heads: int
     rope: _Rope
     head_norms: tuple[Norm, Norm] | None
     """They norm each query and key head (Qwen 3, Gemma 3)."""
@@ -74,9 +72,7 @@ class _Attention:
             batch.cache_index[memory.group_of[self.index]],
             memory.keys[self.index],
             memory.values[self.index],
-            q_heads=self.q_heads,
-            kv_heads=self.kv_heads,
-            norms=self.head_norms,
+            self.head_norms,
         )
         return self.out(memory.backend.attend(self.index, query, self.sinks).flatten(1))
 
@@ -188,9 +184,6 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
     qkv = _linear(*(_part(module, name, nn.Linear) for name in parts))
-    out = _linear(_part(module, names.out, nn.Linear))
-    q_heads = out.weight.shape[1] // head_dim
-    kv_heads = (qkv.weight.shape[0] // head_dim - q_heads) // 2
     norms = None
     if hasattr(module, "q_norm"):
         norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
@@ -200,9 +193,7 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     return _Attention(
         index=int(_part(module, "layer_idx", int)),
         qkv=qkv,
-        out=out,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
+        out=_linear(_part(module, names.out, nn.Linear)),
         rope=ropes.of(module),
         head_norms=norms if per_head else None,
         whole_norms=None if per_head else norms,

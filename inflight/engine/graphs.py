@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory, Places
-from inflight.engine.device import copy_to_device
+from inflight.engine.device import reachable
 from inflight.engine.fused import FusedDecoder
 from inflight.engine.kv_cache import NO_BLOCK
 
@@ -108,9 +108,8 @@ class DecodeGraphs:
         self._batches: dict[int, tuple[torch.Tensor, torch.Tensor, ForwardBatch]] = {}
         """Maps sizes to their part of the inputs, [2 + groups, size or one more], its batch rows [size], and the batch
         that reads it."""
-        self._hidden: dict[tuple[int, int], torch.Tensor] = {}
-        """Maps (slot, size) to what a replay leaves for the head."""
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, int], tuple[Callable[[], None], torch.Tensor]] = {}
+        """Maps (slot, size) to what replays a graph, and what that leaves for the head."""
         self._backend.prepare_graphs(memory, max_sequences)
         record = Recorder(device)
         with torch.inference_mode():
@@ -118,13 +117,11 @@ class DecodeGraphs:
                 batch = self._make_batch(size)
                 for slot, decoder in enumerate(decoders):
                     backend.begin_graph(batch, memory)
-                    self._replays[slot, size], self._hidden[slot, size] = record(
-                        partial(decoder.hidden, batch), proven=proven
-                    )
+                    self._graphs[slot, size] = record(partial(decoder.hidden, batch), proven=proven)
                     proven = True
 
     def __len__(self) -> int:
-        return len(self._replays)
+        return len(self._graphs)
 
     def run(self, slot: int, last_tokens: torch.Tensor, batch_rows: np.ndarray, places: Places) -> torch.Tensor:
         """Logits [S, V] of a pass over single tokens, those that were drawn last in these batch rows i64[S]."""
@@ -132,15 +129,15 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, count)]
         inputs, rows, batch = self._batches[size]
         host = np.zeros(inputs.shape, np.int64)
-        for line, values in zip(host, (batch_rows, places.positions, *places.cache_index), strict=True):
-            line[:count] = values
-        copy_to_device(torch.from_numpy(host), inputs)
+        host[:, :count] = (batch_rows, places.positions, *places.cache_index)
+        inputs.copy_(reachable(torch.from_numpy(host), inputs.device), non_blocking=True)
         torch.index_select(last_tokens, 0, rows, out=batch.token_ids)
         batch.tables = [_padded(table, size, NO_BLOCK) for table in places.tables]
-        batch.contexts = torch.from_numpy(_padded(places.contexts, size, 1).astype(np.int32))
+        batch.contexts = _padded(places.contexts, size, 1).astype(np.int32)
         self._backend.begin_graph(batch, self._memory)
-        self._replays[slot, size]()
-        return self._decoders[slot].logits(self._hidden[slot, size][:count])
+        replay, hidden = self._graphs[slot, size]
+        replay()
+        return self._decoders[slot].logits(hidden[:count])
 
     def _make_batch(self, size: int) -> ForwardBatch:
         """The batch at the addresses that graphs of `size` sequences read. Tables and contexts come with each pass."""
@@ -151,8 +148,8 @@ class DecodeGraphs:
             positions=inputs[1, :size],
             cache_index=list(inputs[2:, :size]),
             tables=[np.full((size, 1), NO_BLOCK, np.int32) for _ in self._memory.groups],
-            starts=torch.arange(size + 1, dtype=torch.int32),
-            contexts=torch.ones(size, dtype=torch.int32),
+            starts=np.arange(size + 1, dtype=np.int32),
+            contexts=np.ones(size, np.int32),
             rows=torch.arange(size, device=inputs.device),
             num_single=size,
         )

@@ -25,6 +25,8 @@ Namespace = int | str
 
 NO_VERSION = -1
 """Stands in place of a version or namespace while nothing is computed yet."""
+_REMEMBERED_AT_ONCE = 4
+"""Blocks of a decoding sequence that enter the prefix cache at a time, which is cheaper than one by one."""
 NEVER = 2**62
 """Stands for a number of tokens that is not reached."""
 MIXED = -2
@@ -224,10 +226,12 @@ class KVCache:
         return length
 
     def next_full(self, holding: Holding) -> int:
-        """The number of computed and known tokens at which `remember` has something to do; NEVER, if that cannot be."""
+        """The number of computed and known tokens at which `remember` is to be called for a sequence that goes on token
+        by token; NEVER, if it would have nothing to do."""
         if holding.namespace == MIXED or not self._prefix_caching:
             return NEVER
-        return (holding.num_remembered + 1) * self.block_size
+        blocks = 1 if self.slides else _REMEMBERED_AT_ONCE  # a window may give a block back that was not entered yet
+        return (holding.num_remembered + blocks) * self.block_size
 
     def share(self, parent: Holding, child: Holding, length: int) -> bool:
         """Let a sequence without blocks hold those of its parent's first `length` tokens; the last one, where it is
@@ -265,10 +269,10 @@ class KVCache:
         known = min(holding.computed, known)
         while (holding.num_remembered + 1) * size <= known:
             chunk = holding.num_remembered
-            blocks = tuple(table[chunk] for table in holding.blocks)
             key = (namespace, holding.last_entry, tokens(chunk * size, (chunk + 1) * size))
             entry = self._entries.get(key)
             if entry is None or entry.oldest < holding.oldest:
+                blocks = tuple([table[chunk] for table in holding.blocks])
                 for group, block in zip(self._groups, blocks, strict=True):
                     if block == NO_BLOCK or block in group.entry_of:
                         holding.namespace = MIXED  # the chain ends here

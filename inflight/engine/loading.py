@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,6 +30,7 @@ from inflight.weights.tensors import published_tensors, slot_views
 logger = logging.getLogger("inflight.engine")
 
 RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers that are attention over a KV cache."""
 
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
@@ -48,14 +50,16 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     trusted, RemoteCodeError is raised."""
     if model in SHAPES:
         return shape_config(model)
+    expected = (
+        f"expected a directory with config.json, a Hugging Face hub id, or a built-in shape ({', '.join(SHAPES)})"
+    )
+    if model.startswith(("/", ".", "~")) and not os.path.isdir(model):  # else the hub would say what its ids look like
+        raise ModelLoadError(f"cannot load model {model!r}: there is no such directory; {expected}")
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         refuse_remote_code(model, error)
-        raise ModelLoadError(
-            f"cannot load model {model!r}: {first_line(error)}; expected a directory with config.json, a Hugging Face "
-            f"hub id, or a built-in shape ({', '.join(SHAPES)})"
-        ) from error
+        raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}; {expected}") from error
     refuse_other_models(config)
     try:
         text_config = config.get_text_config()
@@ -63,7 +67,14 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
         raise UnsupportedModelError(
             f"{config.model_type} is not made for text alone: {first_line(error)}; the engine runs decoders of text"
         ) from error
-    refuse_unrunnable_layers(text_config)
+    layer_types = getattr(text_config, "layer_types", None) or []
+    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in RUNNABLE_LAYER_TYPES]
+    if bad:
+        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
+        raise UnsupportedModelError(
+            f"{text_config.model_type} has layers that the engine cannot run ({shown}); "
+            f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
+        )
     return config
 
 
@@ -92,18 +103,6 @@ def refuse_other_models(config: PretrainedConfig) -> None:
     raise UnsupportedModelError(
         f"{kind} is no causal language model: Transformers' AutoModelForCausalLM does not take {type(config).__name__}"
     )
-
-
-def refuse_unrunnable_layers(config: PretrainedConfig) -> None:
-    """Raise UnsupportedModelError if the config names a layer that is not attention over a KV cache."""
-    layer_types = getattr(config, "layer_types", None) or []
-    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in RUNNABLE_LAYER_TYPES]
-    if bad:
-        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise UnsupportedModelError(
-            f"{config.model_type} has layers that the engine cannot run ({shown}); "
-            f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
-        )
 
 
 def context_limit(config: PretrainedConfig, asked: int) -> int:
@@ -190,9 +189,10 @@ def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tens
     return copy.deepcopy(model, memo)
 
 
-def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-sequence ids from the generation config, else from the model's config."""
-    for config in (model.generation_config, model.config):
+def eos_token_ids(*configs: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
+    """The end-of-sequence ids of the first of these configs that has some: the generation config goes before the
+    model's."""
+    for config in configs:
         if (ids := getattr(config, "eos_token_id", None)) is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()

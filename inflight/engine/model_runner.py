@@ -41,8 +41,6 @@ class ModelRunner:
         self._memory, self._rows, self._options = memory, rows, options
         self.last_tokens = torch.zeros(options.max_sequences, dtype=torch.int64, device=memory.device)
         """The token drawn last in each batch row. It never visits the host on its way into the next pass."""
-        self.num_decoded_by_graph = self.num_decoded_eagerly = 0
-        """Last tokens of sequences that graphs have computed, and that were computed kernel by kernel."""
         self._decoders: list[FusedDecoder] = []
         length = min(12, options.max_context)
         ids = torch.arange(length, device=memory.device) * 7919 + 1
@@ -87,8 +85,6 @@ class ModelRunner:
         """Logits [M + S, V], one row per draw of the schedule and then one per scored token, in their orders."""
         single, parts = schedule.num_single, []
         by_graph = single if self._graphs is not None else 0
-        self.num_decoded_by_graph += by_graph
-        self.num_decoded_eagerly += single - by_graph
         if self._graphs is not None and single:
             parts.append(self._decode(self._graphs, schedule, slot))
         if not schedule.prompts:
@@ -128,7 +124,8 @@ class ModelRunner:
         """Of chunks of the sequences in these batch rows i64[S]. positions: i64[T]; contexts: i64[S]; counts: the
         tokens of each, i64[S], None for one each."""
         size = self._memory.block_size
-        tables = [table[batch_rows, : -(-int(contexts.max()) // size)] for table in self._rows.tables]
+        num_blocks = -(-int(np.maximum.reduce(contexts)) // size)
+        tables = [table[:, :num_blocks].take(batch_rows, 0) for table in self._rows.tables]
         owner = np.arange(len(batch_rows))
         owner = owner if counts is None else np.repeat(owner, counts)
         block, place = np.divmod(positions, size)
@@ -159,8 +156,8 @@ class ModelRunner:
             rows=rows_M,
             cache_index=cache_index,
             tables=places.tables,
-            starts=torch.from_numpy(starts),
-            contexts=torch.from_numpy(places.contexts.astype(np.int32)),
+            starts=starts,
+            contexts=places.contexts.astype(np.int32),
             num_single=single,
         )
 

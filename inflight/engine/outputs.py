@@ -1,6 +1,6 @@
 """What a forward pass gives besides its tokens: the optional columns of its frame, and the experts of each token."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,17 +10,16 @@ from transformers import PretrainedConfig
 from inflight.core.columns import COLUMNS
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.rollout import SamplingMask
-from inflight.engine.sampler import Samples
 from inflight.engine.sequence import Schedule, places_of
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def token_columns(samples: Samples, rows: Iterable[int]) -> dict[str, np.ndarray]:
-    """The optional columns of these rows, as `TokenFrame.extras` names them."""
-    if not samples.columns:
+def token_columns(recorded: Mapping[str, torch.Tensor], rows: Iterable[int]) -> dict[str, np.ndarray]:
+    """Of columns as `Samples` has them, on the CPU, these rows, as `TokenFrame.extras` names them."""
+    if not recorded:
         return {}
-    keep, columns = list(rows), {name: column.numpy() for name, column in samples.columns.items()}
+    keep, columns = list(rows), {name: column.numpy() for name, column in recorded.items()}
     counts, ids, cut_from = (columns.pop(name, None) for name in ("mask_counts", "mask_token_ids", "mask_cut_from"))
     extras = {
         name: np.asarray(column, COLUMNS[name].dtypes[0] if name in COLUMNS else None)[keep]

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import zmq
@@ -28,13 +29,13 @@ from inflight.core.messages import (
     decode_to_engine,
 )
 from inflight.core.options import EngineOptions, Startup
-from inflight.engine.admission import Admission
+from inflight.engine.admission import may_begin
 from inflight.engine.backend import Backend
+from inflight.engine.clocks import GENERATING, StateClock
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.directory import alive_lock
 from inflight.engine.door import opened
 from inflight.engine.publishing import PublisherService
-from inflight.engine.state_clock import GENERATING, StateClock
 from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
@@ -66,7 +67,6 @@ class EngineProcess:
         self._engine = engine
         self._control = control
         self._stream = stream
-        self._admission = Admission(engine.options, stream)
         self._tcp_endpoint, self._tcp_stream_port = tcp
         self._alive_lock = alive_lock(directory)
         self._publisher_lock = directory / "publisher.lock"
@@ -83,10 +83,7 @@ class EngineProcess:
             self._states.enter(engine.state if idle else GENERATING)
             self._answer(wait=idle)
             self._publishing.take_results()
-            may_begin = self._admission.is_open(
-                num_tokens=engine.num_tokens, num_rollouts=engine.requests.num_ended, version=engine.version
-            )
-            engine.admit(may_begin=may_begin)
+            engine.admit(may_begin=may_begin(engine, self._stream))
             if not engine.idle:
                 self._states.enter(GENERATING)
             began_ns = now_ns()
@@ -115,12 +112,10 @@ class EngineProcess:
 
     @verb()
     def status(self) -> Status:
-        engine, load = self._engine, self._engine.load()
+        engine = self._engine
         return Status(
             version=engine.version,
             step=engine.step_count,
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
             num_tokens=engine.num_tokens,
             num_swaps=engine.num_swaps,
             num_swaps_in_flight=engine.num_swaps_in_flight,
@@ -128,13 +123,10 @@ class EngineProcess:
             paused=engine.paused,
             asleep=engine.asleep,
             versions=engine.slot_table.versions,
-            num_preemptions=load.num_preemptions,
-            kv_blocks_used=load.kv_blocks_used,
-            kv_blocks=load.kv_blocks,
-            num_reused_tokens=load.num_reused_tokens,
             num_unacknowledged_bytes=self._stream.kept.bytes_in_memory,
             num_spilled_bytes=self._stream.kept.bytes_in_files,
             seconds_by_state=self._states.seconds(),
+            **asdict(engine.load()),
         )
 
     @verb()
@@ -196,7 +188,7 @@ class EngineProcess:
         return self._publishing.handle(sender, message)
 
     def _welcome(self, ticket: int) -> Welcome:
-        engine, execution = self._engine, self._engine.execution
+        engine = self._engine
         return Welcome(
             ticket=ticket,
             engine_id=engine.engine_id,
@@ -211,16 +203,12 @@ class EngineProcess:
             max_sequences=engine.max_sequences,
             max_context=engine.max_context,
             vocab_size=engine.vocab_size,
-            kv_cache_bytes=execution.kv_cache_bytes,
-            kv_cache_tokens=execution.kv_cache_tokens,
-            attention=execution.attention,
-            fused=execution.fused,
-            num_graphs=execution.num_graphs,
             publisher_lock=str(self._publisher_lock),
             alive_lock=str(self._alive_lock),
             version=inflight.__version__,
             protocol=PROTOCOL,
             package=PACKAGE,
+            **asdict(engine.execution),
         )
 
 
@@ -256,7 +244,10 @@ def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> 
             tcp = at_end.enter_context(opened(options.listen, options.keys, control, stream))
             transports, engine = AcceptedTransports(options.transports), make_backend(options)
         except InflightError as error:
-            _refuse(control, error)
+            logger.error("the engine did not start: %s", error)
+            control.wait(10_000)
+            while (received := control.receive()) is not None:  # the launcher says Hello until it is answered
+                control.send(received[0], Failed(kind=type(error).__name__, message=str(error)))
             return 1
         process = EngineProcess(engine, control, stream, directory, transports, tcp)
         at_end.callback(process.close)
@@ -268,11 +259,3 @@ def serve(startup: Startup, stop_with: Callable[[Callable[[], None]], None]) -> 
             logger.info("clients with a key may connect to %s, and to port %d for the stream", *tcp)
         process.run()
     return 0
-
-
-def _refuse(control: ControlSocket, error: InflightError) -> None:
-    """Tell the launcher, who says Hello until it is answered, why there is no engine."""
-    logger.error("the engine did not start: %s", error)
-    control.wait(10_000)
-    while (received := control.receive()) is not None:
-        control.send(received[0], Failed(kind=type(error).__name__, message=str(error)))

@@ -97,7 +97,10 @@ class PublisherService:
 
     def _attach(self, sender: bytes, message: Attach) -> Attached:
         """A publisher comes, and any earlier one is gone: it gets all slots that are not in use."""
-        transport, slot_table = self._transports.find(message.transport), self._slot_table_for(message)
+        transport = self._transports.find(message.transport)
+        slot_table = self._engine.adapter_slots if message.adapters else self._engine.slot_table
+        if slot_table is None:
+            raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
         difference = slot_table.layout.difference(message.layout, ours="the engine", theirs="the publisher")
         if difference is not None:
             raise LayoutMismatchError(f"the publisher's model is not the engine's: {difference}")
@@ -119,13 +122,6 @@ class PublisherService:
             version=self._engine.newest_version,
             aliases=self._engine.aliases if message.aliases and not message.adapters else [],
         )
-
-    def _slot_table_for(self, message: Attach) -> SlotTable:
-        if not message.adapters:
-            return self._engine.slot_table
-        if self._engine.adapter_slots is None:
-            raise LayoutMismatchError("the engine has no adapters; launch it with lora_rank")
-        return self._engine.adapter_slots
 
     # ---- what the slot filler does ------------------------------------------------------------------------------
 

@@ -3,14 +3,15 @@
 import secrets
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from inflight.core.columns import own_column_name
 from inflight.core.errors import InvalidRequestError, QueueFullError
 from inflight.core.frames import Finish, GroupStart
 from inflight.core.messages import LIVE_VERSION, Ids, Prompt, Unfinished, shorten
+from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.sampler import sample_seed
 from inflight.engine.sequence import Sequence
@@ -18,54 +19,57 @@ from inflight.weights.slot_table import SlotTable
 
 MAX_REQUESTS_PER_SUBMIT = 65536
 """One prompt may ask for as many. Accepting them takes about a second, in which there is no forward pass."""
-
-
 _MOST_IDS = 2**62
 """Ids that a caller chooses are below this, so that there are always larger ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What an engine takes, for as long as it lives."""
-
-    max_context: int
-    max_queued: int
-    """Unfinished samples at a time."""
-    vocab_size: int
-    can_read_text: bool
-    """There is a tokenizer, which stop strings need."""
-    adapters: Collection[str]
-    columns: Collection[str]
-    """Names of the columns of a user's own."""
 
 
 class Schedules(Protocol):
     """What requests are handed to."""
 
+    admits: bool
+    """Sequences that have not begun may begin."""
+
+    @property
+    def has_work(self) -> bool:
+        """Some sequence has not ended."""
+        ...
+
+    @property
+    def held_back(self) -> bool:
+        """All that there is to do is to begin with prompts, which `admits` forbids."""
+        ...
+
     def check(self, name: str, sequence: Sequence) -> None:
         """Raises InvalidRequestError, which calls the prompt `name`, if such a sequence cannot be scheduled."""
-        ...
 
     def add(self, leader: Sequence) -> None:
         """Queue a sequence and its followers."""
-        ...
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
         """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
-        ...
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended, running or waiting; what it held is free again."""
-        ...
 
 
 class Requests:
     """Makes a sequence for each sample of a prompt, and hands it to the scheduler until it ends."""
 
-    def __init__(self, scheduler: Schedules, slot_table: SlotTable, limits: Limits, *, forks_share: bool):
-        """forks_share: forks hold the blocks of their parents, and compute their tokens again where they do not."""
-        self._scheduler, self._slot_table, self._limits = scheduler, slot_table, limits
-        self._forks_share = forks_share
+    def __init__(
+        self,
+        scheduler: Schedules,
+        slot_table: SlotTable,
+        options: EngineOptions,
+        *,
+        vocab_size: int,
+        can_read_text: bool,
+    ):
+        """Uses max_context (a number of tokens, not 0), max_queued, lora_rank, adapters, columns and
+        record_routed_experts. can_read_text: there is a tokenizer, which stop strings need."""
+        self._scheduler, self._slot_table, self._options = scheduler, slot_table, options
+        self._vocab_size, self._can_read_text = vocab_size, can_read_text
+        self._adapters = options.adapters if options.lora_rank else ()
+        self._columns = [own_column_name(path) for path in options.columns]
         self.unfinished: dict[int, Sequence] = {}
         """Maps request ids to sequences."""
         self._groups: dict[int, set[int]] = {}
@@ -98,10 +102,9 @@ class Requests:
         self._check_room(total)
         for index, prompt in enumerate(prompts):
             self._check(f"prompt {index}", prompt)
-        if ids is None:
-            return [self._accept(prompt) for prompt in prompts]
-        self._check_ids(prompts, ids)
-        return [self._accept(prompt, own) for prompt, own in zip(prompts, ids, strict=True)]
+        if ids is not None:
+            self._check_ids(prompts, ids)
+        return [self._accept(prompt, own) for prompt, own in zip(prompts, ids or [None] * len(prompts), strict=True)]
 
     def fork(
         self,
@@ -153,7 +156,6 @@ class Requests:
         return refused
 
     def cancel(self, group_ids: Seq[int], request_ids: Seq[int]) -> None:
-        """End every unfinished request of these groups, and these requests; what ended already is left alone."""
         wanted = {i for i in request_ids if i in self.unfinished}
         for group_id in group_ids:
             wanted |= self._groups.get(group_id, set())
@@ -174,7 +176,7 @@ class Requests:
         self._finishes.append(Finish(sequence.request_id, reason, len(sequence.tokens)))
 
     def _check_room(self, count: int) -> None:
-        most = self._limits.max_queued
+        most = self._options.max_queued
         if len(self.unfinished) + count > most:
             raise QueueFullError(
                 f"{count} samples do not fit beside the {len(self.unfinished)} that are unfinished, of at most {most}; "
@@ -184,46 +186,44 @@ class Requests:
     def _check(self, name: str, prompt: Prompt, drawn: Collection[list[int]] = ()) -> None:
         """Raises InvalidRequestError, which calls the prompt `name`, if the engine cannot draw from it and from these
         tokens after it, or has not the version that it is pinned to now."""
-        ids, params, limits, slot_table = prompt.token_ids, prompt.params, self._limits, self._slot_table
+        ids, params, slot_table = prompt.token_ids, prompt.params, self._slot_table
+        max_context, vocab_size = self._options.max_context, self._vocab_size
         if not ids:
             raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
-        if len(ids) >= limits.max_context:
+        if len(ids) >= max_context:
             raise InvalidRequestError(
-                f"{name} has {len(ids)} tokens and the context holds {limits.max_context}, of which the answer "
+                f"{name} has {len(ids)} tokens and the context holds {max_context}, of which the answer "
                 "needs at least one; shorten the prompt or launch with a larger max_context"
             )
-        most = min(params.max_tokens, limits.max_context - len(ids))
+        most = min(params.max_tokens, max_context - len(ids))
         if any(len(tokens) > most for tokens in drawn):
             raise InvalidRequestError(f"{name} has drawn more than the {most} tokens that it may have")
         low, high = min(map(min, filter(None, (ids, *drawn)))), max(map(max, filter(None, (ids, *drawn))))
-        if low < 0 or high >= limits.vocab_size:
+        if low < 0 or high >= vocab_size:
             bad = low if low < 0 else high
-            raise InvalidRequestError(f"{name} has token id {bad}; the vocabulary is 0 … {limits.vocab_size - 1}")
+            raise InvalidRequestError(f"{name} has token id {bad}; the vocabulary is 0 … {vocab_size - 1}")
         for what, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            bad = next((token for token in tokens if not 0 <= token < limits.vocab_size), None)
+            bad = next((token for token in tokens if not 0 <= token < vocab_size), None)
             if bad is not None:
                 raise InvalidRequestError(
-                    f"{name} has token id {bad} in {what}; the vocabulary is 0 … {limits.vocab_size - 1}"
+                    f"{name} has token id {bad} in {what}; the vocabulary is 0 … {vocab_size - 1}"
                 )
-        if params.stop and not limits.can_read_text:
+        if params.stop and not self._can_read_text:
             raise InvalidRequestError(f"{name} has stop strings, but the model has no tokenizer; use stop_token_ids")
-        if params.top_logprobs > limits.vocab_size:
-            raise InvalidRequestError(f"{name} asks for {params.top_logprobs} of {limits.vocab_size} top_logprobs")
-        if (params.prompt_logprobs or 0) > limits.vocab_size:
-            raise InvalidRequestError(
-                f"{name} asks for {params.prompt_logprobs} of {limits.vocab_size} tokens as prompt_logprobs"
-            )
-        unknown = next((column for column in params.columns if column not in limits.columns), None)
+        for what, count in (("top_logprobs", params.top_logprobs), ("prompt_logprobs", params.prompt_logprobs or 0)):
+            if count > vocab_size:
+                raise InvalidRequestError(f"{name} asks for {count} of {vocab_size} tokens as {what}")
+        unknown = next((column for column in params.columns if column not in self._columns), None)
         if unknown is not None:
             raise InvalidRequestError(
                 f"{name} asks for column {shorten(unknown, 200)!r}; the engine was launched with columns "
-                f"{', '.join(limits.columns) or 'of no name'} (EngineOptions.columns)"
+                f"{', '.join(self._columns) or 'of no name'} (EngineOptions.columns)"
             )
         if prompt.adapter is not None:
-            if prompt.adapter not in limits.adapters:
+            if prompt.adapter not in self._adapters:
                 raise InvalidRequestError(
                     f"{name} asks for adapter {shorten(prompt.adapter, 200)!r}; the engine has "
-                    f"{', '.join(limits.adapters) or 'none'} (launch with lora_rank, and adapters for their names)"
+                    f"{', '.join(self._adapters) or 'none'} (launch with lora_rank, and adapters for their names)"
                 )
             if prompt.version is not None:
                 raise InvalidRequestError(f"{name} is pinned to a version of the weights, which adapters have none of")
@@ -260,10 +260,10 @@ class Requests:
         leader, *followers = (self._sequence(prompt, group_id, first, sample) for sample in range(params.n))
         leader.followers = followers
         self._register(leader, *followers)
-        if forked_from is not None and self._forks_share and not leader.scores_prompt:
-            self._scheduler.fork(forked_from[0], leader)
+        if forked_from is None or leader.scores_prompt or self._options.record_routed_experts:
+            self._scheduler.add(leader)  # which computes all its tokens
         else:
-            self._scheduler.add(leader)
+            self._scheduler.fork(forked_from[0], leader)
         origin = (forked_from[0].request_id, forked_from[1]) if forked_from else None
         self._announce(prompt, group_id, first, origin)
         return group_id
@@ -310,7 +310,7 @@ class Requests:
             seed=sample_seed(prompt.params.seed or 0, sample),
             prompt=prompt.token_ids,
             params=prompt.params,
-            max_tokens=min(prompt.params.max_tokens, self._limits.max_context - len(prompt.token_ids)),
+            max_tokens=min(prompt.params.max_tokens, self._options.max_context - len(prompt.token_ids)),
             adapter=prompt.adapter,
             pin=self._slot_table.version if prompt.version == LIVE_VERSION else prompt.version,
             metadata=prompt.metadata,

@@ -69,7 +69,7 @@ class Rows:
         self.reserved = np.zeros(count, np.int64)
         """The length up to which the cache need not be asked for blocks, if tokens are computed one by one."""
         self.fills = np.zeros(count, np.int64)
-        """The number of computed and known tokens at which the prefix cache is to be told of another full block."""
+        """The number of computed and known tokens at which the prefix cache is to be told of more full blocks."""
         self.num_blocks = np.zeros(count, np.int64)
         self.tables = [np.full((count, max_blocks), NO_BLOCK, np.int32) for _ in range(num_groups)]
         """Block numbers i32[R, B] for each group. Of a block that a sliding window has left behind the old number
@@ -152,7 +152,8 @@ class Rows:
 
     def draw(self, rows: np.ndarray, chunks: np.ndarray, regime: int) -> Draws:
         """Each of these rows i64[M] draws a token in the next pass, after chunk i64[M] of it."""
-        if self._cohort.epoch != self.epoch or not np.array_equal(self._cohort.rows, rows):
+        drew_last = self._cohort.rows
+        if self._cohort.epoch != self.epoch or not (drew_last is rows or np.array_equal(drew_last, rows)):
             self._cohort = self._make_cohort(rows)
         positions = self.lengths[rows]
         self.lengths[rows] = positions + 1
@@ -168,8 +169,8 @@ class Rows:
         self.known[rows] = known
         ends = cohort.watched | (known >= cohort.limits) | np.logical_or.reduce(cohort.stop_ids == tokens)
         if np.count_nonzero(here) == len(here):
-            for sequence, token in zip(cohort.sequences, tokens.tolist(), strict=True):
-                sequence.tokens.append(token)
+            for append, token in zip(cohort.appends, tokens.tolist(), strict=True):
+                append(token)
             return here, ends
         counts = here.copy()
         for index, (sequence, token) in enumerate(zip(cohort.sequences, tokens.tolist(), strict=True)):
@@ -181,8 +182,8 @@ class Rows:
         return counts, counts & (ends | ~here)
 
     def are_full(self, cohort: Cohort, count: int) -> np.ndarray:
-        """bool[count]: which of the first of a cohort, whose draws were read, still have their rows and a full block
-        that the prefix cache was not told of."""
+        """bool[count]: which of the first of a cohort, whose draws were read, still have their rows, and full blocks of
+        which the prefix cache is to be told."""
         rows = cohort.rows[:count]
         computed = np.minimum(self.lengths[rows] - 1, self.known[rows])
         return (computed >= self.fills[rows]) & self._still_there(cohort, count)
@@ -194,10 +195,11 @@ class Rows:
         return self.entered[cohort.rows[:count]] == cohort.entered[:count]
 
     def _make_cohort(self, rows: np.ndarray) -> Cohort:
-        stop_ids = self.stop_ids[:, rows]
+        stop_ids, sequences = self.stop_ids[:, rows], self.sequences[rows].tolist()
         return Cohort(
             epoch=self.epoch,
-            sequences=self.sequences[rows].tolist(),
+            sequences=sequences,
+            appends=[sequence.tokens.append for sequence in sequences],
             rows=rows,
             request_ids=self.request_ids[rows],
             entered=self.entered[rows],

@@ -37,7 +37,7 @@ def sample_seed(seed: int, sample: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Samples:
     """What a pass sampled, on its device: tokens i64[M], logprobs f32[M], and the columns that some row asked for.
 

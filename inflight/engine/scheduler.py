@@ -63,6 +63,13 @@ class Scheduler:
         return bool(self._unfinished)
 
     @property
+    def held_back(self) -> bool:
+        """All that there is to do is to begin with prompts, which `admits` forbids."""
+        if self.admits or self.running or not self.has_work:
+            return False
+        return not any(queue and queue[0][2].started for queue in self._waiting.values())
+
+    @property
     def num_waiting(self) -> int:
         return self._unfinished.total() - len(self.running)
 
@@ -140,10 +147,10 @@ class Scheduler:
         self._kv_namespaces |= {adapter: next(self._new_kv_namespaces) for adapter in adapters}
 
     def remember(self, schedule: Schedule) -> None:
-        """Enter the blocks that have filled up, now that the tokens of a pass are known, into the prefix cache."""
+        """Enter the blocks that have filled up, now that the tokens of a pass are known, into the prefix cache: those
+        of prompts at once, those of decoding sequences some at a time; the last ones follow when they leave."""
         cohort = schedule.draws.cohort
-        full = self._rows.are_full(cohort, schedule.num_single)
-        for index in full.nonzero()[0].tolist():
+        for index in self._rows.are_full(cohort, schedule.num_single).nonzero()[0].tolist():
             self._remember(cohort.sequences[index])
         for chunk in schedule.prompts:
             if chunk.sequence.batch_row >= 0:
@@ -375,6 +382,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.request_id]
+        self._remember(sequence)
         self._rows.leave(sequence)
         self._release(sequence)
 

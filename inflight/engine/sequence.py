@@ -1,6 +1,6 @@
 """A sequence: one request on its way through the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -94,7 +94,9 @@ class Sequence:
         cut = len(self.prompt)
         if end <= cut:
             return tuple(self.prompt[start:end])
-        return tuple(self.prompt[start:cut] + self.tokens[max(0, start - cut) : end - cut])
+        if start >= cut:
+            return tuple(self.tokens[start - cut : end - cut])
+        return tuple(self.prompt[start:] + self.tokens[: end - cut])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class Cohort:
     epoch: int
     """That of the batch rows (`Rows.epoch`): while it lasts, all of them are there."""
     sequences: list[Sequence]
+    appends: list[Callable[[int], None]]
+    """What appends to the tokens of each."""
     rows: np.ndarray
     """i64[M]: their batch rows."""
     request_ids: np.ndarray

@@ -17,19 +17,24 @@ class StopCondition:
     def __init__(self, eos_ids: frozenset[int], tokenizer: PreTrainedTokenizerBase | None):
         self._eos_ids, self._tokenizer = eos_ids, tokenizer
 
+    def reason(self, sequence: Sequence, *, is_finite: bool) -> str | None:
+        """Why a sample ends with the token drawn last, or None. is_finite: its log-probability is a number."""
+        if not is_finite:
+            return "error"
+        if self.is_met(sequence):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.max_tokens else None
+
     def is_met(self, sequence: Sequence) -> bool:
         params, token = sequence.params, sequence.tokens[-1]
         if len(sequence.tokens) < params.min_tokens:
             return False
         if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
             return True
-        return bool(params.stop) and self._ends_with_a_stop_string(sequence)
-
-    def _ends_with_a_stop_string(self, sequence: Sequence) -> bool:
-        """True if the last token completes a stop string."""
-        assert self._tokenizer is not None
-        stops = sequence.params.stop
-        tokens = sequence.tokens[-(_TOKENS_PER_CHARACTER * max(map(len, stops)) + 1) :]
+        if not params.stop:
+            return False
+        assert self._tokenizer is not None  # else the request was refused
+        tokens = sequence.tokens[-(_TOKENS_PER_CHARACTER * max(map(len, params.stop)) + 1) :]
         text = str(self._tokenizer.decode(tokens))
         before = str(self._tokenizer.decode(tokens[:-1])).rstrip(_UNFINISHED)
-        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in stops)
+        return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in params.stop)

@@ -13,9 +13,10 @@ from inflight.engine.attention.backend import KVMemory
 
 
 @torch.inference_mode()
-def warm_up_draws(dtypes: Iterable[torch.dtype], vocab_size: int, device: torch.device) -> None:
-    """Draw from logits [1, vocab_size] of each dtype, without entropies and with them. On a CPU there is nothing to
-    compile, and nothing is done."""
+def warm_up(dtypes: Iterable[torch.dtype], vocab_size: int, memory: KVMemory) -> None:
+    """Draw from logits [1, vocab_size] of each dtype, without entropies and with them, and copy a block of each group
+    to block 0, which belongs to nobody. On a CPU there is nothing to compile, and nothing is done."""
+    device = memory.device
     if device.type != "cuda":
         return
     index = torch.zeros(1, dtype=torch.int64, device=device)
@@ -23,9 +24,4 @@ def warm_up_draws(dtypes: Iterable[torch.dtype], vocab_size: int, device: torch.
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
         for entropy in (False, True):
             draw(logits, torch.ones(1, device=device), index, index, entropy=entropy)
-
-
-def warm_up_copies(memory: KVMemory) -> None:
-    """Copy a block of each group to block 0, which belongs to nobody. On a CPU nothing is done."""
-    if memory.device.type == "cuda":
-        memory.copy_blocks([{0: 1} for _ in memory.groups])
+    memory.copy_blocks([{0: 1} for _ in memory.groups])

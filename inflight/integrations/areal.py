@@ -16,9 +16,9 @@ token which weights drew it.
 import os
 import subprocess
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
-from areal.api import ModelRequest, ModelResponse, ParamSpec, WeightUpdateMeta
+from areal.api import ModelRequest, ModelResponse, WeightUpdateMeta
 from areal.api.cli_args import InferenceEngineConfig
 from areal.api.io_struct import HttpGenerationResult, HttpRequest, WeightUpdateRequests
 from areal.engine.vllm_remote import RemotevLLMEngine, VLLMBackend
@@ -63,15 +63,11 @@ class InflightBackend(VLLMBackend):
             return WeightUpdateRequests([HttpRequest("/v1/load_lora_adapter", payload)])
         return WeightUpdateRequests([HttpRequest("/update_weights", {"weight_dir": path, "weight_version": label})])
 
-    def build_distributed_weight_update_requests(
-        self, meta: WeightUpdateMeta, param_specs: list[ParamSpec]
-    ) -> WeightUpdateRequests:
+    def _refuse_nccl(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError."""
         raise NotImplementedError(_NO_NCCL)
 
-    def build_init_weights_group_request(self, addr: str, server_idx: int, meta: WeightUpdateMeta) -> HttpRequest:
-        """Raises NotImplementedError."""
-        raise NotImplementedError(_NO_NCCL)
+    build_distributed_weight_update_requests = build_init_weights_group_request = _refuse_nccl
 
     def get_pause_request(self) -> HttpRequest:
         """AReaL pauses around an update, for which nothing has to stop."""

@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from time import sleep
 
@@ -105,11 +106,13 @@ class DirectoryTransfer:
             raise InflightError(f"the server at {url} did not take the weights: {_told(error)}") from error
         except OSError as error:
             raise InflightError(f"the server at {url} does not answer: {error}") from error
-        if not _has_version(answer):
-            raise InflightError(
-                f"the server at {url} does not say which version the weights are, so they may not be live; it said: "
-                f"{answer[:300]}"
-            )
+        with suppress(ValueError, TypeError):  # it is no JSON, or no object
+            if "version" in json.loads(answer):
+                return
+        raise InflightError(
+            f"the server at {url} does not say which version the weights are, so they may not be live; it said: "
+            f"{answer[:300]}"
+        )
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -122,14 +125,6 @@ def _answers(url: str) -> bool:
         with urllib.request.urlopen(f"{url}/health", timeout=_ASK_EVERY_S):
             return True
     except OSError:
-        return False
-
-
-def _has_version(answer: str) -> bool:
-    """Whether a server says that it draws with weights that it was sent."""
-    try:
-        return "version" in json.loads(answer)
-    except (ValueError, TypeError):
         return False
 
 

@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from inflight.core.errors import InflightError, InvalidRequestError
+from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.running_engine import RunningEngine
 from inflight.weights.lora import is_peft
@@ -82,11 +83,7 @@ class EngineRollouts:
         if self._ahead and training:
             self._submit_ahead(prompts, trainer)
         rollouts = [rollout for group in self._engine.stream.collect(group_ids) for rollout in group]
-        for rollout in rollouts:
-            if rollout.finish_reason not in ("stop", "length"):
-                raise InflightError(
-                    f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it"
-                )
+        check_ended(rollouts)
         return {
             "prompt_ids": [r.prompt_token_ids.tolist() for r in rollouts],
             "completion_ids": [r.token_ids.tolist() for r in rollouts],
@@ -216,6 +213,13 @@ def _sampling_params(trainer: Any) -> SamplingParams:
         if value is not None
     }
     return SamplingParams(**given)
+
+
+def check_ended(rollouts: list[Rollout]) -> None:
+    """Raise InflightError for a sample that neither stopped nor reached its maximum length."""
+    for rollout in rollouts:
+        if rollout.finish_reason not in ("stop", "length"):
+            raise InflightError(f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it")
 
 
 def encode(prompts: list[Prompt], tokenizer: Any, **template: Any) -> list[list[int]]:

@@ -32,7 +32,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.integrations.trl import encode, warn_of_bias
+from inflight.integrations.trl import check_ended, encode, warn_of_bias
 from inflight.running_engine import RunningEngine
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.scoring import Scorer
@@ -200,9 +200,8 @@ class EngineWorker:
         prompt = row["prompt"]
         [token_ids] = encode([prompt], self._tokenizer, **(self._args.chat_template_kwargs or {}))
         [group] = await self._engine.agenerate([token_ids], params, adapter=self._adapter)
+        check_ended(group)
         for rollout in group:
-            if rollout.finish_reason not in ("stop", "length"):
-                raise InflightError(f"a sample ended with {rollout.finish_reason!r}; it cannot be trained on")
             rollout.metadata = dict(row)
         scores = {
             name: await asyncio.wrap_future(future)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from trl.experimental.async_grpo import async_rollout_worker
@@ -53,16 +54,6 @@ def inflight_server(directory: str | Path | None = None, *, dtype: torch.dtype |
 
     with ExitStack() as until_made:
         for module in (vllm_client, vllm_generation, async_rollout_worker):
-            until_made.enter_context(_replaced(module, "is_vllm_available", lambda *_, **__: True))
-        until_made.enter_context(_replaced(vllm_generation, "VLLMClient", Client))
+            until_made.enter_context(patch.object(module, "is_vllm_available", lambda *_, **__: True))
+        until_made.enter_context(patch.object(vllm_generation, "VLLMClient", Client))
         yield
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

@@ -91,6 +91,10 @@ class InflightServer:
             return await response.json()
 
 
+async def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The server goes on."""
+
+
 class InflightReplica(RolloutReplica):
     """A server, as verl's trainers hold it. It runs already; it has a worker without a GPU, whom verl tells of updates
     and who has nothing to do then."""
@@ -122,9 +126,6 @@ class InflightReplica(RolloutReplica):
     def rollout_worker_use_gpu(self) -> bool:
         return False
 
-    async def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """The server goes on."""
-
     wake_up = sleep = abort_all_requests = resume_generation = _nothing
     clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
 
@@ -138,11 +139,7 @@ class ServerAdapter(base.BaseRollout):
         super().__init__(*args, **kwargs)
         self.replica_rank = replica_rank
 
-    async def resume(self, tags: list[str]) -> None:
-        """Do nothing."""
-
-    async def release(self) -> None:
-        """Do nothing."""
+    resume = release = _nothing
 
     async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **kwargs: Any) -> None:
         """Take what comes: nothing."""
@@ -182,8 +179,7 @@ class DirectoryEngine(CheckpointEngine):
     def init_process_group(self, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def finalize(self) -> None:
-        """Do nothing."""
+    finalize = init_process_group
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
         """Publish them as those of this step; it returns when they are live on every server. Raises InflightError with

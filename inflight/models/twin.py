@@ -8,7 +8,6 @@ there would be wrong in every dtype, and what is right there differs elsewhere b
 
 import logging
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ smallest mistake planted in the tests 5e-3."""
 LENGTHS = (40, 23, 8, 1)
 """Tokens of the sequences that are tried."""
 _MAX_PARAMETERS = 8_000_000
+_MAX_TWINS = 16
 _WEIGHT_STD = 0.2
 _STEP = 0.3
 """Standard deviation of what is added to norms' weights, biases and other parameters that are not matrices."""
@@ -57,7 +57,8 @@ class Twin:
         return model
 
 
-_twins: OrderedDict[tuple[type, str], Twin | NoTwinError] = OrderedDict()
+_twins: dict[tuple[type, str], Twin | str] = {}
+"""Maps classes and configurations to their twins, or to why there is none."""
 
 
 def twin_of(model: nn.Module) -> Twin:
@@ -69,12 +70,12 @@ def twin_of(model: nn.Module) -> Twin:
     except Exception as error:  # a configuration that cannot be written is a foreign matter
         raise NoTwinError(f"its configuration cannot be read: {first_line(error)}") from error
     if key not in _twins:
+        if len(_twins) == _MAX_TWINS:
+            del _twins[next(iter(_twins))]
         _twins[key] = _make(kind, config)
-        while len(_twins) > 16:
-            _twins.popitem(last=False)
     found = _twins[key]
-    if isinstance(found, NoTwinError):
-        raise found
+    if isinstance(found, str):
+        raise NoTwinError(found)
     return found
 
 
@@ -122,7 +123,8 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | NoTwinError:
+def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
+    """The twin, or why there is none."""
     reasons = []
     with torch.random.fork_rng(devices=[]):
         for make_small in (shrink, shrink_lengths):
@@ -138,7 +140,7 @@ def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | NoTwi
                 return Twin(plain, sequences, logits, is_causal)
             reasons.append("its logits are not finite")
     logger.debug("no twin of %s: %s", kind.__name__, "; ".join(reasons))
-    return NoTwinError(f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})")
+    return f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})"
 
 
 @torch.no_grad()

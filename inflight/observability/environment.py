@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from inflight.core.errors import InflightError
+
 _WIDTH = 110
 """Characters of a value that stays on one line of a JSON file."""
 
@@ -25,10 +27,11 @@ def environment() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cores = len(os.sched_getaffinity(0))
     machine = {"cpu": _cpu_name(), "cores": cores, "gpu": gpu, "system": platform.platform()}
+    sharing = {"mps": mps_runs(), "mps_share": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")}
     return {
         "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
-        "machine": machine | (_sharing() if gpu else {}),
+        "machine": machine | (sharing if gpu else {}),
         "versions": {"python": platform.python_version()}
         | {name: installed(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
     }
@@ -72,6 +75,15 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def file_errors(kind: type[InflightError], doing: str) -> Iterator[None]:
+    """Raise an OSError of the block as an error of this kind, such as "cannot write PATH: No space left on device"."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{doing}: {error.strerror or error}") from error
+
+
 def _commit(directory: Path = Path(__file__).parent) -> str | None:
     """Return the commit of this package's own checkout, with "-dirty" if something other than what benchmarks write was
     changed. Where there is only a copy, which may lie within another repository, what INFLIGHT_COMMIT says."""
@@ -85,11 +97,6 @@ def _commit(directory: Path = Path(__file__).parent) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         commit, dirty = "", False
     return commit + "-dirty" * dirty if commit else os.environ.get("INFLIGHT_COMMIT")
-
-
-def _sharing() -> dict[str, Any]:
-    """Return how processes share the GPU, and the percentage of its threads that this one may have."""
-    return {"mps": mps_runs(), "mps_share": os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")}
 
 
 def _cpu_name() -> str:

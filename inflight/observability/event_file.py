@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from inflight.observability.environment import replacing
+from inflight.observability.environment import file_errors, replacing
 from inflight.observability.events import (
     EVENTS_FILE,
     Began,
@@ -39,25 +39,21 @@ class EventFile:
         if max_bytes < 1 << 16:
             raise ValueError(f"max_bytes must be at least 65,536, got {max_bytes}")
         self.path, self._max_bytes = directory / EVENTS_FILE, max_bytes
-        try:
+        with file_errors(RunError, f"cannot write {self.path}"):
             directory.mkdir(parents=True, exist_ok=True)
             if not keep:
                 self.path.unlink(missing_ok=True)  # who follows the old file sees that this is another one
             self._open()
-        except OSError as error:
-            raise self._failed(error) from error
 
     def append(self, events: list[Event]) -> int:
         """Write these events, which are there at once for readers. Returns how many are lost, since they hold something
         that JSON has no word for."""
         lines = [line for event in events if (line := _line_of(event)) is not None]
-        try:
+        with file_errors(RunError, f"cannot write {self.path}"):
             self._file.write(b"".join(lines))
             self._file.flush()
             if self._file.tell() > self._max_bytes:
                 self._thin_out()
-        except OSError as error:
-            raise self._failed(error) from error
         return len(events) - len(lines)
 
     def close(self) -> None:
@@ -81,9 +77,6 @@ class EventFile:
             partial.write_bytes(b"".join(lines))
         self._file.close()
         self._open()
-
-    def _failed(self, error: OSError) -> RunError:
-        return RunError(f"cannot write {self.path}: {error.strerror or error}")
 
 
 def _line_of(event: Event) -> bytes | None:
@@ -120,24 +113,24 @@ class Piece(NamedTuple):
     has_more: bool
 
 
-def read_piece(path: Path, cursor: str) -> Piece | None:
-    """The whole lines of a file after a cursor, "" for its beginning, at most a MiB or one line. None if there is no
-    such file. A line that is no event is left out. Raises RunError if it cannot be read."""
+def read_piece(path: Path, cursor: str) -> Piece:
+    """The whole lines of a file after a cursor, "" for its beginning, at most a MiB or one line. A line that is no
+    event is left out. Raises RunError if there is no such file or it cannot be read."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             # A new file may get the number of one that was removed; its first line tells them apart.
             fingerprint = zlib.crc32(file.readline(_PIECE_BYTES))
             here = f"{status.st_dev:x}-{status.st_ino:x}-{fingerprint:x}-"
-            offset = _offset(cursor, here)
-            is_new = offset is None or offset > status.st_size
-            file.seek(0 if is_new or offset is None else offset)
-            began = file.tell()
+            known = number_after(here, cursor)
+            is_new = known is None or known > status.st_size
+            began = 0 if known is None or is_new else known
+            file.seek(began)
             data = file.read(_PIECE_BYTES)
             if b"\n" not in data and len(data) == _PIECE_BYTES:
                 data += file.readline()
     except FileNotFoundError:
-        return None
+        raise RunError(f"there is no {path}") from None
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from error
     whole = data[: data.rfind(b"\n") + 1]
@@ -146,6 +139,7 @@ def read_piece(path: Path, cursor: str) -> Piece | None:
     return Piece(lines, f"{here}{end}", is_new, bool(whole) and end < status.st_size)
 
 
-def _offset(cursor: str, here: str) -> int | None:
-    offset = cursor.removeprefix(here)
-    return int(offset) if offset != cursor and offset.isascii() and offset.isdigit() and len(offset) < 18 else None
+def number_after(here: str, cursor: str) -> int | None:
+    """The number after this beginning of a cursor, which comes from a browser; None if the cursor is another one."""
+    number = cursor.removeprefix(here)
+    return int(number) if number != cursor and number.isascii() and number.isdigit() and len(number) < 18 else None

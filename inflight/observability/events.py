@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.core.errors import InflightError
+from inflight.observability.environment import file_errors
 
 EVENTS_FILE = "events.jsonl"
 LOG_RATIO_EDGES = [round(-2 + 0.1 * index, 1) for index in range(41)]
@@ -149,8 +150,5 @@ def decode(line: bytes) -> Event | None:
 def read_events(directory: Path) -> Iterator[Event]:
     """Yield all events of a run, in order; lines that are none are left out. Raises RunError if there is no record."""
     path = directory / EVENTS_FILE
-    try:
-        with open(path, "rb") as file:
-            yield from (event for line in file if (event := decode(line)) is not None)
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror or error}") from error
+    with file_errors(RunError, f"cannot read {path}"), open(path, "rb") as file:
+        yield from (event for line in file if (event := decode(line)) is not None)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol, Self, get_args
 
 from inflight.core.errors import LoggerError
+from inflight.observability.environment import file_errors
 
 
 class Logger(Protocol):
@@ -42,18 +43,14 @@ class JsonLines(_Closed):
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
-        try:
+        with file_errors(LoggerError, f"cannot write {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  it is closed by `close`
-        except OSError as error:
-            raise LoggerError(f"cannot write {self._path}: {error.strerror or error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value for name, value in values.items() if isfinite(value)}  # JSON has no others
-        try:
+        with file_errors(LoggerError, f"cannot write {self._path}"):
             self._file.write(json.dumps({"step": step} | finite) + "\n")
-        except OSError as error:
-            raise LoggerError(f"cannot write {self._path}: {error.strerror or error}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -76,7 +73,19 @@ class TensorBoard(_Closed):
         self._writer.close()
 
 
-class WandB(_Closed):
+class _LibraryRun(_Closed):
+    """A run of a library whose runs have `log` and `finish`."""
+
+    _run: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandB(_LibraryRun):
     """Logs to a new run of Weights & Biases (`pip install wandb`).
 
     mode: "offline" keeps it in `directory`, for `wandb sync` later; "online" sends it, which needs a login.
@@ -96,14 +105,8 @@ class WandB(_Closed):
         where = None if directory is None else str(directory)
         self._run = wandb.init(project=project, name=name, mode=mode, dir=where, config=dict(config or {}))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio(_Closed):
+class Trackio(_LibraryRun):
     """Logs to a new run of trackio (`pip install trackio`), which keeps it on this machine; `trackio show` shows it.
 
     config: what the run was made of."""
@@ -111,12 +114,6 @@ class Trackio(_Closed):
     def __init__(self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None):
         trackio: Any = _require("trackio", "Trackio")
         self._run = trackio.init(project=project, name=name, config=dict(config or {}))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 LoggerName = Literal["jsonl", "tensorboard", "wandb", "trackio"]

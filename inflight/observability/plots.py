@@ -1,9 +1,11 @@
 """Tables, figures and axes that the benchmarks share."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.table import Table
 
 from inflight.core.errors import InflightError
@@ -12,6 +14,9 @@ from inflight.observability.environment import replacing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+SMOOTHING_STEPS = 10
+"""Optimizer steps over which a smoothed reward is the mean."""
 
 
 def require_matplotlib() -> None:
@@ -31,6 +36,14 @@ def new_table(title: str, *columns: str, left: str | None = None) -> Table:
 def number(value: float | None, form: str, missing: str = "–") -> str:
     """Format a number that may not be known."""
     return missing if value is None else format(value, form)
+
+
+def smoothed(rewards: Sequence[float]) -> np.ndarray:
+    """Return the mean over the last SMOOTHING_STEPS rewards, or over as many as there are: f64[n]."""
+    sums = np.cumsum([0.0, *rewards])
+    ends = np.arange(1, len(rewards) + 1)
+    begins = np.maximum(0, ends - SMOOTHING_STEPS)
+    return (sums[ends] - sums[begins]) / (ends - begins)
 
 
 def new_figure(*titles: str) -> tuple["Figure", list["Axes"]]:

@@ -34,29 +34,25 @@ class TokenStaleness:
 
 
 class StalenessListener(Protocol):
-    """Who is told what a meter learns, in the thread that tells the meter, and briefly."""
+    """Who is told what a meter learns, in the thread that tells the meter, and briefly. Who derives from it does
+    nothing of what it does not define."""
 
     def published(self, version: int, called_ns: int) -> None:
         """`publish()` was called for this version at this time."""
-        ...
 
     def drawn(self, version: int, num_tokens: int) -> None:
         """A forward pass drew so many tokens."""
-        ...
 
     def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
         """The first token under this version came."""
-        ...
 
     def taken(self, weight_versions: np.ndarray, in_loss: np.ndarray) -> None:
         """The trainer took tokens that these versions i64[n] drew out of the stream. Of those in the loss of its batch
         the versions are in_loss i64[m]; the others it leaves out."""
-        ...
 
     def consumed(self, weight_versions: np.ndarray, staleness: TokenStaleness, in_loss: np.ndarray) -> None:
         """An optimizer step consumed tokens that these versions i64[n] drew. in_loss bool[n]: which have part in the
         loss."""
-        ...
 
 
 class Histogram:

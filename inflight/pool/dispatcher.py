@@ -5,34 +5,38 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Ids, Prompt, Status
 from inflight.core.waiting import Wait
+from inflight.engine.client import EngineClient
 from inflight.pool.frames import EngineFrames
 from inflight.pool.member import Group, Member
-from inflight.supervisor import Expect, Process, Snapshot, seeded
-
-if TYPE_CHECKING:
-    from inflight.training.data.rollout_stream import RolloutStream
+from inflight.stream.held_groups import Drawn
+from inflight.stream.inbox import Inbox
+from inflight.supervisor import (
+    HELD_BACK_AFTER,
+    MOST_NOTED,
+    NO_ARGUMENTS,
+    NOTHING,
+    Expect,
+    Process,
+    Snapshot,
+    Value,
+    seeded,
+)
 
 logger = logging.getLogger("inflight.pool")
 
 _CHECK_S = 0.1
 _MOST_CALLS = 64
-_NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
-_NONE: type[Any] = type(None)
-_HELD_BACK = {"pause": "pause", "sleep": "sleep", "resume": None, "wake": None}
-"""Maps verbs to what is in force after them."""
 ENDED = object()
 """What an engine answers that has ended, or that hangs and counts as one that has."""
-Value = TypeVar("Value")
 Part = tuple[Member, EngineFrames, list[tuple[int, Group]]]
 """An engine, its process, and what it is given, each beside its place in the list that was submitted."""
 
@@ -45,7 +49,7 @@ class Dispatcher:
     EngineDiedError that tells of all deaths. An engine that does not answer in time counts as one that has ended.
     """
 
-    stream: "RolloutStream"
+    inbox: Inbox
     """Where the frames of all engines arrive. It is set before the first engine comes."""
 
     def __init__(self) -> None:
@@ -76,10 +80,10 @@ class Dispatcher:
         return next(iter(self.usable), self.members[0]).supervisor.launcher
 
     @property
-    def usable(self) -> list[Member]:
-        """The engines that take prompts."""
+    def usable(self) -> dict[Member, EngineFrames]:
+        """The engines that take prompts, each with what its process sends."""
         with self.lock:
-            return [member for member in self.members if member.usable]
+            return {m: m.frames for m in self.members if m.usable and m.frames is not None}
 
     def check(self) -> None:
         """Raise EngineDiedError if no engine is left."""
@@ -89,34 +93,27 @@ class Dispatcher:
     def call(
         self,
         verb: str,
-        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
-        returns: type[Value] = _NONE,
+        arguments: Mapping[str, Any] = NO_ARGUMENTS,
+        returns: type[Value] = NOTHING,
         *,
         timeout_s: float | None = None,
     ) -> Value:
         """Call a verb of every engine that takes prompts. Returns what one of them returned, and raises what one of
         them raised. What holds them back holds engines that come later back, too."""
-        if verb in _HELD_BACK:
-            self.held_back = _HELD_BACK[verb]
+        if verb in HELD_BACK_AFTER:
+            self.held_back = HELD_BACK_AFTER[verb]
         if verb == "cancel":
             self._note_cancelled(arguments["group_ids"], arguments["request_ids"])
-        return next(iter(self.call_all(verb, arguments, returns, timeout_s=timeout_s).values()))
+        answers = self.call_all(lambda client: client.call(verb, arguments, returns, timeout_s=timeout_s))
+        return next(iter(answers.values()))
 
-    def call_all(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
-        returns: type[Value] = _NONE,
-        *,
-        timeout_s: float | None = None,
-    ) -> dict[Member, Value]:
-        """Do the same. Returns what each of them returned that has not ended meanwhile, at least one."""
+    def call_all(self, call: Callable[[EngineClient], Value]) -> dict[Member, Value]:
+        """Call every engine that takes prompts. Returns what each of them returned that has not ended meanwhile, at
+        least one; raises what one of them raised, as soon as all have answered."""
         while True:
-            asked = {m: self.ask(m, frames, verb, arguments, returns, timeout_s) for m, frames in self.serving()}
+            asked = {m: self.later(self.reach, m, frames, call) for m, frames in self.serving().items()}
+            wait(asked.values())
             answers = {member: answer.result() for member, answer in asked.items()}
-            for answer in answers.values():
-                if isinstance(answer, InflightError):
-                    raise answer
             if there := {member: answer for member, answer in answers.items() if answer is not ENDED}:
                 return there
 
@@ -156,29 +153,24 @@ class Dispatcher:
             if not self._enter([(part, accepted)], expect):
                 return group.ids.group_id
 
-    def forget(self, outstanding: Iterable[int]) -> None:
-        """Groups that are not outstanding need no other engine."""
+    def forget(self, outstanding: Sequence[int]) -> None:
+        """Groups that are not outstanding need no other engine. What is noted of them goes as soon as it is much."""
         with self.lock:
-            wanted = set(outstanding)
-            self.groups = {i: group for i, group in self.groups.items() if i in wanted or not group.accepted}
-
-    @property
-    def num_noted(self) -> int:
-        """Groups of which it is known what was submitted."""
-        return len(self.groups)
+            if len(self.groups) > 2 * len(outstanding) + MOST_NOTED:
+                wanted = set(outstanding)
+                self.groups = {i: group for i, group in self.groups.items() if i in wanted or not group.accepted}
 
     def cancel_soon(self, group_ids: Collection[int]) -> None:
         """End the unfinished samples of these groups, without waiting for the engines."""
         self._note_cancelled(group_ids, ())
-        for member in self.usable:
-            if member.frames is not None:
-                self.cancel_at(member.frames, group_ids)
+        for frames in self.usable.values():
+            self.cancel_at(frames, group_ids)
 
     def kill(self, endpoint: str) -> None:
         """The engine at this endpoint was given up by its publisher: it counts as one that has ended."""
-        for member in self.usable:
-            if member.frames is not None and member.frames.client.endpoint == endpoint:
-                self.lose(member, member.frames, EngineHungError("its publisher could not send it weights in time"))
+        for member, frames in self.usable.items():
+            if frames.client.endpoint == endpoint:
+                self.lose(member, frames, EngineHungError("its publisher could not send it weights in time"))
 
     def stop_restarting(self) -> None:
         """From now on an engine that ends is not replaced, and what it had goes nowhere."""
@@ -199,21 +191,21 @@ class Dispatcher:
 
     # ---- what outlives the trainer ------------------------------------------------------------------------------
 
-    def snapshot(self, stream: "RolloutStream") -> Snapshot:
+    def snapshot(self, inbox: Inbox) -> Snapshot:
         """What is outstanding, all of one moment."""
         with self.lock:
-            groups, _ = stream.snapshot()
+            groups, _ = inbox.snapshot()
             known = [self.groups[group.group_id] for group in groups]
             submitted = [(group.prompt, group.origin) for group in known]
             return Snapshot(groups, submitted, self._next.group_id, self._next.first_request_id)
 
-    def restore(self, snapshot: Snapshot, stream: "RolloutStream") -> None:
+    def restore(self, snapshot: Snapshot, inbox: Inbox) -> None:
         """Go on with what was outstanding where another trainer ended; nothing was submitted here yet."""
         with self.lock:
             if self._next.group_id:
                 raise InflightError("prompts were submitted already; load a run before that")
             self._next = Ids(snapshot.next_group_id, snapshot.next_request_id)
-            stream.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
+            inbox.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
             for held, (prompt, origin) in zip(snapshot.groups, snapshot.submitted, strict=True):
                 start, first = snapshot.starts.get(held.group_id), self._next.first_request_id
                 if start is None:
@@ -222,7 +214,7 @@ class Dispatcher:
                 group = self.groups[held.group_id] = Group(ids, prompt, origin, accepted=True)
                 drawn_by = [int(r.weight_versions[-1]) for r in held.rollouts if len(r.weight_versions)]
                 group.version = max(drawn_by, default=0)
-            for group_id, drawn in stream.unfinished_of("", list(self.groups)).items():
+            for group_id, drawn in inbox.unfinished_of("", list(self.groups)).items():
                 self._let_go(self.groups[group_id], drawn)
             self.lock.notify_all()
 
@@ -246,7 +238,7 @@ class Dispatcher:
             frames.given_up = True
             self.newest_version = max(self.newest_version, frames.version)
             given = {i: group for i, group in self.groups.items() if group.at is frames}
-            left = self.stream.unfinished_of(frames.engine_id, given)
+            left = self.inbox.unfinished_of(frames.engine_id, given)
             for group_id in given.keys() - left.keys():  # it has ended, or was not accepted
                 if not given[group_id].accepted:
                     del self.groups[group_id]
@@ -256,13 +248,13 @@ class Dispatcher:
             self.lock.notify_all()
             return len(left)
 
-    def _let_go(self, group: Group, drawn: tuple[int, dict[int, list[int]]] | None) -> None:
+    def _let_go(self, group: Group, drawn: Drawn | None) -> None:
         """A group has no engine. drawn: as `Assembler.drawn` says."""
         group.at, group.waited_s, group.drawn = None, 0.0, drawn and drawn[1]
         if drawn is None or not any(drawn[1].values()):
             group.version = 0
         elif group.prompt.version == LIVE_VERSION:  # it is the one that drew it
-            rollouts = self.stream.partial(group.ids.group_id)
+            rollouts = self.inbox.partial(group.ids.group_id)
             version = next(int(r.weight_versions[0]) for r in rollouts if len(r.weight_versions))
             group.prompt = msgspec.structs.replace(group.prompt, version=version)
         self.homeless.append(group)
@@ -274,7 +266,7 @@ class Dispatcher:
             with self.lock:
                 self.groups.pop(group_id, None)
         if refused:
-            self.stream.fail(refused)
+            self.inbox.fail(refused)
 
     def cancel_at(self, frames: EngineFrames, group_ids: Collection[int], request_ids: Collection[int] = ()) -> None:
         """Have a process end what it has of these groups and samples, without waiting for it."""
@@ -288,41 +280,23 @@ class Dispatcher:
         except RuntimeError as error:
             raise InflightError("the pool was closed") from error
 
-    def serving(self) -> list[tuple[Member, EngineFrames]]:
-        """The engines that take prompts, each with what its process sends, once there are some."""
+    def serving(self) -> dict[Member, EngineFrames]:
+        """What `usable` has, once there are some. Others get the lock meanwhile."""
+        waited = Wait()
         with self.lock:
-            return [(m, m.frames) for m in self._wait_for_members() if m.frames is not None]
+            while not (usable := self.usable):
+                self._wait(waited, "all engines of the pool are being restarted")
+            return usable
 
-    def ask(
-        self,
-        member: Member,
-        frames: EngineFrames,
-        verb: str,
-        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
-        returns: Any = _NONE,
-        timeout_s: float | None = None,
-    ) -> "Future[Any]":
-        """Call a verb of a process. The answer is what it returns, the InflightError that it raised, or ENDED."""
-
-        def call() -> Any:
-            try:
-                return frames.client.call(verb, arguments, returns, timeout_s=timeout_s)
-            except (EngineDiedError, EngineHungError) as error:
-                self.lose(member, frames, error)
-                return ENDED
-            except InflightError as error:
-                return error
-
-        return self.later(call)
+    def reach(self, member: Member, frames: EngineFrames, call: Callable[[EngineClient], Any]) -> Any:
+        """What a process answers, or ENDED. Raises any other InflightError."""
+        try:
+            return call(frames.client)
+        except (EngineDiedError, EngineHungError) as error:
+            self.lose(member, frames, error)
+            return ENDED
 
     # ---- submitting ---------------------------------------------------------------------------------------------
-
-    def _wait_for_members(self) -> list[Member]:
-        """The engines that take prompts, once there are some. Called with the lock, which others get meanwhile."""
-        waited = Wait()
-        while not (usable := self.usable):
-            self._wait(waited, "all engines of the pool are being restarted")
-        return usable
 
     def _wait_for_owner(self, request_id: int) -> tuple[Member, EngineFrames]:
         """The engine that draws a request, once one does. Called with the lock, which others get meanwhile."""
@@ -333,9 +307,9 @@ class Dispatcher:
                 raise InvalidRequestError(
                     f"request {request_id} is not unfinished; submit its prompt and tokens as a new prompt instead"
                 )
-            for member in self.members:
-                if member.frames is not None and member.frames is group.at and member.usable:
-                    return member, member.frames
+            for member, frames in self.usable.items():
+                if frames is group.at:
+                    return member, frames
             self._wait(waited, f"the engine of request {request_id} has ended, and another one goes on with it")
 
     def _wait(self, waited: Wait, what: str) -> None:
@@ -348,22 +322,18 @@ class Dispatcher:
 
     def _assign(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Part]:
         """Give each prompt to the engine that has least to do."""
-        holders = self._holders({prompt.version for _, prompt in prompts} - {None, LIVE_VERSION})
+        versions = {prompt.version for _, prompt in prompts} - {None, LIVE_VERSION}
+        statuses = self.call_all(lambda client: client.call("status", returns=Status)) if versions else {}
+        holders = {v: [member for member, status in statuses.items() if v in status.versions] for v in versions}
         parts: dict[Member, Part] = {}
         with self.lock:
-            members = self._wait_for_members()
+            members = self.serving()
             for index, prompt in prompts:
                 fit = [member for member in members if member in holders.get(prompt.version, members)]
                 member = min(fit or members, key=lambda member: member.load)
-                assert member.frames is not None
-                part = parts.setdefault(member, (member, member.frames, []))
+                part = parts.setdefault(member, (member, members[member], []))
                 part[2].append((index, self._new_group(prompt, member)))
         return list(parts.values())
-
-    def _holders(self, versions: Collection[int | None]) -> dict[int | None, list[Member]]:
-        """Maps these versions to the engines that hold them."""
-        statuses: dict[Member, Status] = self.call_all("status", returns=Status) if versions else {}
-        return {v: [member for member, status in statuses.items() if v in status.versions] for v in versions}
 
     def _new_group(self, prompt: Prompt, member: Member, origin: tuple[int, int] | None = None) -> Group:
         """Note a group with new ids, which this engine is given. Called with the lock."""
@@ -376,29 +346,32 @@ class Dispatcher:
     def _send(self, parts: Sequence[Part]) -> list[tuple[Part, bool]]:
         """Say beside each part whether the engine has accepted it, and not ended. Raises what one refuses it with, as
         soon as all have answered."""
-        rest = [self.later(self._try_submit, part) for part in parts[1:]]
-        answers = [self._try_submit(parts[0]), *(answer.result() for answer in rest)]
-        for answer in answers:
-            if isinstance(answer, InflightError):
-                raise answer
-        return [(part, answer is True) for part, answer in zip(parts, answers, strict=True)]
+        rest = [self.later(self._submit, part) for part in parts[1:]]
+        try:
+            first = self._submit(parts[0])
+        except InflightError:
+            wait(rest)
+            raise
+        wait(rest)
+        return list(zip(parts, [first, *(each.result() for each in rest)], strict=True))
 
-    def _try_submit(self, part: Part) -> bool | InflightError:
+    def _submit(self, part: Part) -> bool:
+        """What `_ask` does. Raises InvalidRequestError that names a prompt by its place in the list that the user
+        submitted."""
         given = [group for _, group in part[2]]
         arguments = {"prompts": [group.prompt for group in given], "ids": [group.ids for group in given]}
         try:
             return self._ask(part, "submit", arguments, list[int])
-        except InflightError as error:
-            return _renumbered(error, [index for index, _ in part[2]])
+        except InvalidRequestError as error:
+            places = [index for index, _ in part[2]]
+            text = re.sub(r"^prompt (\d+)", lambda match: f"prompt {places[int(match[1])]}", str(error))
+            raise InvalidRequestError(text) from None
 
     def _ask(self, part: Part, verb: str, arguments: Mapping[str, Any], returns: Any) -> bool:
         """Returns whether the engine has accepted a part, and not ended. Raises what it refuses it with."""
         member, frames, given = part
         try:
-            frames.client.call(verb, arguments, returns)
-        except (EngineDiedError, EngineHungError) as error:
-            self.lose(member, frames, error)
-            return False
+            return self.reach(member, frames, lambda client: client.call(verb, arguments, returns)) is not ENDED
         except InflightError:
             with self.lock:
                 if member.frames is frames:
@@ -406,7 +379,6 @@ class Dispatcher:
                 for _, group in given:
                     self.groups.pop(group.ids.group_id, None)
             raise
-        return True
 
     def _enter(self, parts: Iterable[tuple[Part, bool]], expect: Expect) -> list[tuple[int, Prompt]]:
         """What engines have accepted whose groups were not left to others yet is the user's from now on. Returns the
@@ -431,8 +403,8 @@ class Dispatcher:
         with self.lock:
             known = [group for group_id in group_ids if (group := self.groups.pop(group_id, None)) is not None]
         ids = [group.ids.group_id for group in known]
-        self.stream.expect(ids, reserved=True)
-        self.stream.drop(ids)
+        self.inbox.expect(ids, reserved=True)
+        self.inbox.drop(ids)
         for group in known:
             if group.at is not None:
                 self.cancel_at(group.at, [group.ids.group_id])
@@ -450,10 +422,3 @@ class Dispatcher:
                     self.groups[group_id].cancelled.update(self.groups[group_id].request_ids)
             for group in self.groups.values() if wanted else ():
                 group.cancelled |= wanted.intersection(group.request_ids)
-
-
-def _renumbered(error: InflightError, indices: Sequence[int]) -> InflightError:
-    """What an engine says of a prompt, by its place in the list that the user submitted."""
-    if not isinstance(error, InvalidRequestError):
-        return error
-    return InvalidRequestError(re.sub(r"^prompt (\d+)", lambda m: f"prompt {indices[int(m[1])]}", str(error)))

@@ -28,16 +28,11 @@ class EngineFrames:
     """The frames of one process of an engine. But for `receive` and `close`, for use from any thread."""
 
     def __init__(self, engine_id: str, reader: StreamReader, client: EngineClient):
-        self.engine_id = engine_id
-        self._reader = reader
+        self.engine_id, self.reader = engine_id, reader
         self.client = client
         """Calls the process that sends them."""
         self.given_up = False
         """What the process has left unfinished goes on elsewhere."""
-        self.num_tokens = 0
-        """Tokens that have come."""
-        self.num_ended = 0
-        """Samples of which it was told that they ended."""
         self.version = 0
         """The newest version that drew a token or went live."""
         self.error: InflightError | None = None
@@ -46,28 +41,6 @@ class EngineFrames:
         """Is set when the last frame that will be read has been handed out, and another one was asked for."""
         self._leaving = False
         self._heard_ns = now_ns()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since anything came from the engine."""
-        return self._reader.silent_s
-
-    @property
-    def state(self) -> str:
-        """What the engine said last of what it does."""
-        return self._reader.state
-
-    @property
-    def socket(self) -> zmq.Socket:
-        return self._reader.socket
-
-    @property
-    def num_bytes(self) -> int:
-        return self._reader.num_bytes
-
-    @property
-    def num_duplicates(self) -> int:
-        return self._reader.num_duplicates
 
     def leave(self) -> None:
         """Read what has come by now, and no more; the engine has ended, or sends nothing any more."""
@@ -83,25 +56,19 @@ class EngineFrames:
         if self.error is not None:
             return None
         try:
-            frame = self._reader.receive(0)
+            frame = self.reader.receive(0)
         except InflightError as error:
             logger.error("the frames of engine %s cannot be read any more: %s", self.engine_id, error)
             self.error = error
             return None
         if frame is not None:
-            self._note(frame)
+            self._heard_ns = now_ns()
+            self.version = max(self.version, frame.header.version)
         return frame
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
         self.read.set()
-
-    def _note(self, frame: TokenFrame) -> None:
-        header = frame.header
-        self._heard_ns = now_ns()
-        self.num_tokens += header.num_tokens
-        self.num_ended += len(header.finishes)
-        self.version = max(self.version, header.version)
 
 
 class MergedFrames:
@@ -115,8 +82,6 @@ class MergedFrames:
         self._poller, self._polled = zmq.Poller(), self._parts
         self._tended_ns = 0
         self._closed = False
-        self._past_bytes = self._past_duplicates = 0
-        """Of engines that have ended."""
 
     def add(self, part: EngineFrames) -> None:
         """Read the frames of another process too."""
@@ -129,28 +94,22 @@ class MergedFrames:
     @property
     def state(self) -> str:
         """What the engine does that does most."""
-        states = {part.state for part in self._parts if not part.read.is_set()}
+        states = {part.reader.state for part in self._parts if not part.read.is_set()}
         return next((state for state in _STATES if state in states), "" if states else "restarting")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all frames received."""
-        return self._past_bytes + sum(part.num_bytes for part in self._parts)
-
-    @property
-    def num_duplicates(self) -> int:
-        """Frames that came again, and were left out."""
-        return self._past_duplicates + sum(part.num_duplicates for part in self._parts)
 
     @property
     def silent_s(self) -> float:
         """Seconds since anything came from any engine."""
-        return min((part.silent_s for part in self._parts), default=0.0)
+        return min((part.reader.silent_s for part in self._parts), default=0.0)
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
         """The next frame of an engine, or None if none came in time. What is wrong with one engine's frames is noted
         there, and raises nothing."""
-        self._wait(timeout_ms)
+        if now_ns() - self._tended_ns > _TEND_NS:
+            self._tended_ns = now_ns()
+            self._ready = deque(self._parts)
+        if not self._ready:
+            self._ready.extend(self._poll(timeout_ms))
         while self._ready:
             part = self._ready.popleft()
             frame = part.receive()
@@ -158,7 +117,9 @@ class MergedFrames:
                 self._ready.append(part)  # behind the others
                 return frame
             if part.is_over:
-                self._remove(part)
+                with self._lock:
+                    self._parts = tuple(other for other in self._parts if other is not part)
+                part.close()
         return None
 
     def close(self) -> None:
@@ -168,15 +129,8 @@ class MergedFrames:
         for part in self._parts:
             part.close()
 
-    def _wait(self, timeout_ms: int) -> None:
-        """Return when an engine has something, or when all are to be asked."""
-        if now_ns() - self._tended_ns > _TEND_NS:
-            self._tended_ns = now_ns()
-            self._ready = deque(self._parts)
-        if not self._ready:
-            self._ready.extend(self._poll(timeout_ms))
-
     def _poll(self, timeout_ms: int) -> Sequence[EngineFrames]:
+        """The engines that have something, as soon as one has."""
         parts = tuple(part for part in self._parts if part.error is None)
         if not parts:
             sleep(timeout_ms / 1e3)
@@ -184,13 +138,6 @@ class MergedFrames:
         if self._polled != parts:
             self._poller, self._polled = zmq.Poller(), parts
             for part in parts:
-                self._poller.register(part.socket, zmq.POLLIN)
+                self._poller.register(part.reader.socket, zmq.POLLIN)
         having = {socket for socket, _ in self._poller.poll(timeout_ms)}
-        return [part for part in parts if part.socket in having]
-
-    def _remove(self, part: EngineFrames) -> None:
-        with self._lock:
-            self._parts = tuple(other for other in self._parts if other is not part)
-            self._past_bytes += part.num_bytes
-            self._past_duplicates += part.num_duplicates
-        part.close()
+        return [part for part in parts if part.reader.socket in having]

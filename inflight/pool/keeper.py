@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING
@@ -14,9 +15,10 @@ from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
 from inflight.pool.dispatcher import Dispatcher
 from inflight.pool.frames import EngineFrames, MergedFrames
-from inflight.pool.member import Member, OwnPart
+from inflight.pool.member import Member
 from inflight.stream.inbox import SILENCE_S
 from inflight.stream.reader import StreamReader
+from inflight.supervisor import wait_for_version
 from inflight.weights.link import EngineEndpoint
 
 if TYPE_CHECKING:
@@ -55,17 +57,12 @@ class Keeper:
     def address(self) -> EngineEndpoint:
         """What a publisher needs to know of the engine. It comes back as long as any engine of the pool may: then
         others go on without it."""
-        supervisor = self.member.supervisor
-        return EngineEndpoint(
-            supervisor.launcher.client.endpoint,
-            self._dispatcher.check,
-            self._published,
+        return replace(
+            self.member.engine.address,
+            check=self._dispatcher.check,
+            on_publish=self._published,
             comes_back=True,
-            keys=supervisor.keys_of,
             end=self._dispatcher.kill,
-            check_process=supervisor.check_process,
-            living=supervisor.living,
-            follow=supervisor.follow,
         )
 
     def begin(self) -> None:
@@ -74,7 +71,7 @@ class Keeper:
             launcher = self.member.supervisor.launcher
             self._catch_up(launcher.client)
             welcome, client = launcher.welcome, launcher.client
-            held = partial(self._dispatcher.stream.held_of, welcome.engine_id)
+            held = partial(self._dispatcher.inbox.held_of, welcome.engine_id)
             reader = StreamReader(welcome.stream_endpoint, held=held, keys=client.keys)
             frames = EngineFrames(welcome.engine_id, reader, client)
             self._merged.add(frames)
@@ -135,7 +132,7 @@ class Keeper:
             if member.frames is not None:
                 self._give_up(member.frames, death)
             try:
-                member.supervisor.succeed(death, self._own_part())
+                self._start_again(death)
             except EngineDiedError as error:
                 self._bury(error)
                 return
@@ -165,11 +162,11 @@ class Keeper:
             except EngineDiedError as death:
                 return death
             if member.failure is not None:
-                member.kill()
+                launcher.kill()  # if it is ours to end
                 return _death(member)
             with dispatcher.lock:
                 dispatcher.lock.wait_for(lambda: member.failure is not None or member.leaving, _CHECK_S)
-            if frames is not None and min(frames.silent_s, (now_ns() - asked_ns) / 1e9) > silence_s:
+            if frames is not None and min(frames.reader.silent_s, (now_ns() - asked_ns) / 1e9) > silence_s:
                 self._ask(frames)
                 asked_ns = now_ns()
         return None
@@ -195,11 +192,13 @@ class Keeper:
         num_groups = dispatcher.release(frames)
         logger.warning("%s leaves the pool; %d unfinished groups go on elsewhere", member.name, num_groups)
 
-    def _own_part(self) -> OwnPart:
-        frames, newest = self.member.frames, self._dispatcher.newest_version
+    def _start_again(self, death: EngineDiedError) -> None:
+        """Replace the process; others go on with its rollouts. Raises EngineDiedError."""
+        member, newest = self.member, self._dispatcher.newest_version
         if any(publisher.sent_version for publisher in self._publishers()):  # which it gets before it takes prompts
             newest = 0
-        return OwnPart(self.member.num_past_tokens + (frames.num_tokens if frames is not None else 0), newest)
+        num_tokens = member.num_past_tokens + (member.frames.reader.num_tokens if member.frames is not None else 0)
+        member.supervisor.succeed(death, num_tokens, newest)
 
     def _bury(self, death: EngineDiedError) -> None:
         """The engine has ended for good; the pool goes on with the others, if there are any."""
@@ -227,12 +226,8 @@ class Keeper:
         for publisher in publishers:
             if not self.member.supervisor.is_followed_by(publisher):
                 publisher.add(self.address)
-        newest, waited = max((publisher.sent_version for publisher in publishers), default=0), Wait()
-        while (version := client.call("status", returns=Status).version) < newest:
-            sleep(_CHECK_S / 10)
-            waited.tick()
-            if waited.waited_s > self._timeout_s:
-                raise EngineHungError(f"version {newest} did not reach the engine, which has version {version}")
+        newest = max((publisher.sent_version for publisher in publishers), default=0)
+        wait_for_version(client, newest, self._timeout_s)
 
     def _enter(self, frames: EngineFrames) -> None:
         """Do what the user last did to all engines, and take prompts from then on."""
@@ -241,7 +236,7 @@ class Keeper:
             with dispatcher.lock:
                 wanted = dispatcher.held_back
                 if wanted == done:
-                    member.num_past_tokens += member.frames.num_tokens if member.frames is not None else 0
+                    member.num_past_tokens += member.frames.reader.num_tokens if member.frames is not None else 0
                     member.frames, member.num_given, member.failure = frames, 0, None
                     dispatcher.lock.notify_all()
                     return

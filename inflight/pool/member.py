@@ -1,13 +1,12 @@
 """What a pool knows of its engines, and of the groups that they draw."""
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from inflight.core.errors import EngineDiedError
 from inflight.core.messages import Ids, Prompt, Unfinished
 from inflight.pool.frames import EngineFrames
 from inflight.running_engine import RunningEngine
-from inflight.supervisor import Drawn, Supervisor
+from inflight.supervisor import Supervisor
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +37,7 @@ class Member:
     @property
     def num_unfinished(self) -> int:
         """Samples that it has and that have not ended, as far as is known here."""
-        return self.num_given - self.frames.num_ended if self.frames is not None else 0
+        return self.num_given - self.frames.reader.num_rollouts if self.frames is not None else 0
 
     @property
     def load(self) -> float:
@@ -49,10 +48,6 @@ class Member:
     def name(self) -> str:
         """What messages call it."""
         return self.supervisor.launcher.name
-
-    def kill(self) -> None:
-        """End its process, if it is ours to end."""
-        self.supervisor.launcher.kill()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,20 +87,3 @@ class Group:
     def num_unfinished(self) -> int:
         """Samples that another engine would go on with."""
         return self.prompt.params.n if self.drawn is None else len(self.drawn)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnPart:
-    """What a supervisor asks of the stream when it replaces an engine of a pool: its rollouts go on elsewhere."""
-
-    num_tokens: int
-    newest_version: int
-    """What its successor has to have at least."""
-
-    outstanding: Sequence[int] = ()
-
-    def unfinished(self) -> tuple[dict[int, Drawn | None], int]:
-        return {}, 0
-
-    def fail(self, group_ids: Collection[int]) -> None:
-        assert not group_ids

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.messages import LIVE_VERSION, Status
 from inflight.core.waiting import Wait
-from inflight.pool.dispatcher import Dispatcher
+from inflight.engine.client import EngineClient
+from inflight.pool.dispatcher import ENDED, Dispatcher
 from inflight.pool.frames import EngineFrames
 from inflight.pool.member import Group, Member
-from inflight.supervisor import in_parts
+from inflight.supervisor import adopt
 
 logger = logging.getLogger("inflight.pool")
 
@@ -64,13 +65,15 @@ class Placer:
 
     def _ask(self) -> Answers:
         """The state of the engines that answer soon."""
-        for member, frames in self._dispatcher.serving():
+        dispatcher = self._dispatcher
+        for member, frames in dispatcher.serving().items():
             if member not in self._asked:  # else it has not answered yet
-                self._asked[member] = frames, self._dispatcher.ask(member, frames, "status", returns=Status)
+                self._asked[member] = frames, dispatcher.later(dispatcher.reach, member, frames, _status)
         wait([answer for _, answer in self._asked.values()], timeout=_ANSWER_S)
         answered = [member for member, (_, answer) in self._asked.items() if answer.done()]
         answers = {member: self._asked.pop(member) for member in answered}
-        return {m: (f, status) for m, (f, answer) in answers.items() if isinstance(status := answer.result(), Status)}
+        told = {m: each for m, each in answers.items() if not isinstance(each[1].exception(), InflightError)}
+        return {m: (f, status) for m, (f, answer) in told.items() if (status := answer.result()) is not ENDED}
 
     def _place(self, engines: Answers, passed_s: float) -> None:
         given: dict[Member, tuple[EngineFrames, list[Group]]] = {}
@@ -100,24 +103,18 @@ class Placer:
         dispatcher = self._dispatcher
         wanted = [group for group in dispatcher.homeless if group.ids.group_id in dispatcher.groups]
         unwanted = [group.ids.group_id for group in dispatcher.homeless if group.ids.group_id not in dispatcher.groups]
-        dispatcher.stream.unfinished_of("", unwanted)
+        dispatcher.inbox.unfinished_of("", unwanted)
         return wanted
 
     def _adopt(self, member: Member, frames: EngineFrames, groups: list[Group]) -> None:
         """Let an engine go on with groups. If it ends meanwhile, they are taken from it as all that it has."""
-        dispatcher, refused = self._dispatcher, dict[int, str]()
+        dispatcher, unfinished = self._dispatcher, [group.unfinished for group in groups]
         try:
-            for part in in_parts([group.unfinished for group in groups]):
-                ids = dispatcher.next
-                arguments = {
-                    "groups": part, "next_group_id": ids.group_id, "next_request_id": ids.first_request_id
-                }  # fmt: skip
-                refused |= frames.client.call("adopt", arguments, dict[int, str])
-        except (EngineDiedError, EngineHungError) as error:
-            dispatcher.lose(member, frames, error)
-            return
+            refused = dispatcher.reach(member, frames, lambda client: adopt(client, unfinished, dispatcher.next))
         except InflightError as error:
-            refused |= {group.ids.group_id: str(error) for group in groups}
+            refused = {group.ids.group_id: str(error) for group in groups}
+        if refused is ENDED:
+            return
         dispatcher.fail(refused)
         with self._lock:
             if member.frames is frames:
@@ -126,6 +123,10 @@ class Placer:
         if cancelled:
             dispatcher.cancel_at(frames, (), cancelled)
         logger.warning("%d unfinished groups go on at the engine that is %s", len(groups) - len(refused), member.name)
+
+
+def _status(client: EngineClient) -> Status:
+    return client.call("status", returns=Status)
 
 
 def _can_go_on(group: Group, status: Status) -> bool:

@@ -1,7 +1,7 @@
 """Several engines that look like one: what a user holds."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -17,16 +17,14 @@ from inflight.pool.frames import MergedFrames
 from inflight.pool.keeper import Keeper
 from inflight.pool.member import Member
 from inflight.pool.placer import Placer
-from inflight.ranks.launching import TrainerRanks
 from inflight.running_engine import RunningEngine
-from inflight.session import LaunchedEngine
+from inflight.session import LaunchedEngine, on_every_rank
 
 if TYPE_CHECKING:
     from inflight.weights.link import EngineEndpoint
     from inflight.weights.publisher import Publisher
 
 _CLOSE_S = 2.0
-Pool = TypeVar("Pool", bound="EnginePool")
 Engine = TypeVar("Engine", bound=RunningEngine)
 
 
@@ -44,17 +42,6 @@ def launch_pool(engines: Sequence[EngineOptions]) -> "EnginePool":
             return EnginePool(launched)
 
     return on_every_rank(engines[0], launch)
-
-
-def on_every_rank(options: EngineOptions, launch: "Callable[[], Pool]") -> "Pool":
-    """Launch a pool on rank 0 of a trainer, and attach to that on the others. options: those of its first engine."""
-    ranks = TrainerRanks.of_this_process()
-    if ranks is None:
-        return launch()
-    if ranks.rank:
-        attached: Any = ranks.attach(options)  # has the part of a pool that every rank may use
-        return attached
-    return ranks.announce(launch, lambda pool, outside: pool._share(ranks.size, outside).card)
 
 
 @contextmanager
@@ -104,7 +91,8 @@ class EnginePool(RunningEngine):
         supervisor: Any = self._dispatcher  # has the part of a Supervisor that is called there
         super().__init__(options, supervisor)
         self._keepers: list[Keeper] = []
-        self._open_stream()
+        self._stream = self._open_stream(self._frames, check_engine=self._dispatcher.check)
+        self._dispatcher.inbox = self._stream.inbox
         self._placer = Placer(self._dispatcher, options.answer_timeout_s)
         try:
             for engine in given:
@@ -161,11 +149,12 @@ class EnginePool(RunningEngine):
 
     def statuses(self) -> dict[RunningEngine, Status]:
         """The counters of each engine that serves now."""
-        answers = self._dispatcher.call_all("status", returns=Status)
+        answers = self._dispatcher.call_all(lambda client: client.call("status", returns=Status))
         return {member.engine: status for member, status in answers.items()}
 
     def _digests(self, least: int) -> list[list[Digests]]:
-        return [*self._dispatcher.call_all("digests", {"least": least}, list[Digests]).values()]
+        found = self._dispatcher.call_all(lambda client: client.call("digests", {"least": least}, list[Digests]))
+        return list(found.values())
 
     @property
     def address(self) -> NoReturn:
@@ -190,18 +179,6 @@ class EnginePool(RunningEngine):
     def is_elsewhere(self) -> bool:
         return any(engine.is_elsewhere for engine in self.engines)
 
-    def _open_stream(self) -> None:
-        from inflight.training.data.rollout_stream import RolloutStream
-
-        self._stream = self._dispatcher.stream = RolloutStream(
-            self._frames,
-            tokenizer=self.tokenizer,
-            tokenizer_lock=self._tokenizer_lock,
-            meter=self.staleness,
-            check_engine=self._dispatcher.check,
-            memory_bytes=self.options.stream_memory_bytes,
-        )
-
     def _open_publishers(self) -> "list[Publisher]":
         with self._changing:
             return [publisher for publisher in self._publishers if not publisher.closed]
@@ -221,9 +198,6 @@ class EnginePool(RunningEngine):
                 f"the engine has version {own} and the pool {version}; versions are those of one publisher, and no "
                 "open one has sent a version to the pool that it could send to this engine"
             )
-
-    def _cancel_soon(self, group_ids: Collection[int]) -> None:
-        self._dispatcher.cancel_soon(group_ids)
 
 
 def _summed(parts: Sequence[Status]) -> Status:

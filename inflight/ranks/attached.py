@@ -24,7 +24,7 @@ from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
 from inflight.engine.loading import load_tokenizer
 from inflight.engine.prompts import PromptLike, make_prompts
-from inflight.ranks.meeting import CARD, SOCKET, WAITS_FOR_ROLLOUTS, Card, Joined, Offer, Process, Take, this_host
+from inflight.ranks.meeting import CARD, SOCKET, WAITS_FOR_ROLLOUTS, Card, Joined, Offer, Process, this_host
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share
@@ -72,7 +72,7 @@ class AttachedEngine:
             whoever = {"client": self._name, "rank": rank, "pid": os.getpid(), "host": host}
             joined = self._call("join", whoever, Joined)
         except BaseException:
-            self._client.close()
+            self._let_go()
             raise
         self.stream = SharedStream(self._call, self._name, joined.next, card.options.rank_timeout_s)
         """This rank's shares, by its `batches`."""
@@ -80,7 +80,7 @@ class AttachedEngine:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The model's tokenizer, or None if it has none; prompts are token ids then."""
-        return load_tokenizer(self.options.model)
+        return load_tokenizer(self.options.model, trust=self.options.trust_remote_code)
 
     def submit(
         self,
@@ -140,6 +140,9 @@ class AttachedEngine:
             publisher.close()
         with suppress(InflightError):  # rank 0 is gone
             self._call("leave", {"client": self._name}, timeout_s=_LEAVE_S)
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._client.close()
         if self._rank_0 is not None:
             self._rank_0.close()
@@ -179,12 +182,8 @@ class SharedStream:
         self._call, self._client, self._number, self._timeout_s = call, client, number, timeout_s
         self.last_reward = nan
         """Mean reward of the whole batch whose share `batches` yielded last."""
-        self._dropped: dict[str, int] = {}
-
-    @property
-    def dropped(self) -> Dropped:
+        self.dropped = Dropped()
         """What rank 0 has left out so far, and why."""
-        return Dropped(**self._dropped)
 
     def batches(self, **options: Any) -> Iterator[PackedBatch]:
         """This rank's share of each batch that rank 0 makes by its own `batches`. options: those of
@@ -194,13 +193,14 @@ class SharedStream:
         not ask for a batch for `rank_timeout_s` seconds; and what kept rank 0 from making a batch, by name."""
         while (data := self._next()) is not None:
             share = decode_share(data)
-            self.last_reward, self._dropped = share.info.last_reward, share.info.dropped
+            self.last_reward, self.dropped = share.info.last_reward, Dropped(**share.info.dropped)
             yield share.batch()
 
     def _next(self) -> bytes | None:
         """The next share, or None at the end."""
+        asked = {"client": self._client, "number": self._number}
         wait, idle_s = Wait(), 0.0
-        while (offer := self._ask()).kind == "nothing yet":
+        while (offer := self._call("take", asked, Offer)).kind == "nothing yet":
             idle_s += wait.tick()
             wait.tell(f"rank 0 {offer.state}")
             if offer.state == WAITS_FOR_ROLLOUTS:  # as long as generation takes; it asks whether the engine is there
@@ -220,9 +220,6 @@ class SharedStream:
         if offer.kind == "error":
             raise from_wire(*offer.error)
         return b"".join(parts) if offer.kind == "share" else None
-
-    def _ask(self) -> Offer:
-        return self._call("take", msgspec.structs.asdict(Take(self._client, self._number)), Offer)
 
 
 class FollowingPublisher:

@@ -11,7 +11,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Literal
 
@@ -54,21 +55,23 @@ _GONE_NS = 30_000_000_000
 _TAKE = msgspec.msgpack.Decoder(Take)
 
 
+@dataclass(slots=True)
 class _Client:
     """A process that has joined: a rank, or, where `rank` is None, somebody who looks on."""
 
-    def __init__(self, rank: int | None, name: str, process: Process | None):
-        """process: None on another machine, where nobody here can watch over it."""
-        self.rank, self.name, self.process = rank, name, process
-        self.left = False
-        self.address = b""
-        """Where it has asked from last."""
-        self.asked_ns = 0
-        """When it asked for a batch last."""
-        self.missed_ns = 0
-        """Since when it could not be reached; 0: it can."""
-        self.data = b""
-        """The share that it is reading."""
+    rank: int | None
+    name: str
+    process: Process | None
+    """None on another machine, where nobody here can watch over it."""
+    address: bytes
+    """Where it has asked from last."""
+    left: bool = False
+    asked_ns: int = 0
+    """When it asked for a batch last."""
+    missed_ns: int = 0
+    """Since when it could not be reached; 0: it can."""
+    data: bytes = b""
+    """The share that it is reading."""
 
 
 class Hub:
@@ -170,12 +173,10 @@ class Hub:
             self._closing = True  # from here on nobody wakes the thread
         self._thread.join()
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self._end_sockets()
         for client in self._clients.values():
             if client.process is not None:
                 client.process.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.close(self._lock_file)
+        self._release()
 
     def _open(self, outside: Outside) -> tuple[str, bytes]:
         """Listen for ranks on other machines. Returns where, and with which public key."""
@@ -190,19 +191,20 @@ class Hub:
             bound = self._socket.listen(lambda bound: door.open(bound, "tcp://*:*"))
             return f"tcp://{outside.address}:{bound.rpartition(':')[2]}", public
         except OSError as error:
-            self._end_sockets()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            os.close(self._lock_file)
+            self._release()
             raise ListenError(
                 f"rank 0 cannot listen for ranks on other machines on {outside.address!r}, its MASTER_ADDR: {error}"
             ) from error
 
-    def _end_sockets(self) -> None:
+    def _release(self) -> None:
+        """Close the sockets, and remove the directory."""
         self._socket.close()
         if self._door is not None:
             self._door.close()
         if self._context is not None:
             self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._lock_file)
 
     @property
     def _looked_on(self) -> bool:
@@ -273,11 +275,9 @@ class Hub:
             others = [other for other in self._clients.values() if other.rank == rank and not other.left]
             if rank is not None and others:
                 raise ProtocolError(f"rank {rank} is attached already, as {others[0].name}")
-            if host == this_host():
-                self._clients[client] = _Client(rank, f"process {pid}", Process(pid))
-            else:
-                self._clients[client] = _Client(rank, f"process {pid} of another machine", None)
-            self._clients[client].address = self._caller
+            is_here = host == this_host()
+            name = f"process {pid}" if is_here else f"process {pid} of another machine"
+            self._clients[client] = _Client(rank, name, Process(pid) if is_here else None, self._caller)
             return Joined(self._number if rank is not None and rank not in self._taken else self._number + 1)
 
     @verb()
@@ -338,39 +338,34 @@ class Hub:
                 return
 
     def _take_call(self, sender: bytes, parts: list[bytes]) -> None:
-        call, self._caller = None, sender
+        self._caller = sender
         try:
             [data] = parts
             call = decode_to_engine(data)
             if not isinstance(call, Call):
                 raise ProtocolError(f"rank 0 takes calls, got {type(call).__name__}")
+        except (InflightError, ValueError) as error:  # a message of one part is expected
+            self._refuse(sender, 0, error)
+            return
+        if call.verb in ("submit", "status"):  # which wait for the engine
+            self._workers.submit(self._answer, sender, call).add_done_callback(lambda _: self._wake())
+        else:
+            self._answer(sender, call)
+
+    def _answer(self, sender: bytes, call: Call) -> None:
+        try:
             if call.verb == "take":
                 asked = read(_TAKE, call.arguments)
                 client, now = self._client(asked.client), now_ns()
-                deadline_ns = now + self._ask_again_ns
                 with self._condition:
                     client.asked_ns = now
-                    self._asking.append((sender, call.ticket, asked.client, asked.number, deadline_ns))
-            elif call.verb in ("submit", "status"):  # which wait for the engine
-                self._workers.submit(self._verbs.answer, call).add_done_callback(
-                    lambda done: self._send_later(sender, call.ticket, done)
-                )
+                    self._asking.append((sender, call.ticket, asked.client, asked.number, now + self._ask_again_ns))
             else:
                 self._answers.append((sender, self._verbs.answer(call)))
-        except (InflightError, ValueError) as error:  # a message of one part is expected
-            self._refuse(sender, 0 if call is None else call.ticket, error)
+        except Exception as error:  # whatever one process sends, the others are answered
+            self._refuse(sender, call.ticket, error)
 
-    def _send_later(self, sender: bytes, ticket: int, done: Future[Result]) -> None:
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
-            self._answers.append((sender, done.result()))
-        else:
-            self._refuse(sender, ticket, error)
-        self._wake()
-
-    def _refuse(self, sender: bytes, ticket: int, error: BaseException) -> None:
+    def _refuse(self, sender: bytes, ticket: int, error: Exception) -> None:
         told = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
         self._answers.append((sender, self._socket.refusal(ticket, told)))
 
@@ -421,14 +416,12 @@ class Hub:
 
     def _offer_to(self, client: _Client, number: int) -> Offer:
         there = self._number >= number if client.rank is None else self._number == number
-        if there and self._kind == "share":
-            if client.rank not in self._shares:  # it asks for what it has taken, or came too late to look on
-                return Offer(self._number, "nothing yet", state=self._state)
-            client.data = self._shares[client.rank]
-            return Offer(self._number, "share", nbytes=len(client.data))
-        if there:
+        if there and self._kind != "share":
             return Offer(self._number, self._kind, error=self._error)
-        return Offer(self._number, "nothing yet", state=self._state)
+        if not there or client.rank not in self._shares:  # it may have taken its share, or come too late to look on
+            return Offer(self._number, "nothing yet", state=self._state)
+        client.data = self._shares[client.rank]
+        return Offer(self._number, "share", nbytes=len(client.data))
 
 
 def _why_absent(ranks: set[int]) -> str:

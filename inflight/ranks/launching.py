@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -70,20 +70,19 @@ class TrainerRanks:
     def announce(self, start: Callable[[], Launched], card_of: Callable[[Launched, Outside | None], Card]) -> Launched:
         """Called on rank 0: start an engine, and tell the others of it, or what it failed with; then none is left. They
         need not be there yet. card_of: is also told of ranks on other machines, if there are any."""
-        key = self._next_key()
-        with ExitStack() as at_failure:
-            try:
-                started = start()
-                at_failure.callback(started.close)
-                self._store.set(key, msgspec.json.encode(card_of(started, self._outside(key))))
-            except BaseException as error:
-                kind = type(error).__name__
-                refusal = _Refusal(kind, str(error) or f"rank 0 was ended by {kind}")
-                with suppress(RuntimeError):  # the store is gone, and the others learn that from it
-                    self._store.set(key, msgspec.json.encode(refusal))
-                raise
-            at_failure.pop_all()
+        key, started = self._next_key(), None
+        try:
+            started = start()
+            self._store.set(key, msgspec.json.encode(card_of(started, self._outside(key))))
             return started
+        except BaseException as error:
+            kind = type(error).__name__
+            refusal = _Refusal(kind, str(error) or f"rank 0 was ended by {kind}")
+            with suppress(RuntimeError):  # the store is gone, and the others learn that from it
+                self._store.set(key, msgspec.json.encode(refusal))
+            if started is not None:
+                started.close()
+            raise
 
     def attach(self, options: EngineOptions) -> "AttachedEngine":
         """Called on the other ranks: wait for rank 0's launch, and attach to its engine. Raises what that raised."""

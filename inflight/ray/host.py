@@ -4,6 +4,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from time import sleep
+from typing import Literal
 
 import msgspec
 import ray.util
@@ -60,14 +61,6 @@ class EngineHost:
                 return str(death)
             sleep(_CHECK_S)
 
-    def kill(self) -> None:
-        """End the engine's process at once; `wait` returns then."""
-        self._launcher.kill()
-
-    def remove(self) -> None:
-        """End the engine's process at once, and leave nothing of it."""
-        self._launcher.remove()
-
-    def close(self) -> None:
-        """Ask the engine to end, for a few seconds, then make it."""
-        self._launcher.close()
+    def end(self, how: Literal["kill", "remove", "close"]) -> None:
+        """End the engine's process by this method of its launcher; `wait` returns then."""
+        getattr(self._launcher, how)()

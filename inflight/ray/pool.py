@@ -1,6 +1,5 @@
 """Several engines that Ray has placed and that look like one: what a user holds."""
 
-import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -52,10 +51,6 @@ class PlacedEngine(RunningEngine):
             )
         _connect(None)
         super().__init__(options, Supervisor(options, partial(PlacedProcess, options, placement)))
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return True
 
     @property
     def process(self) -> PlacedProcess:
@@ -127,7 +122,7 @@ def _check(engines: Sequence[EngineOptions], placement: Placement | Sequence[Pla
     if not engines:
         raise ValueError("a pool needs the options of one engine at least")
     if isinstance(placement, Placement):
-        return list(itertools.repeat(placement, len(engines)))
+        return [placement] * len(engines)
     if len(placement) != len(engines):
         raise ValueError(f"{len(engines)} engines need one placement, or {len(engines)}, got {len(placement)}")
     return list(placement)

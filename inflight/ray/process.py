@@ -62,7 +62,7 @@ class PlacedProcess(EngineAttachment):
     def kill(self) -> None:
         """End the process at once."""
         if ray.is_initialized():  # else it has ended, and a call would make another cluster
-            self._actor.kill.remote()
+            self._actor.end.remote("kill")
 
     def remove(self) -> None:
         """Give back what a process that has ended held on its node: its memory, and its place there."""
@@ -81,11 +81,11 @@ class PlacedProcess(EngineAttachment):
             raise EngineHungError(f"an engine that Ray has placed did not start in time: {error}") from error
 
     def _end_by(self, method: str) -> None:
-        """End the engine by a method of the actor, which has a few seconds, and then the actor."""
+        """End the engine by a method of its launcher, which has a few seconds, and then the actor."""
         if not self._over.acquire(blocking=False) or not ray.is_initialized():
             return
         with contextlib.suppress(RayError):  # it is gone
-            ray.wait([getattr(self._actor, method).remote()], timeout=_END_S)
+            ray.wait([self._actor.end.remote(method)], timeout=_END_S)
         self._end_actor()
 
     def _end_actor(self) -> None:

@@ -1,16 +1,35 @@
 """`inflight report`."""
 
+from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 
+from inflight.command_line import argument, option
 from inflight.core.errors import InflightError
-from inflight.observability.plots import require_matplotlib
-from inflight.report.options import ReportOptions
 
 
-def report(options: ReportOptions, console: Console) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Make one page of what benchmarks wrote: the six measures of staleness side by side, figures, and comparisons.
+
+    It takes the JSON files of bench staleness (with --target too), sweep, swap, throughput and learning, and of
+    benchmarks/served_staleness.py. Files of the same kind are compared with the first of them.
+    """
+
+    files: tuple[Path, ...] = argument("What `inflight bench … --json FILE` wrote.", metavar="FILE")
+    out: Path = option(
+        Path("report.html"),
+        "The page. A JSON of the same name lies beside it, and NAME-figures/ with the figures as PNGs.",
+    )
+    title: str = option("How stale are the tokens?", "The heading of the page.")
+
+
+def report(console: Console, options: ReportOptions) -> None:
     """Write the report, and say where it is. Raises ReportError for a file that there is no report for."""
+    from inflight.observability.plots import require_matplotlib
+
     require_matplotlib()
     if find_spec("jinja2") is None:
         raise InflightError("a report needs jinja2: pip install 'inflight[bench]'")

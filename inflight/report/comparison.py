@@ -6,8 +6,9 @@ that happens by chance in 2 of C(2n, n) cases: 1 in 10 for three values each, 1 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import comb
 from typing import Any, Literal
 
@@ -117,9 +118,9 @@ def comparisons_of(results: Sequence[Result]) -> list[Comparison]:
 
 
 def _kind(result: Result) -> str:
-    return (
-        f"{result.kind}, {'lags' if result.found.ablation else 'modes'}" if result.kind == "learning" else result.kind
-    )
+    if result.kind != "learning":
+        return result.kind
+    return "learning, lags" if result.found.ablation else "learning, modes"
 
 
 def _compare(base: Result, other: Result) -> Comparison:
@@ -153,11 +154,9 @@ def _runs_of(found: Any) -> dict[str, Any]:
 
 def _numbers(found: Any) -> Iterator[tuple[tuple[str, str], Number]]:
     """All numbers of a file, by system and measure."""
-    if isinstance(found, Staleness):
-        yield from _of_staleness("the run", found)
-    elif isinstance(found, Servers | Sweep):
+    if isinstance(found, Staleness | Servers | Sweep):
         for name, one in _runs_of(found).items():
-            yield from _of_staleness(name, one)
+            yield from _of_parts(name or "the run", one, _SHOWN)
     elif isinstance(found, Swap):
         yield from _of_swap(found)
     elif isinstance(found, Throughput):
@@ -172,8 +171,11 @@ def _point(one: Staleness) -> str:
     return f"{one.model}, {MODES.get(one.mode, one.mode)}, {size}{every}, {one.slots} slots"
 
 
-def _of_staleness(system: str, one: Staleness) -> Iterator[tuple[tuple[str, str], Number]]:
-    for name, point in _SHOWN:
+def _of_parts(
+    system: str, one: Staleness | Swap, measures: Iterable[tuple[str, str]]
+) -> Iterator[tuple[tuple[str, str], Number]]:
+    """What is known of measures, or of points of their distribution, whose values are those of parts of the run."""
+    for name, point in measures:
         value = getattr(getattr(one, name), point) if point else getattr(one, name)
         if value is not None:
             label = f"{name}.{point}" if point else name
@@ -181,13 +183,8 @@ def _of_staleness(system: str, one: Staleness) -> Iterator[tuple[tuple[str, str]
 
 
 def _of_swap(found: Swap) -> Iterator[tuple[tuple[str, str], Number]]:
-    system = "inflight"
-    for name in ("swap_ms", "stall_ms", "forward_ms"):
-        for point in ("p50", "p99"):
-            value, label = getattr(getattr(found, name), point), f"{name}.{point}"
-            if value is not None:
-                yield (system, label), Number(value, found.parts.get(label, ()))
-    yield (system, "gap_ratio"), Number(found.gap_ratio)
+    yield from _of_parts("inflight", found, product(("swap_ms", "stall_ms", "forward_ms"), ("p50", "p99")))
+    yield ("inflight", "gap_ratio"), Number(found.gap_ratio)
     if found.peer_stall_ms is not None and found.peer_stall_ms.p50 is not None:
         yield (f"{found.peer}, {found.peer_mode}", "stall_ms.p50"), Number(found.peer_stall_ms.p50)
 

@@ -12,6 +12,8 @@ from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from inflight.observability.environment import replacing
 
 if TYPE_CHECKING:
@@ -134,36 +136,46 @@ class Interval:
     percentiles: Sequence[tuple[float, float]]
     """(percentage, value), rising; the median is among them."""
 
-    def value(self, percentage: float) -> float | None:
-        return next((value for at, value in self.percentiles if at == percentage), None)
 
-
-def draw_intervals(axes: "Axes", intervals: Sequence[Interval], *, unit: str) -> None:
+def interval_panel(panels: Panels, name: str, title: str, intervals: Sequence[Interval], unit: str) -> Panel:
     """A line for each system from its least to its largest known percentile, thicker between the 10th and the 90th and
     between the 25th and the 75th, and a dot at the median. Names stand above the lines."""
-    for row, one in enumerate(intervals):
-        y, colour = -row, PALETTE[one.colour]
-        known = [max(0.0, value) for _, value in one.percentiles]
-        axes.plot([known[0], known[-1]], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
-        for low, high, width in ((10, 90, 4.0), (25, 75, 7.0)):
-            ends = one.value(low), one.value(high)
-            begin = ends[0] if ends[0] is not None else one.value(50)
-            if begin is not None and ends[1] is not None:
-                axes.plot([begin, ends[1]], [y, y], color=colour, linewidth=width, solid_capstyle="butt")
-        median = one.value(50)
-        if median is not None:
-            axes.plot(
-                [max(0.0, median)], [y], "o", color=colour, markersize=7, markeredgecolor=PALETTE["paper"], zorder=4
-            )
+    text = of_ms if unit == "ms" else plain
+    alt = "; ".join(
+        f"{one.label}: " + ", ".join(f"{at:g} % below {text(value)}" for at, value in one.percentiles if at >= 50)
+        for one in intervals
+    )
+
+    def fill(axes: "Axes") -> None:
+        for row, one in enumerate(intervals):
+            y, colour = -row, PALETTE[one.colour]
+            at = dict(one.percentiles)
+            known = [max(0.0, value) for value in at.values()]
+            axes.plot([known[0], known[-1]], [y, y], color=colour, linewidth=1.4, solid_capstyle="butt")
+            for low, high, width in ((10, 90, 4.0), (25, 75, 7.0)):
+                begin, end = at.get(low, at.get(50)), at.get(high)
+                if begin is not None and end is not None:
+                    axes.plot([begin, end], [y, y], color=colour, linewidth=width, solid_capstyle="butt")
+            if 50 in at:
+                median, edge = max(0.0, at[50]), PALETTE["paper"]
+                axes.plot([median], [y], "o", color=colour, markersize=7, markeredgecolor=edge, zorder=4)
+        _name_rows(axes, [one.label for one in intervals], lift=6)
+        axes.set_ylim(-len(intervals) + 0.55, 0.85)
+        axes.grid(visible=False, axis="y")
+        _scale_to(axes, [value for one in intervals for _, value in one.percentiles], unit=unit)
+
+    return panels.draw(name, title, alt, fill, height=height_of(len(intervals)))
+
+
+def _name_rows(axes: "Axes", labels: Sequence[str], *, lift: float) -> None:
+    """Write the names of rows so many points above them, in the place of a y axis."""
+    for row, label in enumerate(labels):
         axes.annotate(
-            shortened(one.label), (0, y), (0, 6), xycoords=("axes fraction", "data"), textcoords="offset points",
+            shortened(label), (0, -row), (0, lift), xycoords=("axes fraction", "data"), textcoords="offset points",
             fontsize=10, color=PALETTE["ink"], va="bottom",
         )  # fmt: skip
-    axes.set_ylim(-len(intervals) + 0.55, 0.85)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    axes.grid(visible=False, axis="y")
-    scale_to(axes, [value for one in intervals for _, value in one.percentiles], unit=unit)
 
 
 def height_of(rows: int) -> float:
@@ -171,7 +183,7 @@ def height_of(rows: int) -> float:
     return 0.65 + 0.42 * rows
 
 
-def scale_to(axes: "Axes", values: Sequence[float], *, unit: str, axis: str = "x") -> None:
+def _scale_to(axes: "Axes", values: Sequence[float], *, unit: str, axis: str = "x") -> None:
     """Scale an axis of values of 0 and more so that all can be told apart: linear, or logarithmic where they range far;
     then 0 lies at its left end, a step away from the least other value."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
@@ -197,26 +209,43 @@ def scale_to(axes: "Axes", values: Sequence[float], *, unit: str, axis: str = "x
         getattr(axes, f"set_{axis}label")(unit)
 
 
-def draw_lines(axes: "Axes", lines: "Sequence[Line]", *, x: str, xs: Sequence[float], unit: str) -> None:
-    """A line for each of several systems over sizes that are written out."""
+def lines_panel(
+    panels: Panels,
+    name: str,
+    title: str,
+    lines: "Sequence[Line]",
+    *,
+    x: str,
+    unit: str,
+    scale: Sequence[float] = (),
+    height: float = HEIGHT + 0.2,
+) -> Panel:
+    """A line for each of several systems over sizes that are written out. scale: the values that the y axis has room
+    for, if not those of the lines."""
+    xs = sorted({point[0] for line in lines for point in line.points})
     every = [value for line in lines for point in line.points for value in point[1:]]
-    for line in lines:
-        at = [point[0] for point in line.points]
-        middles = [point[1] for point in line.points]
-        below = [point[1] - point[2] for point in line.points]
-        above = [point[3] - point[1] for point in line.points]
-        axes.errorbar(
-            at, middles, [[max(0.0, v) for v in below], [max(0.0, v) for v in above]], color=PALETTE[line.colour],
-            label=line.label, marker=line.marker, markersize=5, linewidth=1.7, elinewidth=1.2,
-            linestyle=line.style,
-        )  # fmt: skip
-    if xs and min(xs) > 0:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(list(xs), [plain(value) for value in xs], minor=False)
-    axes.minorticks_off()
-    axes.margins(x=0.08)
-    axes.set_xlabel(x)
-    scale_to(axes, every, unit=unit, axis="y")
+    text = of_ms if unit == "ms" else plain
+    alt = f"{unit} by {x}; ".lstrip() + "; ".join(
+        f"{line.label}: " + ", ".join(f"{text(p[1])} at {plain(p[0])}" for p in line.points) for line in lines
+    )
+
+    def fill(axes: "Axes") -> None:
+        for line in lines:
+            at, middles, least, most = np.array(line.points).T
+            axes.errorbar(
+                at, middles, np.maximum(0, [middles - least, most - middles]), color=PALETTE[line.colour],
+                label=line.label, marker="o", markersize=5, linewidth=1.7, elinewidth=1.2,
+            )  # fmt: skip
+        if xs and min(xs) > 0:
+            axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [plain(value) for value in xs], minor=False)
+        axes.minorticks_off()
+        axes.margins(x=0.08)
+        axes.set_xlabel(x)
+        _scale_to(axes, scale or every, unit=unit, axis="y")
+        legend_below(axes)
+
+    return panels.draw(name, title, alt, fill, height=height)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,32 +254,25 @@ class Line:
     colour: str
     points: Sequence[tuple[float, float, float, float]]
     """(x, value, least, most); the last two are what it varied between, or the value."""
-    marker: str = "o"
-    style: str = "-"
 
 
 def draw_shares(axes: "Axes", rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, str]) -> None:
     """A bar for each row that is made of shares, in the order of the colours."""
-    for index, (label, shares) in enumerate(rows):
-        begin, total = 0.0, sum(shares.values()) or 1.0
+    for index, (_, shares) in enumerate(rows):
+        begin = 0.0
         for name, colour in colours.items():
-            share = shares.get(name, 0.0) / total
+            share = shares[name]
             axes.barh(-index, share, left=begin, height=0.36, color=PALETTE[colour], label="" if index else name)
             if share >= 0.1:
                 ink = PALETTE["dark" if colour in _DARK_ON else "paper"]
                 middle = (begin + share / 2, -index)
                 axes.annotate(f"{share:.0%}", middle, ha="center", va="center", fontsize=9, color=ink)
             begin += share
-        axes.annotate(
-            shortened(label), (0, -index), (0, 9), xycoords=("axes fraction", "data"), textcoords="offset points",
-            fontsize=10, color=PALETTE["ink"], va="bottom",
-        )  # fmt: skip
+    _name_rows(axes, [label for label, _ in rows], lift=9)
     axes.set_xlim(0, 1)
     axes.set_ylim(-len(rows) + 0.6, 0.85)
-    axes.set_yticks([])
     axes.set_xticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
     axes.grid(visible=False)
-    axes.spines["left"].set_visible(False)
 
 
 def legend_below(axes: "Axes", columns: int = 3) -> None:

@@ -1,8 +1,9 @@
 """Sections of a report about swaps under load, throughput and learning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from inflight.observability.plots import smoothed
 from inflight.report.figures import (
     HEIGHT,
     PALETTE,
@@ -10,13 +11,14 @@ from inflight.report.figures import (
     Line,
     Panel,
     Panels,
-    draw_lines,
+    interval_panel,
     legend_below,
+    lines_panel,
     plain,
     shortened,
 )
-from inflight.report.results import NOTHING, Learning, Quantiles, Result, Swap, Throughput
-from inflight.report.section import Section, Table, interval_panel, pair, percentiles_of
+from inflight.report.results import NOTHING, Learning, Result, Swap, Throughput
+from inflight.report.section import Section, Table, pair, percentiles_of
 from inflight.report.systems import MODE_COLOURS, MODES, told_apart
 
 if TYPE_CHECKING:
@@ -32,19 +34,17 @@ def swaps_section(results: Sequence[Result], panels: Panels) -> Section | None:
     names = [f"{result.found.model} {result.found.dtype}, {result.found.slots} slots" for result in results]
     for one, result in zip(told_apart(names, results), results, strict=True):
         found: Swap = result.found
-        swaps.append(_of_quantiles(one, "blue", found.swap_ms))
-        stalls.append(_of_quantiles(one, "blue", found.stall_ms))
-        if found.paused_stall_ms is not None:
-            stalls.append(_of_quantiles(f"{one}, paused", "sky", found.paused_stall_ms))
-        if found.peer_stall_ms is not None:
-            stalls.append(_of_quantiles(f"{found.peer}, {found.dtype}: {found.peer_mode}", "red", found.peer_stall_ms))
+        swaps.append((one, "blue", found.swap_ms))
+        stalls.append((one, "blue", found.stall_ms))
+        stalls.append((f"{one}, paused", "sky", found.paused_stall_ms))
+        stalls.append((f"{found.peer}, {found.dtype}: {found.peer_mode}", "red", found.peer_stall_ms))
         for (name, quantiles), colour in zip(found.gap_ms.items(), _CYCLE, strict=False):
-            gaps.append(_of_quantiles(f"{name.replace('_', ' ')}, {one}", colour, quantiles or NOTHING))
-    drawn = [
-        interval_panel(panels, f"swap bench {title}", title, known, "ms")
-        for title, intervals in (("stall_ms", stalls), ("swap_ms", swaps), ("Gaps between two tokens", gaps))
-        if (known := [one for one in intervals if one.percentiles])
-    ]
+            gaps.append((f"{name.replace('_', ' ')}, {one}", colour, quantiles))
+    drawn = []
+    for title, rows in (("stall_ms", stalls), ("swap_ms", swaps), ("Gaps between two tokens", gaps)):
+        intervals = [Interval(label, colour, percentiles_of(values or NOTHING)) for label, colour, values in rows]
+        if known := [one for one in intervals if one.percentiles]:
+            drawn.append(interval_panel(panels, f"swap bench {title}", title, known, "ms"))
     columns = ["", "swaps", "stall_ms", "swap_ms", "gap ratio", "copy GB/s", "peer's stall_ms"]
     rows = [
         [
@@ -60,10 +60,6 @@ def swaps_section(results: Sequence[Result], panels: Panels) -> Section | None:
     ]
     note = "What a generator feels that always has work; lines go from the median to the 99th percentile."
     return Section("swaps", "Swaps under load", note, drawn, [Table("Median / 99th percentile", columns, rows)])
-
-
-def _of_quantiles(label: str, colour: str, values: Quantiles) -> Interval:
-    return Interval(label, colour, percentiles_of(values))
 
 
 def throughput_section(results: Sequence[Result], panels: Panels) -> Section | None:
@@ -100,16 +96,7 @@ def _speed_panel(panels: Panels, title: str, found: Throughput) -> Panel:
         Line(name, colour, points)
         for (name, points), colour in zip(sides.items(), ("blue", "red", *_CYCLE[1:]), strict=False)
     ]
-    alt = "; ".join(
-        f"{line.label}: " + ", ".join(f"{plain(p[1])} tokens/s at {plain(p[0])}" for p in line.points) for line in lines
-    )
-    xs = sorted({point[0] for line in lines for point in line.points})
-
-    def fill(axes: "Axes") -> None:
-        draw_lines(axes, lines, x="sequences", xs=xs, unit="tokens/s")
-        legend_below(axes)
-
-    return panels.draw(f"throughput {title}", title, alt, fill, height=HEIGHT + 0.2)
+    return lines_panel(panels, f"throughput {title}", title, lines, x="sequences", unit="tokens/s")
 
 
 def learning_section(result: Result, panels: Panels) -> Section | None:
@@ -144,7 +131,7 @@ def _curves_panel(panels: Panels, found: Learning) -> Panel:
             colour = PALETTE[MODE_COLOURS.get(curve.mode, "grey")]
             label = None if curve.mode in named else shortened(MODES.get(curve.mode, curve.mode))
             named.add(curve.mode)
-            seconds, rewards = [p.seconds for p in curve.points], list(_smooth([p.reward for p in curve.points]))
+            seconds, rewards = [p.seconds for p in curve.points], smoothed([p.reward for p in curve.points])
             axes.plot(seconds, rewards, color=colour, linewidth=1.4, label=label)
         axes.set_xlabel("seconds")
         axes.set_xlim(left=0)
@@ -156,12 +143,6 @@ def _curves_panel(panels: Panels, found: Learning) -> Panel:
     return panels.draw("reward over time", "Reward over time, a line for each seed", alt, fill, height=HEIGHT + 0.2)
 
 
-def _smooth(values: Sequence[float], steps: int = 10) -> Iterator[float]:
-    for end in range(1, len(values) + 1):
-        last = values[max(0, end - steps) : end]
-        yield sum(last) / len(last)
-
-
 def _lags_panel(panels: Panels, found: Learning) -> Panel:
     rewards: dict[str, dict[int, list[float]]] = {}
     for one in found.ablation:
@@ -171,11 +152,5 @@ def _lags_panel(panels: Panels, found: Learning) -> Panel:
         means = {lag: sum(values) / len(values) for lag, values in sorted(by_lag.items())}
         points = [(float(lag), mean, mean, mean) for lag, mean in means.items()]
         lines.append(Line(correction, _CYCLE[index % len(_CYCLE)], points))
-    xs = sorted({point[0] for line in lines for point in line.points})
-    alt = "; ".join(f"{line.label}: " + ", ".join(f"{p[1]:.3f} at lag {p[0]:g}" for p in line.points) for line in lines)
-
-    def fill(axes: "Axes") -> None:
-        draw_lines(axes, lines, x="forced lag, in versions", xs=xs, unit="")
-        legend_below(axes)
-
-    return panels.draw("final reward by lag", "Final reward by lag, mean over seeds", alt, fill, height=HEIGHT + 0.4)
+    title, x = "Final reward by lag, mean over seeds", "forced lag, in versions"
+    return lines_panel(panels, "final reward by lag", title, lines, x=x, unit="", height=HEIGHT + 0.4)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inflight.report.figures import Interval, Panel, Panels, draw_shares, height_of, legend_below, plain
+from inflight.report.figures import Interval, Panel, Panels, draw_shares, height_of, interval_panel, legend_below, plain
 from inflight.report.results import AGES
-from inflight.report.section import Section, Table, interval_panel, pair, percentiles_of
+from inflight.report.section import Section, Table, pair, percentiles_of
 from inflight.report.systems import System
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ def waits_section(systems: Sequence[System], panels: Panels) -> Section | None:
     shown = systems[:_MOST_INTERVALS]
     drawn = [
         _shares_panel(
-            panels, "Trainer", [(one.name, _known(one.found.trainer_s, _TRAINER)) for one in shown], _TRAINER
+            panels, "Trainer", [(one.name, _shares(one.found.trainer_s, _TRAINER)) for one in shown], _TRAINER
         ),
-        _shares_panel(panels, "Engine", [(one.name, _known(one.found.engine_s, _ENGINE)) for one in shown], _ENGINE),
+        _shares_panel(panels, "Engine", [(one.name, _shares(one.found.engine_s, _ENGINE)) for one in shown], _ENGINE),
     ]
     note = (
         "Shares of time. If the trainer mostly waits for rollouts, the generator is the slower half; if the engine is "
@@ -84,9 +84,13 @@ def waits_section(systems: Sequence[System], panels: Panels) -> Section | None:
 def _shares_panel(
     panels: Panels, title: str, rows: Sequence[tuple[str, dict[str, float]]], colours: dict[str, str]
 ) -> Panel:
-    largest = {name: max(shares[name] / (sum(shares.values()) or 1.0) for _, shares in rows) for name in colours}
-    present = {name: colour for name, colour in colours.items() if largest[name] > _LEAST_SHARE}
-    alt = "; ".join(f"{label}: {_shares_in_words(shares)}" for label, shares in rows)
+    present = {
+        name: colour for name, colour in colours.items() if any(shares[name] > _LEAST_SHARE for _, shares in rows)
+    }
+    alt = "; ".join(
+        f"{label}: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share)
+        for label, shares in rows
+    )
 
     def fill(axes: "Axes") -> None:
         draw_shares(axes, rows, present)
@@ -95,17 +99,13 @@ def _shares_panel(
     return panels.draw(title, title, alt, fill, height=height_of(len(rows)) + 0.45)
 
 
-def _known(seconds: dict[str, float], colours: dict[str, str]) -> dict[str, float]:
-    """Those that have a colour; what has none counts as the last one."""
+def _shares(seconds: dict[str, float], colours: dict[str, str]) -> dict[str, float]:
+    """Shares of the time by what has a colour; what has none counts as the last one."""
     known = dict.fromkeys(colours, 0.0)
     for name, value in seconds.items():
         known[name if name in known else list(colours)[-1]] += max(0.0, value)
-    return known
-
-
-def _shares_in_words(shares: dict[str, float]) -> str:
-    total = sum(shares.values()) or 1.0
-    return ", ".join(f"{name} {value / total:.0%}" for name, value in shares.items() if value)
+    total = sum(known.values()) or 1.0
+    return {name: value / total for name, value in known.items()}
 
 
 def served_section(systems: Sequence[System]) -> Section | None:

@@ -1,15 +1,11 @@
 """The section of a report about a sweep: small multiples, a row of panels for each measure."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from inflight.report.figures import HEIGHT, Line, Panel, Panels, draw_lines, legend_below, of_ms, plain, scale_to
+from inflight.report.figures import Line, Panels, lines_panel
 from inflight.report.results import Failed, Result, Staleness
 from inflight.report.section import Section, Table
 from inflight.report.systems import MODE_COLOURS, MODES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _AXES = {"sequences": "sequences", "publish_every": "optimizer steps between publishes", "slots": "slots"}
 """What can be the x axis: the one with most values is."""
@@ -36,10 +32,10 @@ def sweep_section(result: Result, panels: Panels) -> Section | None:
     drawn = []
     for name, at, unit in _SWEPT:
         shared = [value for one in points for value in _value_of(one, name, at) or ()]
-        for where, inside in facets.items():
+        for where, inside in facets.items() if shared else ():
             title = f"{name} {at}".strip() + (f" · {where}" if where else "")
-            if shared:
-                drawn.append(_swept_panel(panels, title, inside, x, name, at, unit, shared))
+            lines = _lines(inside, x, name, at)
+            drawn.append(lines_panel(panels, title, title, lines, x=_AXES[x], unit=unit, scale=shared))
     failed = [[_settings(one), one.reason] for one in result.found.failed]
     tables = [Table("Points that failed", ["", "why"], failed, is_text=True)] if failed else []
     note = "Every dot is a run of its own, and the line through it is what its five parts lay between."
@@ -61,34 +57,15 @@ def _settings(one: Failed) -> str:
     return f"{one.model}, {mode}, {one.sequences} sequences, {every}, {one.slots} slots"
 
 
-def _swept_panel(
-    panels: Panels,
-    title: str,
-    points: Sequence[Staleness],
-    x: str,
-    name: str,
-    at: str,
-    unit: str,
-    shared: Sequence[float],
-) -> Panel:
+def _lines(points: Sequence[Staleness], x: str, name: str, at: str) -> list[Line]:
+    """A line for each mode."""
     lines = []
     for mode in dict.fromkeys(one.mode for one in points):
         of_mode = sorted((one for one in points if one.mode == mode), key=lambda one: getattr(one, x))
         known = [(float(getattr(one, x)), *value) for one in of_mode if (value := _value_of(one, name, at)) is not None]
         if known:
             lines.append(Line(MODES.get(mode, mode), MODE_COLOURS.get(mode, "grey"), known))
-    xs = sorted({point[0] for line in lines for point in line.points})
-    text = of_ms if unit == "ms" else plain
-    alt = "; ".join(
-        f"{line.label}: " + ", ".join(f"{text(p[1])} at {plain(p[0])}" for p in line.points) for line in lines
-    )
-
-    def fill(axes: "Axes") -> None:
-        draw_lines(axes, lines, x=_AXES[x], xs=xs, unit=unit)
-        scale_to(axes, shared, unit=unit, axis="y")
-        legend_below(axes)
-
-    return panels.draw(title, title, alt, fill, height=HEIGHT + 0.2)
+    return lines
 
 
 def _value_of(one: Staleness, name: str, at: str) -> tuple[float, float, float] | None:

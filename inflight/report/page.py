@@ -1,4 +1,5 @@
-"""The page of a report: one file that needs no network and runs no script, and beside it JSON and PNGs."""
+"""The page of a report: which sections it has, one file that needs no network and runs no script, and beside it JSON
+and PNGs."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -11,11 +12,23 @@ import msgspec
 from inflight.observability.environment import replacing, write_json
 from inflight.report.comparison import Comparison, Number, comparisons_of
 from inflight.report.figures import PALETTE, Panels, of_ms, plain
-from inflight.report.results import AGES, ReportError, Result, Sweep
-from inflight.report.sections import MEANINGS, Section, sections_of
+from inflight.report.of_others import learning_section, swaps_section, throughput_section
+from inflight.report.of_staleness import distributions_section, measures_section, served_section, waits_section
+from inflight.report.of_sweeps import sweep_section
+from inflight.report.results import AGES, Learning, ReportError, Result, Swap, Sweep, Throughput
+from inflight.report.section import Section
 from inflight.report.systems import System, systems_of
 
 _HERE = Path(__file__).parent
+_MEANINGS = {
+    "swap_ms": "From publish() to the first token that was drawn with the new weights.",
+    "stall_ms": "Time in which the engine had work and drew nothing because of a swap.",
+    "weight_lag_ms": "How long newer weights had been published when a token was drawn; 0 if its own were the newest.",
+    "policy_age_ms": "How long the weights that drew a token had been published when they drew it.",
+    "token_age_ms": "From the draw of a token until an optimizer step consumed it.",
+    "version_lag": "Versions that the trainer was ahead of the weights that drew a token when it consumed it.",
+}
+"""What the six measures mean; docs/staleness.md says more."""
 
 
 def write_report(results: Sequence[Result], out: Path, *, title: str) -> list[Path]:
@@ -36,7 +49,7 @@ def write_report(results: Sequence[Result], out: Path, *, title: str) -> list[Pa
     panels = Panels(out.with_name(f"{out.stem}-figures"))
     for old in panels.directory.glob("[0-9][0-9]*-*.png"):
         old.unlink()  # of an earlier report
-    sections = sections_of(results, systems, panels)
+    sections = _sections_of(results, systems, panels)
     about = {"title": title, "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "notices": notices(results)}
     html = _html(about, results, sections, comparisons)
     with replacing(out) as partial_path:
@@ -44,6 +57,22 @@ def write_report(results: Sequence[Result], out: Path, *, title: str) -> list[Pa
     figures = [f"{panels.directory.name}/{name}.png" for name in panels.names]
     write_json(numbers, about | _numbers(results, systems, comparisons) | {"figures": figures})
     return [out, numbers, panels.directory]
+
+
+def _sections_of(results: Sequence[Result], systems: Sequence[System], panels: Panels) -> list[Section]:
+    """Whatever the files give cause for."""
+    outside_sweeps = [one for one in systems if not one.is_of_sweep]
+    made = [
+        measures_section(systems),
+        distributions_section(outside_sweeps or systems, panels),
+        waits_section([one for one in systems if one.found.trainer_s], panels),
+        served_section([one for one in systems if one.is_served]),
+        *(sweep_section(result, panels) for result in results if isinstance(result.found, Sweep)),
+        swaps_section([result for result in results if isinstance(result.found, Swap)], panels),
+        throughput_section([result for result in results if isinstance(result.found, Throughput)], panels),
+        *(learning_section(result, panels) for result in results if isinstance(result.found, Learning)),
+    ]
+    return [section for section in made if section is not None]
 
 
 def _is_a_result(path: Path) -> bool:
@@ -102,7 +131,7 @@ def _html(
         results=results,
         sections=sections,
         comparisons=comparisons,
-        meanings=MEANINGS,
+        meanings=_MEANINGS,
         style=(_HERE / "style.css").read_text(),
         palette=PALETTE,
     )
@@ -127,10 +156,11 @@ def _numbers(results: Sequence[Result], systems: Sequence[System], comparisons: 
             {
                 "name": one.name,
                 "file": str(one.result.path),
-                **{key: getattr(one.found, key) for key in ("model", "mode", "slots", "sequences", "publish_every")},
-                "target": one.found.target,
-                "tokens_per_s": one.found.tokens_per_s,
-                **{name: _known(one.found.measure(name)) for name in AGES},
+                **{
+                    key: getattr(one.found, key)
+                    for key in ("model", "mode", "slots", "sequences", "publish_every", "target", "tokens_per_s")
+                },
+                **{name: plainly(one.found.measure(name)) for name in AGES},
                 "parts": one.found.parts,
             }
             for one in systems
@@ -155,7 +185,3 @@ def _numbers(results: Sequence[Result], systems: Sequence[System], comparisons: 
             for comparison in comparisons
         ],
     }
-
-
-def _known(quantiles: Any) -> dict[str, float]:
-    return {name: value for name, value in msgspec.structs.asdict(quantiles).items() if value is not None}

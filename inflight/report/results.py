@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ class ReportError(InflightError, ValueError):
     """A file that is none of a benchmark's, or of one that there is no report for; the message names file and key."""
 
 
-class Quantiles(msgspec.Struct, frozen=True):
+class Quantiles(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is known of the values of a measure; None where it is not."""
 
     p50: float | None = None
@@ -166,11 +167,9 @@ class Throughput(msgspec.Struct, frozen=True):
     device: str
     points: list[Speed]
     backend: str = "inflight"
-    peers: list[str] = []
 
 
 class OfSeed(msgspec.Struct, frozen=True):
-    seed: int
     final_reward: float
     seconds_to_target: float | None = None
 
@@ -186,7 +185,6 @@ class OfMode(msgspec.Struct, frozen=True):
 class Ablated(msgspec.Struct, frozen=True):
     lag: int
     correction: str
-    seed: int
     final_reward: float
 
 
@@ -199,15 +197,11 @@ class Curve(msgspec.Struct, frozen=True):
     """A run of learning."""
 
     points: list[Step]
-    seed: int = 0
     mode: str = ""
-    correction: str = ""
-    lag: int = 0
 
 
 class Learning(msgspec.Struct, frozen=True):
     model: str
-    modes: list[str] = []
     ratio: float | None = None
     ratios: list[float] = []
     ablation: list[Ablated] = []
@@ -217,7 +211,6 @@ class Learning(msgspec.Struct, frozen=True):
     """Of the file beside it."""
 
 
-Found = Staleness | Sweep | Servers | Swap | Throughput | Learning
 _KINDS: dict[str, type] = {
     "staleness": Staleness,
     "sweep": Sweep,
@@ -234,7 +227,7 @@ class Result(msgspec.Struct, frozen=True):
     path: Path
     kind: str
     found: Any
-    """One of `Found`."""
+    """What its kind has: a Staleness, a Sweep, …"""
     environment: Environment
 
     @property
@@ -244,51 +237,28 @@ class Result(msgspec.Struct, frozen=True):
 
 def read(path: Path) -> Result:
     """What a benchmark wrote. Raises ReportError, which names the file, and the key that is wrong or missing."""
-    raw = _decoded(path, _bytes_of(path), dict[str, Any])
+    raw = _decoded(path, dict[str, Any])
     kind = raw.get("bench")
     if kind not in _KINDS:
         said = "there is no key 'bench'" if kind is None else f"its key 'bench' is {str(kind)[:60]!r}"
         raise ReportError(f"{path} is nothing to report: {said}, which must be one of {', '.join(_KINDS)}")
     if kind == "learning":
-        raw = raw | {"of_modes": {name: raw.get(name) for name in _names(path, raw)}, "curves": _curves(path)}
+        modes = _converted(path, raw.get("modes", []), list[str], "modes")
+        beside = path.with_name(f"{path.stem}-series.json.gz")
+        curves = _decoded(beside, list[Any], gzip.open) if beside.exists() else []
+        raw |= {"of_modes": {name: raw.get(name) for name in modes}, "curves": curves}
     environment = _converted(path, raw.get("environment") or {}, Environment, "environment")
     return Result(path, kind, _converted(path, raw, _KINDS[kind]), environment)
 
 
-def _names(path: Path, raw: dict[str, Any]) -> list[str]:
-    return _converted(path, raw.get("modes", []), list[str], "modes")
-
-
-def _curves(path: Path) -> list[Any]:
-    """The curves that lie beside the result of learning, if they do."""
-    beside = path.with_name(f"{path.stem}-series.json.gz")
-    if not beside.exists():
-        return []
+def _decoded(path: Path, kind: type[Kind], open_file: Callable[..., Any] = open) -> Kind:
     try:
-        with gzip.open(beside) as file:
+        with open_file(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise ReportError(f"{beside} cannot be read: {error}") from error
-    _check_size(beside, len(data))
-    return _decoded(beside, data, list[Any])
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
-    _check_size(path, len(data))
-    return data
-
-
-def _check_size(path: Path, size: int) -> None:
-    if size > _MOST_BYTES:
+        raise ReportError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > _MOST_BYTES:
         raise ReportError(f"{path} is longer than {_MOST_BYTES >> 20} MiB: no benchmark writes such a file")
-
-
-def _decoded(path: Path, data: bytes, kind: type[Kind]) -> Kind:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

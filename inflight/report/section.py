@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inflight.report.figures import Interval, Panel, Panels, draw_intervals, height_of, of_ms, plain
+from inflight.report.figures import Panel, of_ms, plain
 from inflight.report.results import Quantiles
 
 
@@ -41,14 +41,3 @@ def percentiles_of(values: Quantiles) -> list[tuple[float, float]]:
     """(percentage, value) of those that are known; the maximum is the 100th."""
     named = ((50, values.p50), (90, values.p90), (99, values.p99), (100, None if values.p99 else values.max))
     return [(float(at), value) for at, value in named if value is not None]
-
-
-def interval_panel(panels: Panels, name: str, title: str, intervals: Sequence[Interval], unit: str) -> Panel:
-    text = of_ms if unit == "ms" else plain
-    alt = "; ".join(
-        f"{one.label}: " + ", ".join(f"{at:g} % below {text(value)}" for at, value in one.percentiles if at >= 50)
-        for one in intervals
-    )
-    return panels.draw(
-        name, title, alt, lambda axes: draw_intervals(axes, intervals, unit=unit), height=height_of(len(intervals))
-    )

@@ -4,8 +4,8 @@ import base64
 import io
 import math
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,12 @@ def finish_reason(reason: str) -> str | None:
     return _FINISH_REASONS[reason]
 
 
-def usage(rollouts: Iterable[Rollout]) -> dict[str, Any]:
+def usage(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Tokens of whole samples; a prompt counts once, however many samples it has."""
-    drawn, prompts, cached = 0, {}, 0
-    for rollout in rollouts:
-        drawn += len(rollout.token_ids)
-        prompts[rollout.group_id] = len(rollout.prompt_token_ids)
-        cached += rollout.prefix_tokens if rollout.sample == 0 else 0
-    return usage_of(sum(prompts.values()), drawn, cached)
+    firsts = [rollout for rollout in rollouts if rollout.sample == 0]
+    drawn = sum(len(rollout.token_ids) for rollout in rollouts)
+    cached = sum(rollout.prefix_tokens for rollout in firsts)
+    return usage_of(sum(len(rollout.prompt_token_ids) for rollout in firsts), drawn, cached)
 
 
 def usage_of(prompt_tokens: int, drawn: int, cached: int = 0) -> dict[str, Any]:
@@ -65,16 +63,7 @@ def completion_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool,
     """The object of /v1/completions: the most likely tokens, if they were asked for, and always the drawn one. offset:
     characters of the tokens before these."""
     name = token_id_name if as_ids else decoder.token
-    ids, logprobs = rollout.token_ids.tolist(), _finite(rollout.logprobs.tolist())
-    tokens, offsets = [name(i) for i in ids], []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    tops = [
-        {token: logprob} | {name(i): p for i, p in top}
-        for token, logprob, top in zip(tokens, logprobs, _tops(rollout), strict=True)
-    ]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    return _named_logprobs(rollout.token_ids, _finite(rollout.logprobs.tolist()), _tops(rollout), name, offset)
 
 
 def prompt_logprobs(rollout: Rollout, decoder: TextDecoder, top: int) -> list[dict[str, Any] | None] | None:
@@ -101,21 +90,28 @@ def prompt_logprobs(rollout: Rollout, decoder: TextDecoder, top: int) -> list[di
 def echoed_logprobs(rollout: Rollout, decoder: TextDecoder, top: int, *, as_ids: bool) -> dict[str, list[Any]]:
     """What `completion_logprobs` says of drawn tokens, of those of the prompt: None where the sample was cancelled
     before its prompt was computed, and of the first token."""
-    name = token_id_name if as_ids else decoder.token
-    tokens = [name(i) for i in rollout.prompt_token_ids.tolist()]
-    logprobs: list[float | None] = [None] * len(tokens)
-    tops: list[dict[str, float] | None] = [None] * len(tokens)
+    logprobs: list[float | None] = [None] * len(rollout.prompt_token_ids)
+    tops: list[list[tuple[int, float]]] = [[]] * len(logprobs)
     if (scores := rollout.prompt_scores) is not None:
-        told = _finite(scores.logprobs.tolist())
-        logprobs[1:] = told
-        tops[1:] = [
-            {token: logprob} | {name(i): p for i, p in likeliest[:top]}
-            for token, logprob, likeliest in zip(
-                tokens[1:], told, _rows(scores.top_token_ids, scores.top_logprobs), strict=True
-            )
-        ]
-    offsets = np.cumsum([0, *map(len, tokens)]).tolist()[:-1]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        logprobs[1:] = _finite(scores.logprobs.tolist())
+        tops[1:] = [likeliest[:top] for likeliest in _rows(scores.top_token_ids, scores.top_logprobs)]
+    return _named_logprobs(rollout.prompt_token_ids, logprobs, tops, token_id_name if as_ids else decoder.token, 0)
+
+
+def _named_logprobs(
+    token_ids: np.ndarray,
+    logprobs: list[float] | list[float | None],
+    tops: Iterable[list[tuple[int, float]]],
+    name: Callable[[int], str],
+    offset: int,
+) -> dict[str, list[Any]]:
+    tokens = [name(i) for i in token_ids.tolist()]
+    likeliest = [
+        None if logprob is None else {token: logprob} | {name(i): p for i, p in top}
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+    ]
+    offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likeliest, "text_offset": offsets}
 
 
 def chat_logprobs(rollout: Rollout, decoder: TextDecoder, *, as_ids: bool) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The application: which path is answered by what, and who may ask."""
 
-import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,13 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from inflight.core.errors import InflightError
+import inflight
 from inflight.server import control, models, serving
+from inflight.server.bodies import always
 from inflight.server.connections import is_loopback
 from inflight.server.errors import ApiError, as_api_error
 from inflight.server.served import Served
-
-logger = logging.getLogger("inflight.server")
 
 Endpoint = Callable[[Served, Request], Awaitable[Response]]
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
@@ -38,21 +37,25 @@ class Access(Enum):
 def make_app(served: Served) -> Starlette:
     """The application over one engine."""
     endpoints: Mapping[Access, Mapping[str, Endpoint]] = {
-        Access.EVERYBODY: {"GET /health": models.health, "GET /ping": models.health, "GET /liveness": models.liveness},
+        Access.EVERYBODY: {
+            "GET /health": models.health,
+            "GET /ping": models.health,
+            "GET /liveness": always({"status": "ok"}),
+        },
         Access.CLIENTS: {
             "GET /v1/models": models.list_models,
             "GET /v1/models/{name:path}": models.one_model,
-            "GET /version": models.version,
+            "GET /version": always({"version": inflight.__version__}),
             "GET /metrics": models.metrics,
             "GET /load": models.load,
             "GET /server_info": models.server_info,
-            "GET /get_world_size": models.world_size,
+            "GET /get_world_size": always({"world_size": 1}),  # however many engines a pool has
             "POST /tokenize": models.tokenize,
             "POST /detokenize": models.detokenize,
             "POST /v1/completions": serving.completions,
             "POST /v1/chat/completions": serving.chat,
             "POST /inference/v1/generate": serving.generate,
-            "POST /skyrl/v1/generate": serving.skyrl_generate,
+            "POST /skyrl/v1/generate": partial(serving.generate, experts_as_lists=True),
             "GET /weight_info": control.weight_info,
             "GET /is_paused": control.is_paused,
             "GET /is_sleeping": control.is_sleeping,
@@ -82,9 +85,7 @@ def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> C
             served.metrics.cancelled.inc()
             response = Response(status_code=499)  # which nobody reads
         except Exception as error:
-            if not isinstance(error, (ApiError, InflightError, TimeoutError)):
-                logger.exception("a request for %s failed", path)
-            response = as_api_error(error).response()
+            response = as_api_error(error, f"a request for {path}").response()
         served.metrics.requests.labels(path, response.status_code).inc()
         return response
 

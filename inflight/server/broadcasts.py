@@ -1,18 +1,20 @@
-"""Weights that a trainer sends by NCCL as it sends them to vLLM: it is met, begins an update, announces tensors while
-it broadcasts them, and finishes the update."""
+"""Updates in vLLM's three steps: a client begins one, names directories or announces tensors, and finishes it. Tensors
+come by NCCL from a trainer that was met before, which broadcasts what it announces."""
 
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from inflight.core.errors import BroadcastError
+from inflight.core.errors import BroadcastError, InvalidRequestError
 from inflight.server.engine import ServedEngine
+from inflight.server.errors import ApiError
+from inflight.server.requests import read_fields
 from inflight.server.updates import Updates
 from inflight.weights.cuda_ipc import number_of
 from inflight.weights.nccl.group import Group, Tensors
@@ -37,10 +39,8 @@ class Broadcasts:
         self._num_met = 0
         self._lock = threading.Lock()
         """Held while one of the two above is changed: a group is joined in a thread."""
-        self._broken_off = False
-        """Something was announced since the update began, and not taken."""
-        self._update: tuple[_Update, asyncio.Future[int]] | None = None
-        """What was begun, and the version that it will be."""
+        self.begun: Update | None = None
+        """The update that was begun and not finished, if there is one."""
 
     @property
     def met(self) -> bool:
@@ -74,52 +74,45 @@ class Broadcasts:
         if group is not None:
             await _beside(group.close)
 
-    async def break_off(self) -> None:
-        """Something was announced that is not taken. The trainer sends it all the same, and what it sends next would
-        be read as what comes after; so its group is left, and the update that was begun fails."""
-        self._broken_off = True
-        if self._group is not None:
-            await _beside(self._group.close)
-
-    def check(self, tensors: Tensors) -> None:
-        """Raise InvalidRequestError for what cannot be received."""
-        tensors.check(_MOST_OF_LAYOUT * self._engine.info.layout.total_bytes)
-
-    async def receive(self, tensors: Tensors) -> None:
-        """Take tensors of the update that was begun, as they come. Returns when they are here. Raises BroadcastError if
-        they do not come; and if they do not fit what the publisher raises, once they are here."""
-        if self._group is None or self._group.closed:
-            self._broken_off = True
-            raise BroadcastError("the trainer's group was left; call /init_weight_transfer_engine to meet again")
-        if self._update is None:
-            begun = _Update(self._group)
-            self._update = (
-                begun,
-                asyncio.ensure_future(self._updates.publish_tensors(begun.publish, lambda: begun.label)),
-            )
-        begun, published = self._update
-        arrived = asyncio.wrap_future(begun.expect(tensors))
-        await asyncio.wait({arrived, published}, return_when=asyncio.FIRST_COMPLETED)
-        await (arrived if arrived.done() else asyncio.shield(published))
-
-    async def finish(self, label: str | None) -> int | None:
-        """Publish what came, as a version of this name. None if nothing was announced."""
-        if self._broken_off:
-            self.give_up()
-            raise BroadcastError("what was announced since the update began was not taken; nothing is published")
-        if self._update is None:
-            return None
-        (begun, published), self._update = self._update, None
-        begun.end(label)
-        return await asyncio.shield(published)
+    def begin(self) -> None:
+        """Begin an update, in place of one that was begun and not finished."""
+        self.give_up()
+        self.begun = Update(self._updates)
 
     def give_up(self) -> None:
         """Forget an update that was begun and not finished."""
-        self._broken_off = False
-        if self._update is not None:
-            (begun, published), self._update = self._update, None
-            begun.give_up()
-            published.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
+        if self.begun is not None:
+            self.begun.give_up()
+            self.begun = None
+
+    def take_begun(self) -> "Update":
+        """The update that was begun, which is to be finished now. Raises InvalidRequestError if there is none."""
+        begun, self.begun = self._check_begun(), None
+        return begun
+
+    async def receive(self, info: Mapping[str, Any]) -> None:
+        """Take tensors of the update that was begun, as they come. Returns when they are here. Raises ApiError or
+        InvalidRequestError for what cannot be received, BroadcastError if they do not come; and if they do not fit what
+        the publisher raises, once they are here."""
+        try:
+            begun, tensors = self._check_begun(), read_fields(info, Tensors)
+            tensors.check(_MOST_OF_LAYOUT * self._engine.info.layout.total_bytes)
+        except (ApiError, InvalidRequestError):
+            # The trainer sends it all the same, and what it sends next would be read as what comes after.
+            if self.begun is not None:
+                self.begun.broken_off = True
+            if self._group is not None:
+                await _beside(self._group.close)
+            raise
+        if self._group is None or self._group.closed:
+            begun.broken_off = True
+            raise BroadcastError("the trainer's group was left; call /init_weight_transfer_engine to meet again")
+        await begun.receive(self._group, tensors)
+
+    def _check_begun(self) -> "Update":
+        if self.begun is None:
+            raise InvalidRequestError("no update has begun; call /start_weight_update first")
+        return self.begun
 
     def _device(self) -> torch.device:
         """Where tensors are received: on the engine's GPU, by the number that it has in this process; on another one
@@ -131,40 +124,60 @@ class Broadcasts:
         return torch.device("cuda", torch.cuda.current_device() if number is None else number)
 
 
-class _Update:
-    """A version whose tensors come in one message or in several. The thread that publishes reads it, while the engine
-    draws."""
+class Update:
+    """A version whose tensors come in one message or in several, or from directories. The thread that publishes reads
+    the former, while the engine draws."""
 
-    def __init__(self, group: Group):
-        self._group = group
+    def __init__(self, updates: Updates):
+        self._updates = updates
+        self.directories: list[str] = []
+        """Checkpoints that are to be published when it is finished."""
+        self.broken_off = False
+        """Something was announced, and not taken."""
+        self._published: asyncio.Future[int] | None = None
+        """The version that the tensors will be, once some were announced."""
         self._messages: queue.SimpleQueue[tuple[Tensors, Future[None]] | None] = queue.SimpleQueue()
+        self._label: str | None = None
         self._given_up = False
         self._refused: Exception | None = None
-        self.label: str | None = None
-        """What the trainer calls the version, once all has come."""
 
-    def expect(self, tensors: Tensors) -> "Future[None]":
-        """The trainer sends these now. The future is done when they are here."""
-        arrived: Future[None] = Future()
-        self._messages.put((tensors, arrived))
-        return arrived
+    async def receive(self, group: Group, tensors: Tensors) -> None:
+        """Return when these are here, which the trainer sends now."""
+        if self._published is None:
+            self._published = asyncio.ensure_future(self._updates.run(lambda: self._publish(group)))
+        message: Future[None] = Future()
+        self._messages.put((tensors, message))
+        arrived = asyncio.wrap_future(message)
+        await asyncio.wait({arrived, self._published}, return_when=asyncio.FIRST_COMPLETED)
+        await (arrived if arrived.done() else asyncio.shield(self._published))
 
-    def end(self, label: str | None) -> None:
-        """All have come; the version has this name."""
-        self.label = label
+    async def publish_tensors(self, label: str | None) -> bool:
+        """All have come: publish them as a version of this name. Returns False if none were announced. Raises
+        BroadcastError, or what the publisher raises."""
+        if self.broken_off:
+            self.give_up()
+            raise BroadcastError("what was announced since the update began was not taken; nothing is published")
+        if self._published is None:
+            return False
+        self._label = label
         self._messages.put(None)
+        await asyncio.shield(self._published)
+        return True
 
     def give_up(self) -> None:
-        """Whoever began it does not end it."""
+        """Whoever began it does not finish it."""
         self._given_up = True
         self._messages.put(None)
+        if self._published is not None:
+            self._published.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
 
-    def publish(self, publish: Callable[[Iterator[tuple[str, torch.Tensor]]], int]) -> int:
-        """The version that was made of names and tensors as they come. Raises what `publish` raises, once nothing more
-        comes, since a trainer sends what it has announced whatever becomes of it; and BroadcastError if it does not."""
-        pairs = self._pairs()
+    def _publish(self, group: Group) -> int:
+        """The version that was made of names and tensors as they come. Raises what the publisher raises, once nothing
+        more comes, since a trainer sends what it has announced whatever becomes of it; and BroadcastError if it does
+        not."""
+        pairs = self._pairs(group)
         try:
-            return publish(pairs)
+            return self._updates.publish("weights", pairs)
         except Exception as error:
             self._refused = error
             with suppress(BroadcastError):  # of which whoever announced the tensors is told
@@ -172,31 +185,33 @@ class _Update:
                     pass
             raise
 
-    def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        while (message := self._next_message()) is not None:
+    def _pairs(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+        while (message := self._next_message(group)) is not None:
             tensors, arrived = message
             try:
-                yield from self._group.receive(tensors)
+                yield from group.receive(tensors)
             except BaseException as error:  # of memory, say; what is still to come would be taken for what comes next
-                self._group.close()
+                group.close()
                 arrived.set_exception(error)
                 raise
             if self._refused is None:
                 arrived.set_result(None)
             else:
                 arrived.set_exception(self._refused)
+        if self._refused is None:
+            self._updates.label_next(self._label)
 
-    def _next_message(self) -> "tuple[Tensors, Future[None]] | None":
+    def _next_message(self, group: Group) -> "tuple[Tensors, Future[None]] | None":
         try:
             message = self._messages.get(timeout=_MOST_BETWEEN_S)
         except queue.Empty:
-            self._group.close()
+            group.close()
             raise BroadcastError(
                 f"the update that was begun was not finished: nothing came for {_MOST_BETWEEN_S:.0f} s"
             ) from None
         if self._given_up:
             if message is not None:  # the trainer sends it
-                self._group.close()
+                group.close()
             raise BroadcastError("the update that was begun was not finished: the trainer left, or began another one")
         return message
 

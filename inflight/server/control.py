@@ -4,21 +4,21 @@ of what prime-rl and AReaL put beside it.
 An update is staged while decoding goes on and goes live between two forward passes; the answer comes when it is live.
 """
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.core.errors import InflightError, InvalidRequestError
-from inflight.server.bodies import answer
+from inflight.server.bodies import always, answer
 from inflight.server.errors import ApiError, as_api_error
-from inflight.server.requests import parse, read_bytes, read_fields
+from inflight.server.requests import read_body, read_fields
 from inflight.server.served import Served
-from inflight.weights.nccl.group import Tensors
 from inflight.weights.nccl.library import why_not
 from inflight.weights.nccl.rendezvous import Meeting
 
@@ -88,7 +88,7 @@ class _UnloadAdapter(msgspec.Struct):
 async def init_weight_transfer(served: Served, request: Request) -> Response:
     """Meet a trainer that sends tensors by NCCL, unless it says that it names directories."""
     fields = await _fields(request, _InitInfo)
-    _forget(served)  # what a client began that ended before it finished
+    served.broadcasts.give_up()  # what a client began that ended before it finished
     if not fields.init_info or fields.init_info.get("backend") == "directory":
         return _done("weights come from directories")
     reason = why_not(served.engine.info.device)
@@ -106,22 +106,14 @@ async def no_collectives(served: Served, request: Request) -> Response:
 
 async def shut_down_transfer(served: Served, request: Request) -> Response:
     """Leave the trainer's group, and forget an update that was begun and not finished."""
-    _forget(served)
     await served.broadcasts.leave()
     return _done("weights come from directories")
-
-
-def _forget(served: Served) -> None:
-    """An update that was begun and not finished."""
-    served.updates.staged = None
-    served.broadcasts.give_up()
 
 
 async def start_update(served: Served, request: Request) -> Response:
     """Directories and tensors that /update_weights names in its `update_info` make a version at /finish_weight_update,
     from now on."""
-    _forget(served)
-    served.updates.staged = []
+    served.broadcasts.begin()
     return _done("an update has begun")
 
 
@@ -133,31 +125,18 @@ async def update_weights(served: Served, request: Request) -> Response:
     fields = await _fields(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
     if "names" in info and served.broadcasts.met:
-        await _receive(served, info)
+        with _told_once():
+            await served.broadcasts.receive(info)
         return _done("the tensors are here; /finish_weight_update publishes them")
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
     if not isinstance(directory, str):
         raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
-    if not at_once and served.updates.staged is not None:
-        served.updates.staged.append(directory)
+    if not at_once and served.broadcasts.begun is not None:
+        served.broadcasts.begun.directories.append(directory)
         return _done("noted; /finish_weight_update publishes it")
     version = await served.updates.publish_directory(directory, fields.weight_version)
     return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
-
-
-async def _receive(served: Served, info: dict[str, Any]) -> None:
-    """Tensors that a trainer has announced, and sends whatever becomes of the announcement."""
-    with _told_once():
-        try:
-            if served.updates.staged is None:
-                raise ApiError(400, "no update has begun; call /start_weight_update first")
-            tensors = read_fields(info, Tensors)
-            served.broadcasts.check(tensors)
-        except (ApiError, InvalidRequestError):
-            await served.broadcasts.break_off()
-            raise
-        await served.broadcasts.receive(tensors)
 
 
 @contextmanager
@@ -167,35 +146,31 @@ def _told_once() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = as_api_error(error)
+        told = as_api_error(error, "an update")
         if told.status not in (500, 502, 503):
             raise
-        if not isinstance(error, (ApiError, InflightError, TimeoutError)):
-            logger.exception("an update failed")
         raise ApiError(424, told.message) from error
 
 
 async def finish_update(served: Served, request: Request) -> Response:
     """Publish what was noted, and answer when it is live."""
     fields = await _fields(request, _Finish)
-    staged, served.updates.staged = served.updates.staged, None
-    if staged is None:
-        raise ApiError(400, "no update has begun; call /start_weight_update first")
+    update = served.broadcasts.take_begun()
     with _told_once():
-        published = await served.broadcasts.finish(fields.weight_version)
-    if published is None and not staged and fields.weight_version is not None:
-        version = await served.call(lambda: served.engine.status().version)
+        are_tensors = await update.publish_tensors(fields.weight_version)
+    if not are_tensors and not update.directories and fields.weight_version is not None:
+        version = await _live_version(served)
         served.updates.label(version, fields.weight_version)
-    for directory in staged:
+    for directory in update.directories:
         await served.updates.publish_directory(directory, fields.weight_version)
-    version = await served.call(lambda: served.engine.status().version)
+    version = await _live_version(served)
     return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
 
 
 async def update_version(served: Served, request: Request) -> Response:
     """Give the live version a name, which spans of weight versions have from now on."""
     fields = await _fields(request, _NewVersion)
-    version = await served.call(lambda: served.engine.status().version)
+    version = await _live_version(served)
     served.updates.label(version, fields.new_version)
     return _done(
         f"version {version} is called {fields.new_version}", weight_version=fields.new_version, version=version
@@ -204,7 +179,7 @@ async def update_version(served: Served, request: Request) -> Response:
 
 async def weight_info(served: Served, request: Request) -> Response:
     """The live version, and the name that it was given."""
-    version = await served.call(lambda: served.engine.status().version)
+    version = await _live_version(served)
     return answer({"weight_version": served.updates.name_of(version), "version": version})
 
 
@@ -219,7 +194,7 @@ async def weight_checker(served: Served, request: Request) -> Response:
     baseline = fields.baseline
     if fields.action == "compare" and baseline is None:
         raise ApiError(400, "compare needs a baseline: the checksums that this server told before", param="baseline")
-    found = await served.call(served.engine.digests)
+    found = await asyncio.to_thread(served.engine.digests)
     version = {"version": found.version, "weight_version": served.updates.name_of(found.version)}
     if fields.action == "checksum" or baseline is None:
         return answer({"checksums": found.tensors, **version})
@@ -231,15 +206,15 @@ async def weight_checker(served: Served, request: Request) -> Response:
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 
-async def load_adapter(served: Served, request: Request) -> Response:
-    """vLLM's: one of this name must not be there, unless `load_inplace`."""
+async def load_adapter(served: Served, request: Request, *, replace: bool = False) -> Response:
+    """vLLM's: one of this name must not be there, unless `load_inplace`. replace: prime-rl's and SkyRL's, which put it
+    in the place of one of this name."""
     fields = await _fields(request, _LoadAdapter)
-    return await _load(served, fields, in_place=bool(fields.load_inplace))
-
-
-async def reload_adapter(served: Served, request: Request) -> Response:
-    """prime-rl's and SkyRL's: one of this name is replaced."""
-    return await _load(served, await _fields(request, _LoadAdapter), in_place=True)
+    in_place = replace or bool(fields.load_inplace)
+    adapter = await served.adapters.load(
+        fields.lora_name, fields.lora_path, in_place=in_place, label=fields.weight_version
+    )
+    return _done(f"the adapter {adapter.name} is live", version=adapter.version)
 
 
 async def unload_adapter(served: Served, request: Request) -> Response:
@@ -249,62 +224,55 @@ async def unload_adapter(served: Served, request: Request) -> Response:
     return _done(f"the adapter {fields.lora_name} is not loaded any more")
 
 
-async def _load(served: Served, fields: _LoadAdapter, *, in_place: bool) -> Response:
-    adapter = await served.adapters.load(
-        fields.lora_name, fields.lora_path, in_place=in_place, label=fields.weight_version
-    )
-    return _done(f"the adapter {adapter.name} is live", version=adapter.version)
-
-
 # ---- pauses and sleep -----------------------------------------------------------------------------------------------
 
 
 async def pause(served: Served, request: Request) -> Response:
     """mode=keep: nothing needs to stop, and nothing does, unless the server honours pauses. wait: what is being drawn
     ends first, within a bound. abort: it is cancelled."""
-    value = parse(await read_bytes(request, _MOST_BYTES)) | dict(request.query_params)
+    value = await read_body(request, _MOST_BYTES) | dict(request.query_params)
     mode = read_fields(value, _Pause).mode or "abort"
     if mode not in ("keep", "wait", "abort"):
         raise ApiError(400, f"mode must be keep, wait or abort, got {mode!r}", param="mode")
     if mode == "wait":
         await served.drain()
     elif mode == "abort":
-        await served.call(served.engine.pause)
+        await asyncio.to_thread(served.engine.pause)
         await served.abort(None)
     elif served.options.honor_pause:
-        await served.call(served.engine.pause)
+        await asyncio.to_thread(served.engine.pause)
     served.paused = True
     return answer({"status": "paused", "generating": mode == "keep" and not served.options.honor_pause})
 
 
 async def resume(served: Served, request: Request) -> Response:
     """Go on."""
-    await served.call(served.engine.resume)
+    await asyncio.to_thread(served.engine.resume)
     served.paused = False
     return answer({"status": "resumed"})
 
 
 async def is_paused(served: Served, request: Request) -> Response:
     """Whether a client has paused and not resumed, or the engine is paused."""
-    status = await served.call(served.engine.status)
+    status = await asyncio.to_thread(served.engine.status)
     return answer({"is_paused": served.paused or status.paused})
 
 
 async def sleep(served: Served, request: Request) -> Response:
     """Give the memory of the KV cache back; the weights stay, whatever the level."""
-    await served.call(served.engine.sleep)
+    await asyncio.to_thread(served.engine.sleep)
     return answer({"status": "asleep"})
 
 
 async def wake_up(served: Served, request: Request) -> Response:
     """Take it again."""
-    await served.call(served.engine.wake)
+    await asyncio.to_thread(served.engine.wake)
     return answer({"status": "awake"})
 
 
 async def is_sleeping(served: Served, request: Request) -> Response:
     """Whether the engine sleeps."""
-    return answer({"is_sleeping": (await served.call(served.engine.status)).asleep})
+    return answer({"is_sleeping": (await asyncio.to_thread(served.engine.status)).asleep})
 
 
 async def abort_requests(served: Served, request: Request) -> Response:
@@ -312,11 +280,6 @@ async def abort_requests(served: Served, request: Request) -> Response:
     fields = await _fields(request, _Abort)
     ids = None if fields.abort_all or fields.request_ids is None else fields.request_ids
     return answer({"status": "aborted", "num_aborted": await served.abort(ids)})
-
-
-async def reset_prefix_cache(served: Served, request: Request) -> Response:
-    """Nothing to do: what the cache remembers is never used under weights that did not compute it."""
-    return answer({"success": True})
 
 
 ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
@@ -327,7 +290,8 @@ ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
     "POST /abort_requests": abort_requests,
     "POST /sleep": sleep,
     "POST /wake_up": wake_up,
-    "POST /reset_prefix_cache": reset_prefix_cache,
+    # There is nothing to do: what the cache remembers is never used under weights that did not compute it.
+    "POST /reset_prefix_cache": always({"success": True}),
     "POST /init_weight_transfer_engine": init_weight_transfer,
     "POST /shutdown_weight_transfer_engine": shut_down_transfer,
     "POST /start_weight_update": start_update,
@@ -338,9 +302,9 @@ ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
     "POST /weight_checker": weight_checker,
     "POST /v1/load_lora_adapter": load_adapter,
     "POST /v1/unload_lora_adapter": unload_adapter,
-    "POST /load_lora_adapter": reload_adapter,
+    "POST /load_lora_adapter": partial(load_adapter, replace=True),
     "POST /unload_lora_adapter": unload_adapter,
-    "POST /skyrl/v1/load_lora_adapter": reload_adapter,
+    "POST /skyrl/v1/load_lora_adapter": partial(load_adapter, replace=True),
     "POST /collective_rpc": no_collectives,
     "POST /areal_init_weights_update_group": no_collectives,
     "POST /areal_set_update_weight_meta": no_collectives,
@@ -351,8 +315,12 @@ ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
 """Maps methods and paths to what answers them."""
 
 
+async def _live_version(served: Served) -> int:
+    return (await asyncio.to_thread(served.engine.status)).version
+
+
 async def _fields(request: Request, kind: type[Any], most_bytes: int = _MOST_BYTES) -> Any:
-    return read_fields(parse(await read_bytes(request, most_bytes)), kind)
+    return read_fields(await read_body(request, most_bytes), kind)
 
 
 def _done(message: str, **more: Any) -> Response:

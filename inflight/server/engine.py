@@ -30,7 +30,6 @@ class ServedEngine(Protocol):
         params: SamplingParams | None = None,
         *,
         metadata: Sequence[Mapping[str, Any]] | None = None,
-        version: int | None = None,
         adapter: str | None = None,
     ) -> list[int]: ...
     def abandon(self, group_ids: Sequence[int]) -> None: ...

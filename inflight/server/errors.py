@@ -1,6 +1,8 @@
 """Errors as OpenAI's clients read them: a status code, and a JSON object with a message, a type, a parameter and a
 code."""
 
+import logging
+
 from starlette.responses import Response
 
 from inflight.core.errors import (
@@ -20,20 +22,16 @@ from inflight.core.errors import (
 from inflight.core.messages import shorten
 from inflight.server.bodies import answer
 
-_STATUS_OF: tuple[tuple[type[Exception], int], ...] = (
-    (InvalidRequestError, 400),
-    (LayoutMismatchError, 422),
-    (WeightFileError, 422),
-    (NonFiniteWeightsError, 422),
-    (PublisherConflictError, 409),
-    (BackendError, 501),
-    (BroadcastError, 424),
-    (QueueFullError, 503),
-    (EngineDiedError, 503),
-    (EngineHungError, 503),
-    (EngineBusyError, 503),
-    (TimeoutError, 503),
-)
+logger = logging.getLogger("inflight.server")
+
+_ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
+    400: (InvalidRequestError,),
+    422: (LayoutMismatchError, WeightFileError, NonFiniteWeightsError),
+    409: (PublisherConflictError,),
+    501: (BackendError,),
+    424: (BroadcastError,),
+    503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
+}
 _TYPE_OF = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -74,13 +72,15 @@ class ApiError(Exception):
         return answer(self.body, status=self.status, headers=headers)
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error of inflight's, or of one that is nobody's business."""
+def as_api_error(error: Exception, what: str) -> ApiError:
+    """What a client is told of an error of inflight's, or of one that is nobody's business, which is logged. what: that
+    which has failed."""
     if isinstance(error, ApiError):
         return error
-    for kind, status in _STATUS_OF:
-        if isinstance(error, kind):
+    for status, kinds in _ERRORS_OF.items():
+        if isinstance(error, kinds):
             return ApiError(status, str(error))
     if isinstance(error, InflightError):
         return ApiError(500, f"{type(error).__name__}: {error}")
+    logger.error("%s failed", what, exc_info=error)
     return ApiError(500, "the server failed; its log says why")

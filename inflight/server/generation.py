@@ -2,38 +2,30 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
 
 from inflight.core.rollout import Rollout
 from inflight.stream.held_groups import Group
+from inflight.stream.inbox import Inbox
+from inflight.training.data.rollout_stream import RolloutStream
 
 _S_PER_PART = 0.0005
 """With many streams each gets its parts less often, so that there are at most 2,000 parts per second in all; a part
 takes about a tenth of a millisecond."""
 
 
-class TokenSource(Protocol):
-    """What is asked of the stream; a RolloutStream describes it."""
-
-    async def acollect(self, group_ids: Sequence[int]) -> list[Group]: ...
-    def news(self, group_id: int, seen: dict[int, int]) -> Group: ...
-    def listen(self, listener: Callable[[], None]) -> None: ...
-    def unlisten(self, listener: Callable[[], None]) -> None: ...
-
-
 class Bell:
     """Wakes the tasks of one event loop when frames have come, at most once per `interval_s`, and less often if they
     are many."""
 
-    def __init__(self, source: TokenSource, interval_s: float):
-        self._source, self._interval_s = source, interval_s
+    def __init__(self, inbox: Inbox, interval_s: float):
+        self._inbox, self._interval_s = inbox, interval_s
         self._loop = asyncio.get_running_loop()
         self._rung = asyncio.Event()
         self._last_s = 0.0
         self._is_due = False
         self.num_listeners = 0
         """Tasks that follow some group; while there are none, frames cost nothing."""
-        source.listen(self._frame)
+        inbox.listen(self._frame)
 
     async def wait(self) -> None:
         """Return when it rings next."""
@@ -47,7 +39,7 @@ class Bell:
         self._rung.clear()
 
     def close(self) -> None:
-        self._source.unlisten(self._frame)
+        self._inbox.unlisten(self._frame)
 
     def _frame(self) -> None:
         """A frame has come; called by the thread that reads the stream."""
@@ -68,10 +60,14 @@ class Generation:
     """Groups that were submitted for one request."""
 
     def __init__(
-        self, source: TokenSource, bell: Bell, group_ids: Sequence[int], on_end: Callable[["Generation", bool], None]
+        self,
+        stream: RolloutStream,
+        bell: Bell,
+        group_ids: Sequence[int],
+        on_end: Callable[["Generation", bool], None],
     ):
         """on_end: is told once that nobody waits any more, and whether all samples were taken."""
-        self._source, self._bell, self._on_end = source, bell, on_end
+        self._stream, self._bell, self._on_end = stream, bell, on_end
         self.group_ids = list(group_ids)
         self._taken = self._ended = False
         self.drawn = False
@@ -79,7 +75,7 @@ class Generation:
 
     async def whole(self) -> list[Rollout]:
         """All samples, prompt by prompt, once all have ended."""
-        groups = await self._source.acollect(self.group_ids)
+        groups = await self._stream.acollect(self.group_ids)
         self._taken = self.drawn = True
         return [rollout for group in groups for rollout in group]
 
@@ -92,7 +88,7 @@ class Generation:
     async def parts(self) -> AsyncIterator[tuple[int, Rollout]]:
         """The index of a choice and what is new of it, until all have ended; the last part of each has its
         finish_reason."""
-        final = asyncio.ensure_future(self._source.acollect(self.group_ids))
+        final = asyncio.ensure_future(self._stream.acollect(self.group_ids))
         final.add_done_callback(self._all_drawn)
         seen: list[dict[int, int]] = [{} for _ in self.group_ids]
         ended: set[tuple[int, int]] = set()
@@ -111,7 +107,7 @@ class Generation:
         try:
             while not final.done():
                 for index, group_id in enumerate(self.group_ids):
-                    for part in take(index, self._source.news(group_id, seen[index])):
+                    for part in take(index, self._stream.inbox.news(group_id, seen[index])):
                         yield part
                 if not final.done():
                     await self._bell.wait()

@@ -43,19 +43,18 @@ class Job:
 
     def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """The answer, of all samples."""
-        pieces = [_piece(index, rollout, _Progress(self.shape, self.served)) for index, rollout in enumerate(rollouts)]
-        used = usage(rollouts)
+        pieces = [_Choice(self, index).piece(rollout) for index, rollout in enumerate(rollouts)]
+        used, shape = usage(rollouts), self.shape
         self._count(used)
-        choices = [self.shape.choice(piece) for piece in pieces]
-        more = self.shape.extras() | self.shape.of_prompt(rollouts)
-        return self.head() | {"choices": choices, "usage": used} | more
+        answer = self.head() | {"choices": [shape.choice(piece) for piece in pieces], "usage": used} | shape.extras()
+        return answer if shape.scores_choices else answer | shape.scores(rollouts[0])
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         """The answer part by part. What goes wrong on the way is an event too."""
         kind = ".chunk" if isinstance(self.shape, ChatShape) else ""
         head, shape = self.head(kind), self.shape
         num_prompt, drawn, cached = sum(map(len, shape.prompts)), 0, {}
-        progress: dict[int, _Progress] = {}
+        choices: dict[int, _Choice] = {}
         try:
             for beginning in shape.beginning():
                 yield event(head | beginning)
@@ -64,11 +63,12 @@ class Job:
                     self.served.metrics.first_token_s.observe(time.monotonic() - self.began_s)
                 drawn += len(rollout.token_ids)
                 cached[index // shape.params.n] = rollout.prefix_tokens
-                piece = _piece(index, rollout, progress.setdefault(index, _Progress(shape, self.served)))
-                choice = shape.delta(piece)
-                if choice is None:
+                if index not in choices:
+                    choices[index] = _Choice(self, index)
+                delta = shape.delta(choices[index].piece(rollout))
+                if delta is None:
                     continue
-                chunk = head | {"choices": [choice]}
+                chunk = head | {"choices": [delta]}
                 if options.continuous_usage_stats:
                     chunk["usage"] = usage_of(num_prompt, drawn, sum(cached.values()))
                 yield event(chunk)
@@ -77,7 +77,7 @@ class Job:
             if options.include_usage:
                 yield event(head | {"choices": [], "usage": used})
         except Exception as error:
-            yield event(as_api_error(error).body)
+            yield event(as_api_error(error, "a streamed answer").body)
         yield LAST_EVENT
 
     def _count(self, used: dict[str, Any]) -> None:
@@ -87,27 +87,25 @@ class Job:
         metrics.answer_s.observe(time.monotonic() - self.began_s)
 
 
-class _Progress:
-    """How far the answer of one choice is."""
+class _Choice:
+    """How far one choice of an answer is."""
 
-    def __init__(self, shape: Shape, served: Served):
-        self.text = AnswerText(served.decoder, shape.rules)
-        self.labels = served.updates.labels
-        self.versions: list[int] = []
-        self.with_versions = shape.with_versions
-        self.num_tokens = 0
+    def __init__(self, job: Job, index: int):
+        self._job, self._index = job, index
+        self._text = AnswerText(job.served.decoder, job.shape.rules)
+        self._is_new = True
+        self._versions: list[int] = []
+        """Which weights drew each token, where that is told."""
 
-
-def _piece(index: int, rollout: Rollout, progress: _Progress) -> Piece:
-    first = not progress.num_tokens
-    reason = finish_reason(rollout.finish_reason)
-    progress.num_tokens += len(rollout.token_ids)
-    text = progress.text.push(rollout.token_ids.tolist(), rollout.finish_reason)
-    spans = None
-    if progress.with_versions:
-        progress.versions += rollout.weight_versions.tolist()
-        spans = version_spans(progress.versions, progress.labels) if reason is not None else None
-    return Piece(index, rollout, text, reason, progress.text.stop_reason, first, spans)
+    def piece(self, rollout: Rollout) -> Piece:
+        """What is new of it, with the tokens that are new."""
+        is_first, self._is_new = self._is_new, False
+        reason, spans = finish_reason(rollout.finish_reason), None
+        text = self._text.push(rollout.token_ids.tolist(), rollout.finish_reason)
+        if self._job.shape.with_versions:
+            self._versions += rollout.weight_versions.tolist()
+            spans = version_spans(self._versions, self._job.served.updates.labels) if reason is not None else None
+        return Piece(self._index, rollout, text, reason, self._text.stop_reason, is_first, spans)
 
 
 class EventStream(StreamingResponse):

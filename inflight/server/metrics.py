@@ -1,7 +1,5 @@
 """Counters and times of a server, as Prometheus reads them. Those that clients of vLLM look for have its names too."""
 
-from collections.abc import Iterable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from inflight.core.errors import InflightError
@@ -53,11 +51,6 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _share(parts: Iterable[int]) -> float:
-    used, all_ = parts
-    return used / all_ if all_ else 0.0
-
-
 _OF_STALENESS = {
     "swap_ms": ("inflight_swap_seconds", "publish() called until the first token of that version, since the start."),
     "stall_ms": ("inflight_stall_seconds", "Work and no forward pass because of a swap, since the start."),
@@ -72,7 +65,7 @@ _OF_STATUS = {
     "inflight_reused_tokens": ("Prompt tokens that the prefix cache spared.", lambda s: s.num_reused_tokens),
     "vllm:num_requests_running": ("Sequences that decode, of everybody.", lambda s: s.num_running),
     "vllm:num_requests_waiting": ("Sequences that wait, of everybody.", lambda s: s.num_waiting),
-    "vllm:kv_cache_usage_perc": ("Share of the KV cache.", lambda s: _share((s.kv_blocks_used, s.kv_blocks))),
+    "vllm:kv_cache_usage_perc": ("Share of the KV cache.", lambda s: s.kv_blocks_used / max(1, s.kv_blocks)),
     "vllm:num_preemptions_total": ("Preemptions.", lambda s: s.num_preemptions),
 }
 """Maps gauges to what they mean, and to what they are of a Status."""

@@ -7,11 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import inflight
-from inflight.server.adapters import Adapter
 from inflight.server.bodies import answer
 from inflight.server.errors import ApiError
 from inflight.server.prompts import chat_prompt
-from inflight.server.requests import DetokenizeRequest, TokenizeRequest, parse, read_bytes, read_fields
+from inflight.server.requests import DetokenizeRequest, TokenizeRequest, read_body, read_fields
 from inflight.server.served import Served
 from inflight.weights.nccl.library import why_not
 
@@ -22,16 +21,6 @@ async def health(served: Served, request: Request) -> Response:
     if state in ("closed", "silent", "restarting"):
         raise ApiError(503, f"the engine is {state}")
     return Response()
-
-
-async def liveness(served: Served, request: Request) -> Response:
-    """Whether this process answers."""
-    return answer({"status": "ok"})
-
-
-async def version(served: Served, request: Request) -> Response:
-    """The version of inflight."""
-    return answer({"version": inflight.__version__})
 
 
 async def metrics(served: Served, request: Request) -> Response:
@@ -58,20 +47,20 @@ async def one_model(served: Served, request: Request) -> Response:
 
 
 def _cards(served: Served) -> list[dict[str, Any]]:
-    base = [_card(served, name, root=served.engine.options.model or name) for name in served.names]
-    return base + [_card(served, a.name, root=a.path, adapter=a) for a in served.adapters.by_name.values()]
-
-
-def _card(served: Served, name: str, *, root: str, adapter: Adapter | None = None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "inflight",
-        "root": root,
-        "parent": None if adapter is None else served.names[0],
-        "max_model_len": served.max_context,
-    }
+    models = [(name, served.engine.options.model or name, None) for name in served.names]
+    models += [(adapter.name, adapter.path, served.names[0]) for adapter in served.adapters.by_name.values()]
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "inflight",
+            "root": root,
+            "parent": parent,
+            "max_model_len": served.max_context,
+        }
+        for name, root, parent in models
+    ]
 
 
 async def server_info(served: Served, request: Request) -> Response:
@@ -105,38 +94,24 @@ async def server_info(served: Served, request: Request) -> Response:
     )
 
 
-async def world_size(served: Served, request: Request) -> Response:
-    """One worker, however many engines a pool has."""
-    return answer({"world_size": 1})
-
-
 async def tokenize(served: Served, request: Request) -> Response:
     """Token ids of text or of a conversation."""
-    fields = read_fields(parse(await read_bytes(request, int(served.options.max_body_mib * 2**20))), TokenizeRequest)
+    fields = read_fields(await read_body(request, served.max_body_bytes), TokenizeRequest)
     served.adapter_of(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "tokenize takes either prompt or messages", param="prompt")
     if fields.messages is not None:
-        ids = chat_prompt(
-            fields.messages,
-            served.tokenizer,
-            served.names[0],
-            tools=fields.tools,
-            template_kwargs=fields.chat_template_kwargs,
-            add_generation_prompt=fields.add_generation_prompt is not False,
-            continue_final_message=bool(fields.continue_final_message),
-        )
+        ids = chat_prompt(fields, served.tokenizer, served.names[0])
     else:
-        ids = list(
-            _tokenizer(served)(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)["input_ids"]
-        )
+        special = fields.add_special_tokens is not False
+        ids = list(_tokenizer(served)(fields.prompt, add_special_tokens=special)["input_ids"])
     names = [served.decoder.token(i) for i in ids] if fields.return_token_strs else None
     return answer({"count": len(ids), "max_model_len": served.max_context, "tokens": ids, "token_strs": names})
 
 
 async def detokenize(served: Served, request: Request) -> Response:
     """Text of token ids, special ones included."""
-    fields = read_fields(parse(await read_bytes(request, int(served.options.max_body_mib * 2**20))), DetokenizeRequest)
+    fields = read_fields(await read_body(request, served.max_body_bytes), DetokenizeRequest)
     served.adapter_of(fields.model)
     bad = next((i for i in fields.tokens if not 0 <= i < served.engine.info.vocab_size), None)
     if bad is not None:

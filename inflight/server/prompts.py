@@ -1,7 +1,7 @@
 """From what clients send as prompts to token ids."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from inflight.core.errors import InvalidRequestError
 from inflight.engine.prompts import encode_prompts
 from inflight.server.errors import ApiError
+from inflight.server.requests import ChatRequest, TokenizeRequest
 
 _OURS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 """What a request cannot set by chat_template_kwargs."""
@@ -40,31 +41,26 @@ def completion_prompts(
 
 
 def chat_prompt(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase | None,
-    model: str,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
+    fields: ChatRequest | TokenizeRequest, tokenizer: PreTrainedTokenizerBase | None, model: str
 ) -> list[int]:
     """Token ids of a conversation, by the model's chat template. Raises ApiError."""
     if tokenizer is None or tokenizer.chat_template is None:
         what = "tokenizer" if tokenizer is None else "chat template"
         raise ApiError(400, f"{model!r} has no {what}; use /v1/completions or /inference/v1/generate with token ids")
-    if not messages:
+    if not fields.messages:
         raise ApiError(400, "messages is empty", param="messages")
-    kwargs = dict(template_kwargs or {})
+    kwargs = fields.chat_template_kwargs or {}
     if taken := _OURS.intersection(kwargs):
         raise ApiError(400, f"chat_template_kwargs cannot set {', '.join(sorted(taken))}", param="chat_template_kwargs")
-    plain: Any = [_plain(index, message) for index, message in enumerate(messages)]
+    plain: Any = [_plain(f"messages[{index}]", message) for index, message in enumerate(fields.messages)]
+    tools: Any = fields.tools or None
+    continued = bool(fields.continue_final_message)
     try:
         encoded: Any = tokenizer.apply_chat_template(
             plain,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            add_generation_prompt=add_generation_prompt and not continue_final_message,
-            continue_final_message=continue_final_message,
+            tools=tools,
+            add_generation_prompt=fields.add_generation_prompt is not False and not continued,
+            continue_final_message=continued,
             tokenize=True,
             return_dict=True,
             **kwargs,
@@ -74,48 +70,45 @@ def chat_prompt(
     return list(encoded["input_ids"])
 
 
-def _plain(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: its content is text, and arguments of its tool calls are mappings."""
+def _plain(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: its content is text, and arguments of its tool calls are mappings. where: its
+    place in the request."""
     if not isinstance(message.get("role"), str):
-        raise ApiError(400, f"messages[{index}] has no role", param=f"messages[{index}].role")
+        raise ApiError(400, f"{where} has no role", param=f"{where}.role")
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
-        content = "\n".join(_text_of(index, part) for part in content)
+        content = "\n".join(_text_of(where, part) for part in content)
     elif not isinstance(content, str):
-        raise ApiError(400, f"messages[{index}].content must be text", param=f"messages[{index}].content")
+        raise ApiError(400, f"{where}.content must be text", param=f"{where}.content")
     plain["content"] = content
     if (reasoning := plain.pop("reasoning", None)) is not None:  # templates know its other name
         plain.setdefault("reasoning_content", reasoning)
     if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [_with_arguments(index, call) for call in calls]
+        plain["tool_calls"] = [_with_arguments(where, call) for call in calls]
     return plain
 
 
-def _text_of(index: int, part: Any) -> str:
+def _text_of(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
     if not isinstance(text, str):
-        raise ApiError(
-            400, f"messages[{index}].content has a part that is no text; the engine runs text alone",
-            param=f"messages[{index}].content",
-        )  # fmt: skip
+        message = f"{where}.content has a part that is no text; the engine runs text alone"
+        raise ApiError(400, message, param=f"{where}.content")
     return text
 
 
-def _with_arguments(index: int, call: Any) -> dict[str, Any]:
+def _with_arguments(where: str, call: Any) -> dict[str, Any]:
     """A tool call whose arguments, a string of JSON, are a mapping."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise ApiError(400, f"messages[{index}].tool_calls holds no function", param=f"messages[{index}].tool_calls")
+        raise ApiError(400, f"{where}.tool_calls holds no function", param=f"{where}.tool_calls")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}")
         except msgspec.DecodeError as error:
-            raise ApiError(
-                400, f"messages[{index}].tool_calls has arguments that are no JSON: {error}",
-                param=f"messages[{index}].tool_calls",
-            ) from error  # fmt: skip
+            message = f"{where}.tool_calls has arguments that are no JSON: {error}"
+            raise ApiError(400, message, param=f"{where}.tool_calls") from error
     return {**call, "function": {**function, "arguments": arguments}}

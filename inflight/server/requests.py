@@ -18,6 +18,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 _THROWN_AWAY = 16
 """Bodies of so many times the bound are read to their end; on a larger one the connection is closed."""
+_AS_GIVEN = ("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "repetition_penalty")
+"""Fields that SamplingParams has too, with the same meaning; where they are not given, its own defaults hold."""
 _GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _REFUSED_BY_ALL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -58,16 +60,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         are."""
         if self.top_k is not None and self.top_k < -1:
             raise ApiError(400, f"top_k must be positive, or 0 or -1 for all tokens, got {self.top_k}", param="top_k")
-        given: dict[str, Any] = {
-            name: value
-            for name in ("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos")
-            if (value := getattr(self, name)) is not None
-        }
-        if self.repetition_penalty is not None:
-            given["repetition_penalty"] = self.repetition_penalty
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ApiError(400, f"seed must be in [−2**63, 2**63), got {self.seed}", param="seed")
+        given: dict[str, Any] = {name: value for name in _AS_GIVEN if (value := getattr(self, name)) is not None}
         if self.seed is not None:
+            if not -(2**63) <= self.seed < 2**63:
+                raise ApiError(400, f"seed must be in [−2**63, 2**63), got {self.seed}", param="seed")
             given["seed"] = self.seed % 2**63
         try:
             return SamplingParams(
@@ -173,9 +169,10 @@ _REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
 }
 
 
-async def read_bytes(request: Request, most_bytes: int) -> bytes:
-    """The body. Raises ApiError if it is larger than that; what is beyond it is thrown away as it comes, for a while,
-    as most clients read an answer only when they have sent all."""
+async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
+    """The JSON object of a body; none for an empty one. Raises ApiError for what is no object, and for a body that is
+    larger than that; what is beyond it is thrown away as it comes, for a while, as most clients read an answer only
+    when they have sent all."""
     body, num_bytes = bytearray(), 0
     async for part in request.stream():
         num_bytes += len(part)
@@ -185,13 +182,8 @@ async def read_bytes(request: Request, most_bytes: int) -> bytes:
             body.clear()
         if num_bytes > _THROWN_AWAY * most_bytes:
             break
-    if num_bytes <= most_bytes:
-        return bytes(body)
-    raise ApiError(413, f"the body has more than {most_bytes:,} bytes; the server takes no more (max_body_mib)")
-
-
-def parse(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; none for an empty one. Raises ApiError."""
+    if num_bytes > most_bytes:
+        raise ApiError(413, f"the body has more than {most_bytes:,} bytes; the server takes no more (max_body_mib)")
     if not body.strip():
         return {}
     try:

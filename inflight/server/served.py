@@ -3,10 +3,9 @@
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
 
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
@@ -21,7 +20,6 @@ from inflight.server.text import TextDecoder
 from inflight.server.tools import tool_format
 from inflight.server.updates import Updates
 
-Value = TypeVar("Value")
 _CHECK_S = 0.01
 
 
@@ -37,6 +35,7 @@ class Served:
         self.tool_format = tool_format(self.tokenizer)
         self.created = int(time.time())
         self.max_context = engine.info.max_context
+        self.max_body_bytes = int(options.max_body_mib * 2**20)
         self.metrics = Metrics(engine)
         self.updates = Updates(engine)
         self.broadcasts = Broadcasts(engine, self.updates)
@@ -49,12 +48,13 @@ class Served:
         """Requests that the engine is about to accept."""
         self._may_begin = asyncio.Event()
         self._may_begin.set()
-        self._bell: Bell | None = None
+        self._bell: Bell
+        """What `open` makes."""
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """While this is open, tokens are streamed."""
-        self._bell = Bell(self.engine.stream, self.options.stream_interval_ms / 1e3)
+        self._bell = Bell(self.engine.stream.inbox, self.options.stream_interval_ms / 1e3)
         try:
             yield
         finally:
@@ -85,27 +85,37 @@ class Served:
         priority: int | None = None,
     ) -> Generation:
         """Have prompts drawn; whoever takes it must `end()` it. Raises what the engine raises."""
+        metadata = [{"priority": priority}] * len(prompts) if priority else None
+        place = None if adapter is None else adapter.place
         if adapter is not None:
             self.adapters.hold(adapter)
         try:
             while not self._may_begin.is_set():
                 await self._may_begin.wait()
-            return await self._submit(prompts, params, adapter, request_id, priority)
+            self._num_submitting += 1
+            try:
+                group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=place)
+            finally:
+                self._num_submitting -= 1
         except BaseException:
             if adapter is not None:
                 self.adapters.let_go(adapter)
             raise
+        generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
+        self.running[generation] = request_id
+        return generation
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """Cancel the requests of these ids, or all; their clients get what was drawn. Returns how many there were."""
+        """Cancel the requests of these ids, or all; their clients get what was drawn. Returns how many there were. An
+        id is that of the answer, or the client's own, which follows the kind of the answer in it."""
         chosen = [
             generation
             for generation, request_id in self.running.items()
-            if request_ids is None or any(request_id in (i, *(f"{k}-{i}" for k in _KINDS)) for i in request_ids)
+            if request_ids is None or {request_id, request_id.partition("-")[2]} & set(request_ids)
         ]
         if chosen:
             group_ids = [group_id for generation in chosen for group_id in generation.group_ids]
-            await self.call(lambda: self.engine.cancel(group_ids))
+            await asyncio.to_thread(self.engine.cancel, group_ids)
         return len(chosen)
 
     async def drain(self) -> None:
@@ -124,33 +134,9 @@ class Served:
                         f"the engine still draws after {self.options.drain_timeout_s:g} s, and goes on; pause with "
                         "mode=abort, or start the server with a larger --drain-timeout-s",
                     )
-            await self.call(self.engine.pause)
+            await asyncio.to_thread(self.engine.pause)
         finally:
             self._may_begin.set()
-
-    async def call(self, function: Callable[[], Value]) -> Value:
-        """Call the engine without keeping the event loop waiting."""
-        return await asyncio.to_thread(function)
-
-    async def _submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        adapter: Adapter | None,
-        request_id: str,
-        priority: int | None,
-    ) -> Generation:
-        assert self._bell is not None
-        metadata = [{"priority": priority}] * len(prompts) if priority else None
-        place = None if adapter is None else adapter.place
-        self._num_submitting += 1
-        try:
-            group_ids = await self.engine.asubmit(prompts, params, metadata=metadata, adapter=place)
-        finally:
-            self._num_submitting -= 1
-        generation = Generation(self.engine.stream, self._bell, group_ids, partial(self._ended, adapter))
-        self.running[generation] = request_id
-        return generation
 
     def _ended(self, adapter: Adapter | None, generation: Generation, taken: bool) -> None:
         self.running.pop(generation, None)
@@ -158,7 +144,3 @@ class Served:
             self.engine.abandon(generation.group_ids)
         if adapter is not None:
             self.adapters.let_go(adapter)
-
-
-_KINDS = ("cmpl", "chatcmpl", "gen")
-"""What ids of answers begin with."""

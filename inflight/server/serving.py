@@ -24,8 +24,7 @@ from inflight.server.requests import (
     GenerateRequest,
     OpenAIFields,
     StreamOptions,
-    parse,
-    read_bytes,
+    read_body,
     read_fields,
 )
 from inflight.server.served import Served
@@ -38,7 +37,7 @@ _COMPLETION_TOKENS = 16
 
 async def completions(served: Served, request: Request) -> Response:
     """/v1/completions"""
-    fields = read_fields(await _body(served, request), CompletionRequest)
+    fields = read_fields(await read_body(request, served.max_body_bytes), CompletionRequest)
     prompts = completion_prompts(
         fields.prompt, served.tokenizer, served.names[0], special=fields.add_special_tokens is not False
     )
@@ -52,7 +51,7 @@ async def completions(served: Served, request: Request) -> Response:
 
 async def chat(served: Served, request: Request) -> Response:
     """/v1/chat/completions"""
-    value = await _body(served, request)
+    value = await read_body(request, served.max_body_bytes)
     if value.get("max_completion_tokens") is not None:
         value["max_tokens"] = value["max_completion_tokens"]
     fields = read_fields(value, ChatRequest)
@@ -63,15 +62,7 @@ async def chat(served: Served, request: Request) -> Response:
         raise ApiError(400, "the chat template of this model has no tool calls that the server can read", param="tools")
     if fields.top_logprobs and not fields.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    prompt = chat_prompt(
-        fields.messages,
-        served.tokenizer,
-        served.names[0],
-        tools=fields.tools,
-        template_kwargs=fields.chat_template_kwargs,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        continue_final_message=bool(fields.continue_final_message),
-    )
+    prompt = chat_prompt(fields, served.tokenizer, served.names[0])
     params = fields.params(max_tokens=served.max_context, top_logprobs=fields.top_logprobs or 0)
     tools = served.tool_format if fields.tools and choice == "auto" else None
     thinking = None
@@ -82,18 +73,9 @@ async def chat(served: Served, request: Request) -> Response:
     return await _respond(served, request, fields, shape, [prompt])
 
 
-async def generate(served: Served, request: Request) -> Response:
-    """/inference/v1/generate"""
-    return await _generate(served, request, experts_as_lists=False)
-
-
-async def skyrl_generate(served: Served, request: Request) -> Response:
-    """/skyrl/v1/generate: the same, but for the form of routed experts."""
-    return await _generate(served, request, experts_as_lists=True)
-
-
-async def _generate(served: Served, request: Request, *, experts_as_lists: bool) -> Response:
-    fields = read_fields(await _body(served, request), GenerateRequest)
+async def generate(served: Served, request: Request, *, experts_as_lists: bool = False) -> Response:
+    """/inference/v1/generate. experts_as_lists: /skyrl/v1/generate, with another form of routed experts."""
+    fields = read_fields(await read_body(request, served.max_body_bytes), GenerateRequest)
     sampling = fields.sampling_params
     asked = sampling.logprobs is not None and sampling.logprobs is not False
     # One log-probability is that of the drawn token, as in vLLM.
@@ -101,10 +83,6 @@ async def _generate(served: Served, request: Request, *, experts_as_lists: bool)
     params = sampling.params(max_tokens=_COMPLETION_TOKENS, top_logprobs=top)
     shape = TokenShape(served, sampling, params, logprobs=asked, experts_as_lists=experts_as_lists)
     return await _respond(served, request, fields, shape, [fields.token_ids])
-
-
-async def _body(served: Served, request: Request) -> dict[str, Any]:
-    return parse(await read_bytes(request, int(served.options.max_body_mib * 2**20)))
 
 
 async def _respond(

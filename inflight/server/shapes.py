@@ -50,8 +50,11 @@ class Shape(ABC):
     """What ids begin with."""
     object: str
 
-    def __init__(self, served: Served, fields: SamplingFields, params: SamplingParams):
-        self.served, self.params = served, params
+    scores_choices = False
+    """The likelihood of a prompt is told by each of its choices, and not by the answer."""
+
+    def __init__(self, served: Served, fields: SamplingFields, params: SamplingParams, *, logprobs: bool):
+        self.served, self.params, self.with_logprobs = served, params, logprobs
         self.rules = TextRules(params, fields.skip_special_tokens is not False, bool(fields.include_stop_str_in_output))
         self.with_versions = self.with_ids = False
         self.num_likely = fields.prompt_logprobs
@@ -72,16 +75,13 @@ class Shape(ABC):
 
     def extras(self) -> dict[str, Any]:
         """More fields of a whole answer."""
-        return {}
+        return {"prompt_token_ids": self.prompts[0]} if self.with_ids else {}
 
     def check_size(self) -> None:
         """Raises ApiError for an answer that would say too much of its prompts."""
-        self._check_scores(times=1)
-
-    def _check_scores(self, *, times: int) -> None:
         if (top := self.params.prompt_logprobs) is None:
             return
-        entries = times * (top + 1) * sum(map(len, self.prompts))
+        entries = (self.params.n if self.scores_choices else 1) * (top + 1) * sum(map(len, self.prompts))
         if entries > _MOST_ENTRIES:
             raise ApiError(
                 400,
@@ -90,11 +90,8 @@ class Shape(ABC):
                 param="prompt_logprobs",
             )
 
-    def of_prompt(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """What a whole answer says of the likelihood of its prompt."""
-        return self.scores(rollouts[0])
-
     def scores(self, rollout: Rollout) -> dict[str, Any]:
+        """What is said of the likelihood of the prompt of a sample."""
         if self.num_likely is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(rollout, self.served.decoder, self.num_likely)}
@@ -107,17 +104,25 @@ class Shape(ABC):
             fields["token_ids"] = piece.rollout.token_ids.tolist()
         return fields
 
+    def chat_logprobs(self, piece: Piece, *, as_ids: bool) -> dict[str, Any] | None:
+        return chat_logprobs(piece.rollout, self.served.decoder, as_ids=as_ids) if self.with_logprobs else None
+
 
 class _OpenAIShape(Shape):
     def __init__(self, served: Served, fields: OpenAIFields, params: SamplingParams, *, logprobs: bool):
-        super().__init__(served, fields, params)
-        self.with_ids, self.with_logprobs = bool(fields.return_token_ids), logprobs
+        super().__init__(served, fields, params, logprobs=logprobs)
+        self.with_ids = bool(fields.return_token_ids)
         self.with_versions = bool(fields.return_weight_versions)
         self.as_ids = served.options.tokens_as_ids or bool(fields.return_tokens_as_token_ids)
+
+    def common(self, piece: Piece) -> dict[str, Any]:
+        mask = kept_tokens(piece.rollout.sampling_mask)
+        return super().common(piece) | ({} if mask is None else {"sampling_mask": mask})
 
 
 class CompletionShape(_OpenAIShape):
     kind, object = "cmpl", "text_completion"
+    scores_choices = True
 
     def __init__(self, *args: Any, echo: bool, top: int, **kwargs: Any):
         """echo: the text of each choice begins with its prompt. top: how many of the likeliest tokens are told."""
@@ -140,19 +145,17 @@ class CompletionShape(_OpenAIShape):
             choice["logprobs"] = {name: [*before.get(name, ()), *values] for name, values in told.items()}
         if self.with_ids and piece.first:
             choice["prompt_token_ids"] = self.prompts[piece.index // self.params.n]
-        mask = kept_tokens(piece.rollout.sampling_mask)
-        choice |= self.scores(piece.rollout)
-        return choice if mask is None else choice | {"sampling_mask": mask}
+        return choice | self.scores(piece.rollout)
 
     delta = choice
 
+    def extras(self) -> dict[str, Any]:
+        return {}  # each choice has its prompt
+
     def check_size(self) -> None:
-        self._check_scores(times=self.params.n)
+        super().check_size()
         if self._echo and self.params.n * sum(map(len, self.prompts)) > _MOST_ECHOED:
             raise ApiError(400, f"n echoes of the prompts are more than {_MOST_ECHOED:,} tokens", param="echo")
-
-    def of_prompt(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        return {}  # each choice says it
 
     def _prompt_text(self, index: int) -> str:
         prompt = self.prompts[index // self.params.n]
@@ -170,19 +173,14 @@ class ChatShape(_OpenAIShape):
         self._given: dict[int, tuple[int, int]] = {}
         """Characters of the reasoning and of the content that were given, by choice."""
 
-    def extras(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompts[0]} if self.with_ids else {}
-
     def choice(self, piece: Piece) -> dict[str, Any]:
         reasoning, content, calls = self._read(piece.text, whole=True)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         message |= _reasoned(reasoning)
         if calls:
             message["tool_calls"] = [call.body for call in calls]
-        choice = {"index": piece.index, "message": message, "logprobs": self._logprobs(piece)}
-        choice |= self.common(piece) | _called(piece, calls)
-        mask = kept_tokens(piece.rollout.sampling_mask)
-        return choice if mask is None else choice | {"sampling_mask": mask}
+        choice = {"index": piece.index, "message": message, "logprobs": self.chat_logprobs(piece, as_ids=self.as_ids)}
+        return choice | self.common(piece) | _called(piece, calls)
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         for index in range(self.params.n):
@@ -198,7 +196,7 @@ class ChatShape(_OpenAIShape):
             delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(calls)]
         if not delta and piece.finish_reason is None and not self.with_logprobs and not self.with_ids:
             return None
-        choice = {"index": piece.index, "delta": delta, "logprobs": self._logprobs(piece)}
+        choice = {"index": piece.index, "delta": delta, "logprobs": self.chat_logprobs(piece, as_ids=self.as_ids)}
         return choice | self.common(piece) | _called(piece, calls)
 
     def _new(self, piece: Piece) -> tuple[str, str, list[ToolCall]]:
@@ -222,9 +220,6 @@ class ChatShape(_OpenAIShape):
             text = text[: self._tools.sure(text)]
         return reasoning, text, calls
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        return chat_logprobs(piece.rollout, self.served.decoder, as_ids=self.as_ids) if self.with_logprobs else None
-
 
 def _reasoned(reasoning: str) -> dict[str, str]:
     """Under both names that clients read."""
@@ -240,21 +235,14 @@ class TokenShape(Shape):
 
     kind, object = "gen", "inference.generate"
 
-    def __init__(
-        self, served: Served, fields: SamplingFields, params: SamplingParams, *, logprobs: bool, experts_as_lists: bool
-    ):
+    def __init__(self, *args: Any, experts_as_lists: bool, **kwargs: Any):
         """experts_as_lists: SkyRL's form of routed experts; else they are a file of NumPy's in base64, as in vLLM."""
-        super().__init__(served, fields, params)
+        super().__init__(*args, **kwargs)
         self.with_ids = self.with_versions = True
-        self._with_logprobs, self._experts_as_lists = logprobs, experts_as_lists
-
-    def extras(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompts[0]}
+        self._experts_as_lists = experts_as_lists
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        logprobs = None
-        if self._with_logprobs:
-            logprobs = chat_logprobs(piece.rollout, self.served.decoder, as_ids=True)
+        logprobs = self.chat_logprobs(piece, as_ids=True)
         experts = piece.rollout.routed_experts
         as_lists = experts.tolist() if self._experts_as_lists and experts is not None else None
         return {"index": piece.index, "logprobs": logprobs} | self.common(piece) | {

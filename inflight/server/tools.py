@@ -6,7 +6,7 @@ models), `[TOOL_CALLS]` (Mistral), or a JSON object alone (Llama 3).
 
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,14 +76,15 @@ def tool_format(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
     return None
 
 
+def _all_or_none(calls: Iterable[ToolCall | None]) -> list[ToolCall]:
+    """The calls, if each of them could be read."""
+    read = list(calls)
+    return [call for call in read if call is not None] if all(read) else []
+
+
 def _tagged(text: str) -> list[ToolCall]:
-    calls = []
-    for inside in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, flags=re.DOTALL):
-        call = _from_json(inside) or _from_parameters(inside)
-        if call is None:
-            return []
-        calls.append(call)
-    return calls
+    inside = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, flags=re.DOTALL)
+    return _all_or_none(_from_json(part) or _from_parameters(part) for part in inside)
 
 
 def _from_parameters(text: str) -> ToolCall | None:
@@ -100,10 +101,9 @@ def _mistral(text: str) -> list[ToolCall]:
     rest = text.removeprefix("[TOOL_CALLS]").strip()
     if rest.startswith("["):
         values = _loaded(rest)
-        calls = [_from_value(value) for value in values] if isinstance(values, list) else []
-        return [call for call in calls if call is not None] if all(calls) else []
+        return _all_or_none(map(_from_value, values)) if isinstance(values, list) else []
     calls = []
-    for part in re.split(r"\[TOOL_CALLS\]", rest):
+    for part in rest.split("[TOOL_CALLS]"):
         name, brace, arguments = part.partition("{")
         value = _loaded(brace + arguments)
         if not isinstance(value, dict) or not name.strip():
@@ -114,13 +114,7 @@ def _mistral(text: str) -> list[ToolCall]:
 
 def _bare(text: str) -> list[ToolCall]:
     """Reads {"name": …, "parameters": …}, several of them separated by semicolons."""
-    calls = [_from_json(part) for part in _objects(text)]
-    return [call for call in calls if call is not None] if calls and all(calls) else []
-
-
-def _objects(text: str) -> Iterator[str]:
-    whole = _loaded(text)
-    yield from [text] if whole is not None else text.split(";")
+    return _all_or_none(map(_from_json, [text] if _loaded(text) is not None else text.split(";")))
 
 
 def _from_json(text: str) -> ToolCall | None:

@@ -1,7 +1,7 @@
 """Turns frames into rollouts, and rollouts into groups."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -12,6 +12,7 @@ from inflight.core.errors import FrameError
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
+from inflight.stream.held_groups import Drawn
 from inflight.stream.row_index import Found, RowIndex
 from inflight.stream.token_store import COLUMNS_OF_ALL, StoredTokens, TokenStore
 
@@ -77,12 +78,15 @@ class Assembler:
         """Of each engine, the request ids of the last frame, and what was found of them."""
         self.num_tokens = 0
         self.num_orphan_tokens = 0
-        self.num_unfinished_tokens = 0
-        """Tokens that are held here."""
         self.num_unfinished_tokens_at: Counter[str] = Counter()
-        """Those of them whose requests an engine draws, by its id."""
+        """Tokens that are held here of the requests that an engine draws, by its id."""
         self.next_request_id = 0
         """All requests that were announced have smaller ids."""
+
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """Tokens that are held here."""
+        return self.num_unfinished_tokens_at.total()
 
     @property
     def nbytes(self) -> int:
@@ -98,9 +102,8 @@ class Assembler:
         """What has arrived of the unfinished samples of a group."""
         if group_id not in self._groups:
             return []
-        start, known = self._groups[group_id].start, self._partials
-        ids = range(start.first_request_id, start.first_request_id + start.params.n)
-        return [self._rollout(request_id, known[request_id], "") for request_id in ids if request_id in known]
+        unfinished = self._unfinished(self._groups[group_id])
+        return [self._rollout(request_id, partial, "") for request_id, partial in unfinished.items()]
 
     @property
     def group_ids(self) -> Collection[int]:
@@ -111,17 +114,13 @@ class Assembler:
         """Ids of those of them that this engine draws."""
         return {group_id for group_id, group in self._groups.items() if group.engine_id == engine_id}
 
-    def drawn(self, group_id: int) -> tuple[int, dict[int, list[int]]] | None:
-        """The id of the first request of an unfinished group, and the tokens so far of its unfinished requests by their
-        ids; None if nothing is known of the group."""
+    def drawn(self, group_id: int) -> Drawn | None:
+        """What has come of an unfinished group; None if nothing is known of it."""
         if group_id not in self._groups:
             return None
-        start = self._groups[group_id].start
-        unfinished = {i: self._partials.get(start.first_request_id + i) for i in range(start.params.n)}
-        tokens = {
-            start.first_request_id + i: self._store.read(p.tokens)["token_ids"] for i, p in unfinished.items() if p
-        }
-        return start.first_request_id, {request_id: ids.tolist() for request_id, ids in tokens.items()}
+        group = self._groups[group_id]
+        tokens = {i: self._store.read(partial.tokens)["token_ids"] for i, partial in self._unfinished(group).items()}
+        return group.start.first_request_id, {request_id: ids.tolist() for request_id, ids in tokens.items()}
 
     def known(self, group_id: int) -> list[Rollout]:
         """All that has come of an unfinished group: its samples that have ended, and the others as far as they are."""
@@ -132,8 +131,8 @@ class Assembler:
         sampling masks and experts."""
         group = self._groups[group_id]
         ended = [rollout.since(seen.get(rollout.request_id, 0)) for rollout in group.finished]
-        unfinished = [(i, self._partials[i], seen.get(i, 0)) for i in _ids(group.start) if i in self._partials]
-        return ended + [self._columns_since(i, partial, begin) for i, partial, begin in unfinished]
+        unfinished = self._unfinished(group).items()
+        return ended + [self._columns_since(i, partial, seen.get(i, 0)) for i, partial in unfinished]
 
     def restore(self, start: GroupStart, rollouts: Iterable[Rollout]) -> None:
         """Go on with a group of which all this has come, in another assembler."""
@@ -149,7 +148,7 @@ class Assembler:
 
     def _restore(self, partial: _Partial, rollout: Rollout) -> None:
         self._store.fill(partial.tokens, {name: getattr(rollout, name) for name in COLUMNS_OF_ALL} | rollout.columns)
-        self.num_unfinished_tokens += len(rollout.token_ids)
+        self.num_unfinished_tokens_at[partial.group.engine_id] += len(rollout.token_ids)
         partial.prefix_tokens, partial.prefix_version = rollout.prefix_tokens, rollout.prefix_version
         if (mask := rollout.sampling_mask) is not None:
             cut_from = repeat(0) if mask.cut_from is None else mask.cut_from.tolist()
@@ -157,20 +156,16 @@ class Assembler:
         if rollout.routed_experts is not None:
             self._know_experts(partial, enumerate(rollout.routed_experts))
 
-    def forget(self, group_ids: Iterable[int]) -> None:
+    def forget(self, group_ids: Set[int]) -> None:
         """Nothing more will come of these groups."""
-        for group_id in group_ids:
-            group = self._groups.pop(group_id, None)
-            first = group.start.first_request_id if group else 0
-            for request_id in range(first, first + (group.start.params.n if group else 0)):
-                if request_id in self._partials:
-                    self._drop(request_id)
+        for group_id in self._groups.keys() & group_ids:
+            for request_id in self._unfinished(self._groups.pop(group_id)):
+                self._drop(request_id)
 
     def fail(self, group_id: int) -> list[Rollout]:
         """End what is unfinished of a group as "error", with the tokens that have come. Returns the group."""
-        start = self._groups[group_id].start
-        ids = [i for i in range(start.first_request_id, start.first_request_id + start.params.n) if i in self._partials]
-        [*_, group] = [self._end(request_id, self._partials[request_id], "error") for request_id in ids]
+        unfinished = self._unfinished(self._groups[group_id])
+        [*_, group] = [self._end(request_id, partial, "error") for request_id, partial in unfinished.items()]
         assert group is not None
         return group
 
@@ -207,6 +202,10 @@ class Assembler:
                 complete.append(group)
         return complete
 
+    def _unfinished(self, group: _Group) -> dict[int, _Partial]:
+        """What has arrived of those requests of a group that have not ended, by their ids."""
+        return {i: self._partials[i] for i in _ids(group.start) if i in self._partials}
+
     def _begin(self, start: GroupStart, engine_id: str = "") -> None:
         ids, columns = _ids(start), asked_columns(start.params)
         if not self._partials.keys().isdisjoint(ids):
@@ -223,8 +222,7 @@ class Assembler:
 
     def _hand_to(self, engine_id: str, group: _Group) -> None:
         """From now on this engine draws the group."""
-        unfinished = [self._partials[i] for i in _ids(group.start) if i in self._partials]
-        num_tokens = sum(self._store.length(partial.tokens) for partial in unfinished)
+        num_tokens = sum(self._store.length(partial.tokens) for partial in self._unfinished(group).values())
         self.num_unfinished_tokens_at[group.engine_id] -= num_tokens
         self.num_unfinished_tokens_at[engine_id] += num_tokens
         group.engine_id = engine_id
@@ -245,7 +243,6 @@ class Assembler:
         """Give the place of an unfinished request back."""
         partial = self._partials.pop(request_id)
         num_tokens = self._store.length(partial.tokens)
-        self.num_unfinished_tokens -= num_tokens
         self.num_unfinished_tokens_at[partial.group.engine_id] -= num_tokens
         self._store.close(partial.tokens)
         self._index.remove(request_id)
@@ -256,7 +253,6 @@ class Assembler:
         self.num_tokens += header.num_tokens
         known, rows = self._find(header.engine_id, frame.request_ids)
         self.num_orphan_tokens += header.num_tokens - len(rows)
-        self.num_unfinished_tokens += len(rows)
         self.num_unfinished_tokens_at[header.engine_id] += len(rows)
         columns = {"token_ids": frame.token_ids, "logprobs": frame.logprobs}
         columns |= {name: values for name, values in extras.items() if name not in _RAGGED}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from inflight.core.rollout import Rollout
 
 Group = list[Rollout]
+Drawn = tuple[int, dict[int, list[int]]]
+"""The id of the first request of a group, and the tokens so far of its unfinished requests by their ids."""
 
 
 @dataclass(frozen=True, slots=True)

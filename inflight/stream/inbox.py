@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from time import sleep
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from inflight.core.errors import EngineDiedError, EngineHungError, FrameError, I
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.keys import ClientKeys
 from inflight.stream.assembler import Assembler
-from inflight.stream.held_groups import Group, GroupSize, HeldGroup, HeldGroups
+from inflight.stream.held_groups import Drawn, Group, GroupSize, HeldGroup, HeldGroups
 from inflight.stream.journal import JournalWriter
 from inflight.stream.reader import StreamReader
 from inflight.stream.wire import Held
@@ -39,12 +40,6 @@ class FrameSource(Protocol):
 
     @property
     def state(self) -> str: ...
-
-    @property
-    def num_duplicates(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
 
     @property
     def silent_s(self) -> float: ...
@@ -131,7 +126,8 @@ class Inbox:
         """Frames were lost, and the next one has not told yet which groups went with them."""
         self._closing = False
         self._listeners: tuple[Callable[[], None], ...] = ()
-        self._reader = self._read_from(source, begin) if isinstance(source, str) else source
+        self.source: FrameSource = self._read_from(source, begin) if isinstance(source, str) else source
+        """What is read now."""
         self._thread = threading.Thread(target=self._run, name="inflight-stream", daemon=True)
         self._thread.start()
 
@@ -141,23 +137,13 @@ class Inbox:
         return self._assembler.num_tokens
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all frames received."""
-        return self._reader.num_bytes
-
-    @property
-    def num_duplicates(self) -> int:
-        """Frames that came again, and were left out."""
-        return self._reader.num_duplicates
-
-    @property
     def state(self) -> str:
         """What the engine said last of what it does, "silent" if it has said nothing for long, or "closed"."""
         if self._ended is not None:
             return "closed"
         if self._recovering:
             return "restarting"
-        return "silent" if self._reader.silent_s > self._silence_s else self._reader.state
+        return "silent" if self.source.silent_s > self._silence_s else self.source.state
 
     @property
     def nbytes(self) -> int:
@@ -282,23 +268,17 @@ class Inbox:
             self._wake(lambda waiter: not waiter.wanted)
             return True
 
-    def unfinished(self) -> tuple[dict[int, tuple[int, dict[int, list[int]]] | None], int]:
+    def unfinished(self) -> tuple[dict[int, Drawn | None], int]:
         """What an engine that has ended left unfinished, and somebody waits for; all else is forgotten.
 
-        Maps the ids of groups to the ids of their first requests and the tokens so far of their unfinished requests, or
-        to None if nothing has come of them. Beside it, the first request id that was not announced."""
+        Maps the ids of groups to what has been drawn of them, or to None if nothing has come. Beside it, the first
+        request id that was not announced."""
         with self._lock:
-            wanted = self._open | self._reserved
-            self._let_go(self._finished.keys() - wanted)
-            self._assembler.forget(set(self._assembler.group_ids) - wanted)
-            self._dropped.clear()
             self._damaged, self._lost_below = False, None
-            groups = {i: self._assembler.drawn(i) for i in sorted(wanted - self._finished.keys())}
-            return groups, self._assembler.next_request_id
+            known = {*self._open, *self._reserved, *self._dropped, *self._finished, *self._assembler.group_ids}
+            return self.unfinished_of("", known), self._assembler.next_request_id
 
-    def unfinished_of(
-        self, engine_id: str, group_ids: Collection[int]
-    ) -> dict[int, tuple[int, dict[int, list[int]]] | None]:
+    def unfinished_of(self, engine_id: str, group_ids: Collection[int]) -> dict[int, Drawn | None]:
         """The same of one of several engines, which has ended; these groups were submitted to it."""
         with self._lock:
             wanted = self._open | self._reserved
@@ -340,10 +320,7 @@ class Inbox:
             known = [group_id for group_id in group_ids if self._assembler.knows(group_id)]
             offered = self._finish([self._assembler.fail(group_id) for group_id in known])
             lost = set(group_ids).difference(known)
-            self._reserved -= lost
-            self._close(lost)
-            error = StreamGapError(f"no engine goes on with groups {sorted(lost)}, of which nothing has come")
-            self._wake(lambda waiter: bool(waiter.wanted & lost), error)
+            self._count_as_lost(lost, f"no engine goes on with groups {sorted(lost)}, of which nothing has come")
         self._offer(offered)
 
     def partial(self, group_id: int) -> Group:
@@ -354,7 +331,7 @@ class Inbox:
 
     def news(self, group_id: int, seen: Mapping[int, int]) -> Group:
         """What has come of the samples of a group that is outstanding, of each request beyond the first so many tokens
-        that `seen` names, without sampling masks, experts and text; nothing if the group is not outstanding."""
+        that `seen` names, as `Rollout.since` gives them; nothing if the group is not outstanding."""
         with self._lock:
             if group_id in self._finished:
                 return [rollout.since(seen.get(rollout.request_id, 0)) for rollout in self._finished[group_id]]
@@ -391,7 +368,7 @@ class Inbox:
         else:
             self._end(InflightError("the stream was closed"))
         finally:
-            self._reader.close()
+            self.source.close()
 
     def _read(self) -> None:
         asked_ns = now_ns()
@@ -401,7 +378,7 @@ class Inbox:
                 sleep(_POLL_MS / 1e3)
                 continue
             try:
-                frame = self._reader.receive(_POLL_MS)
+                frame = self.source.receive(_POLL_MS)
                 if frame is not None:
                     self._take_in(frame)
                     continue
@@ -412,13 +389,14 @@ class Inbox:
                 self._check_engine()
             except EngineDiedError as error:
                 self._go_on_with_successor(error)
-            silent_s = min(self._reader.silent_s, (now_ns() - asked_ns) / 1e9)
+            silent_s = min(self.source.silent_s, (now_ns() - asked_ns) / 1e9)
             if silent_s > self._silence_s and self.outstanding:
-                self._ask(self._reader.silent_s)
+                self._ask(self.source.silent_s)
                 asked_ns = now_ns()
 
     def _read_from(self, endpoint: str, begin: int | None) -> StreamReader:
-        return StreamReader(endpoint, begin=begin, held=self._tell, journal=self._journal, keys=self._keys)
+        held = partial(self.held_of, None)
+        return StreamReader(endpoint, begin=begin, held=held, journal=self._journal, keys=self._keys)
 
     def _go_on_with_successor(self, death: EngineDiedError) -> None:
         """Read the frames of the engine that follows the one that has ended."""
@@ -426,29 +404,23 @@ class Inbox:
             raise death
         self._recovering = True
         try:
-            self._reader.close()
-            self._reader = self._read_from(self._recover(death), 0)
+            self.source.close()
+            self.source = self._read_from(self._recover(death), 0)
         finally:
             self._recovering = False
 
-    def held_of(self, engine_id: str, num_tokens: int, num_rollouts: int) -> Held:
-        """What one of several engines is told of what is held here of it, which has sent so much."""
+    def held_of(self, engine_id: str | None, num_tokens: int, num_rollouts: int) -> Held:
+        """What an engine, which has sent so much, is told of what is held here. engine_id: says which one of several it
+        is, and then of what it drew alone."""
         with self._lock:
-            unfinished = self._assembler.num_unfinished_tokens_at[engine_id]
-            return self._held_here(self._held_of[engine_id], unfinished, num_tokens, num_rollouts)
-
-    def _tell(self, num_tokens: int, num_rollouts: int) -> Held:
-        """What the engine is told of what is held here."""
-        with self._lock:
-            return self._held_here(self._held, self._assembler.num_unfinished_tokens, num_tokens, num_rollouts)
-
-    def _held_here(self, held: HeldGroups, unfinished_tokens: int, num_tokens: int, num_rollouts: int) -> Held:
-        """The lock is held."""
-        follows = bool(self._listeners) or any(waiter.wanted for waiter in self._waiters)
-        return Held(
-            num_tokens, num_rollouts, held.num_tokens + unfinished_tokens, held.num_rollouts, held.oldest,
-            waits=bool(self._waiters), follows=follows,
-        )  # fmt: skip
+            held, unfinished = self._held, self._assembler.num_unfinished_tokens
+            if engine_id is not None:
+                held, unfinished = self._held_of[engine_id], self._assembler.num_unfinished_tokens_at[engine_id]
+            follows = bool(self._listeners) or any(waiter.wanted for waiter in self._waiters)
+            return Held(
+                num_tokens, num_rollouts, held.num_tokens + unfinished, held.num_rollouts, held.oldest,
+                waits=bool(self._waiters), follows=follows,
+            )  # fmt: skip
 
     def _ask(self, silent_s: float) -> None:
         """Ask whether the engine is there, and tell those who wait if it hangs. It may take as long as the bound on the
@@ -508,14 +480,15 @@ class Inbox:
             for group_id in self._open | self._reserved
             if group_id < next_group_id and group_id not in self._finished and not self._assembler.knows(group_id)
         }
-        if not lost:
-            return
-        logger.error("groups %s were lost with their frames", sorted(lost))
-        self._reserved -= lost
-        self._close(lost)
-        error = StreamGapError(f"groups {sorted(lost)} were lost with their frames")
-        self._wake(lambda waiter: bool(waiter.wanted & lost), error)
-        self._wake(lambda waiter: not waiter.wanted)
+        if lost:
+            logger.error("groups %s were lost with their frames", sorted(lost))
+            self._count_as_lost(lost, f"groups {sorted(lost)} were lost with their frames")
+
+    def _count_as_lost(self, group_ids: set[int], why: str) -> None:
+        """These groups are not outstanding any more, and whoever waits for one learns why."""
+        self._reserved -= group_ids
+        self._close(group_ids)
+        self._wake(lambda waiter: bool(waiter.wanted & group_ids), StreamGapError(why))
 
     def _end(self, error: InflightError) -> None:
         with self._lock:

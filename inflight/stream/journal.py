@@ -92,7 +92,7 @@ class JournalWriter:
                 if self._file is None or self._size > max(len(_BEGIN), self._segment_bytes - size):
                     self._rotate()
                 assert self._file is not None
-                _write(self._file, _record_head(data), data)
+                _write(self._file, _RECORD.pack(len(data), zlib.crc32(data, _seed(len(data)))), data)
                 self._size += size
                 if self._sync == "frame":
                     os.fdatasync(self._file)
@@ -195,7 +195,12 @@ class JournalReader:
                 if not whole:
                     bad.append((segment.path, offset, len(data)))
                     continue
-                frame = _decode(segment.path, offset, data)
+                try:
+                    frame = TokenFrame.decode(data)
+                except FrameError as error:
+                    raise JournalError(
+                        f"{segment.path}: the frame at offset {offset} cannot be read: {error}"
+                    ) from error
                 self._tell(bad, last, frame)
                 bad, last = [], frame
                 self.num_bytes += len(data)
@@ -298,10 +303,6 @@ def _write(file: int, *parts: bytes) -> None:
             rest = rest[os.write(file, rest) :]
 
 
-def _record_head(data: bytes) -> bytes:
-    return _RECORD.pack(len(data), zlib.crc32(data, _seed(len(data))))
-
-
 def _seed(length: int) -> int:
     """The checksum of the length, with which that of the frame goes on; so zeros are no record."""
     return zlib.crc32(length.to_bytes(4, "little"))
@@ -314,13 +315,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _decode(path: Path, offset: int, data: bytes) -> TokenFrame:
-    try:
-        return TokenFrame.decode(data)
-    except FrameError as error:
-        raise JournalError(f"{path}: the frame at offset {offset} cannot be read: {error}") from error
 
 
 def _called(frame: TokenFrame) -> str:

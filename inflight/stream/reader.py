@@ -48,14 +48,14 @@ class StreamReader:
         engine is told of what the trainer holds; it is given the numbers of tokens and rollouts received here. journal:
         stays its owner's to close. keys: for an endpoint of TCP."""
         self._journal = journal
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.rcvhwm = 0  # the writer bounds what is on its way
-        self._socket.maxmsgsize = MAX_FRAME_BYTES
-        self._socket.linger = 0
-        prepare_client(self._socket, endpoint, keys)
-        self._socket.connect(endpoint)
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        """Is for whoever waits for several readers at once."""
+        self.socket.rcvhwm = 0  # the writer bounds what is on its way
+        self.socket.maxmsgsize = MAX_FRAME_BYTES
+        self.socket.linger = 0
+        prepare_client(self.socket, endpoint, keys)
+        self.socket.connect(endpoint)
         self._held_by_trainer, self._told = held, Held()
-        self._num_tokens = self._num_rollouts = 0
         self._name = secrets.token_hex(8)
         self.next = begin
         """Number of the frame that comes next, if the beginning is known."""
@@ -78,12 +78,11 @@ class StreamReader:
         """Frames that came again, and were left out."""
         self.num_bytes = 0
         """Bytes of all frames received."""
+        self.num_tokens = 0
+        """Tokens of those that did not come again."""
+        self.num_rollouts = 0
+        """Samples of which these told that they ended."""
         self._subscribe()
-
-    @property
-    def socket(self) -> zmq.Socket:
-        """For whoever waits for several readers at once."""
-        return self._socket
 
     @property
     def silent_s(self) -> float:
@@ -119,12 +118,12 @@ class StreamReader:
     def close(self) -> None:
         """Let the socket go; the engine keeps what was not acknowledged, and a frame that `receive` has not returned.
         Safe to call twice."""
-        if not self._socket.closed:
+        if not self.socket.closed:
             if self._held is not None:
                 self.next, self._held = self._held[0].header.sequence, None
             self._acknowledge()
             self._tell(Leave())
-            self._socket.close(linger=100)
+            self.socket.close(linger=100)
 
     def _take(self, data: bytes) -> TokenFrame | None:
         """None for a frame that came before, or comes too early."""
@@ -143,8 +142,8 @@ class StreamReader:
         if number > expected and not (self._resent or self._damaged):  # what lies between is sent again
             self._subscribe()
             return None
-        self._num_tokens += frame.header.num_tokens
-        self._num_rollouts += len(frame.header.finishes)
+        self.num_tokens += frame.header.num_tokens
+        self.num_rollouts += len(frame.header.finishes)
         is_behind_gap = number > expected and not self._damaged
         if not is_behind_gap:
             self._write_down(data)
@@ -183,7 +182,7 @@ class StreamReader:
 
     def _acknowledge(self) -> None:
         """Say what has come and what the trainer holds, if that is news or has not been said for long."""
-        held = self._held_by_trainer(self._num_tokens, self._num_rollouts)
+        held = self._held_by_trainer(self.num_tokens, self.num_rollouts)
         if self._acknowledges_late or (self.next or 0) != self._acknowledged or held != self._told:
             self._told, self._acknowledged, self._acknowledged_ns = held, self.next or 0, now_ns()
             self._tell(Ack(self._acknowledged, held))
@@ -194,7 +193,7 @@ class StreamReader:
 
     def _tell(self, message: Ack | Leave | Subscribe) -> None:
         with suppress(zmq.Again):  # nobody is there, or reads; what matters of it is said again
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(encode(message), zmq.NOBLOCK)
 
     def _next_message(self, deadline_ns: int) -> bytes | None:
         """What comes next, or None if nothing comes in time. Before it waits for long, all that has come is
@@ -212,12 +211,12 @@ class StreamReader:
         """Take a message that has come, if one has, with all its parts: a connection that ends between two of them
         would leave ZeroMQ's socket useless."""
         with suppress(zmq.Again):
-            self._parts.extend(self._socket.recv_multipart(zmq.NOBLOCK))
+            self._parts.extend(self.socket.recv_multipart(zmq.NOBLOCK))
         return bool(self._parts)
 
     def _comes_by(self, time_ns: int) -> bool:
         """Wait for a message, at the latest until then."""
-        return bool(self._socket.poll(max(0, (time_ns - now_ns()) // 1_000_000)))
+        return bool(self.socket.poll(max(0, (time_ns - now_ns()) // 1_000_000)))
 
 
 def _gap(expected: int, number: int) -> StreamGapError:

@@ -100,13 +100,7 @@ class ReplaySource:
         self._began = False
         self._looked_at = 0
         self.state = "replaying"
-        self.num_duplicates = 0
         self.silent_s = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the frames that were read."""
-        return self._reader.num_bytes
 
     def read_for(self, inbox: Inbox) -> None:
         """Begin when somebody waits at this inbox, and mind how much it holds."""
@@ -134,11 +128,11 @@ class ReplaySource:
     def _may_read(self) -> bool:
         if self._inbox is None:
             return False
-        if self._began and self.num_bytes < self._looked_at + _LOOK_EVERY_BYTES:
+        if self._began and self._reader.num_bytes < self._looked_at + _LOOK_EVERY_BYTES:
             return True
         has_room = self._began and self._inbox.nbytes < _READ_AHEAD_BYTES
         if has_room or self._inbox.needs_frames:
-            self._began, self._looked_at = True, self.num_bytes
+            self._began, self._looked_at = True, self._reader.num_bytes
             return True
         return False
 

@@ -15,7 +15,7 @@ from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
 
 _LENGTH = struct.Struct("<I")
-_ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "weight_versions", "sampled_at_ns", "routed_experts")
+_ARRAYS = ("prompt_token_ids", "token_ids", "logprobs", "weight_versions", "sampled_at_ns")
 _MASK_ARRAYS = ("token_ids", "offsets", "cut_from")
 Arrays = dict[str, np.ndarray]
 Header = TypeVar("Header", bound=msgspec.Struct)
@@ -46,7 +46,7 @@ def header_of(rollout: Rollout) -> RolloutHeader:
 
 def arrays_of(rollout: Rollout) -> Arrays:
     """The arrays of a rollout by their names."""
-    arrays = {name: getattr(rollout, name) for name in _ARRAYS}
+    arrays = {name: getattr(rollout, name) for name in (*_ARRAYS, "routed_experts")}
     arrays |= {f"columns/{name}": column for name, column in rollout.columns.items()}
     if rollout.sampling_mask is not None:
         arrays |= {f"mask/{name}": getattr(rollout.sampling_mask, name) for name in _MASK_ARRAYS}
@@ -59,13 +59,9 @@ def make_rollout(header: RolloutHeader, arrays: Mapping[str, np.ndarray]) -> Rol
     """The rollout of this header and these arrays. Raises KeyError if one is missing."""
     mask = {name: arrays.get(f"mask/{name}") for name in _MASK_ARRAYS}
     scores = [arrays[f"scores/{name}"] for name in SCORES] if "scores/logprobs" in arrays else None
+    plain: dict[str, Any] = msgspec.structs.asdict(header) | {name: arrays[name] for name in _ARRAYS}
     return Rollout(
-        **msgspec.structs.asdict(header),
-        prompt_token_ids=arrays["prompt_token_ids"],
-        token_ids=arrays["token_ids"],
-        logprobs=arrays["logprobs"],
-        weight_versions=arrays["weight_versions"],
-        sampled_at_ns=arrays["sampled_at_ns"],
+        **plain,
         routed_experts=arrays.get("routed_experts"),
         columns={path.removeprefix("columns/"): a for path, a in arrays.items() if path.startswith("columns/")},
         sampling_mask=None if mask["offsets"] is None else SamplingMask(**mask),  # pyright: ignore

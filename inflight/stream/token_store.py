@@ -56,8 +56,7 @@ class TokenStore:
             self._free_rows = list(range(num_rows, 2 * num_rows))
         tokens = StoredTokens(self._free_rows.pop(), num_values=dict.fromkeys(columns, 0))
         self._of_row[tokens.row] = tokens
-        for name in tokens.num_values:
-            self._num_asking[name] += 1
+        self._num_asking.update(tokens.num_values.keys())
         return tokens
 
     def close(self, tokens: StoredTokens) -> None:
@@ -66,8 +65,7 @@ class TokenStore:
         self._free_rows.append(tokens.row)
         self._ends[tokens.row] = 0
         del self._of_row[tokens.row]
-        for name in tokens.num_values:
-            self._num_asking[name] -= 1
+        self._num_asking.subtract(tokens.num_values.keys())
 
     def append(self, rows: np.ndarray, version: int, time_ns: int, columns: Mapping[str, np.ndarray]) -> None:
         """Append a token to each of these requests, named by their rows i64[n] and each at most once. columns:

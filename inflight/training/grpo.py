@@ -33,8 +33,7 @@ from inflight.training.schedules import (
     RolloutEngine,
     WeightPublisher,
 )
-from inflight.training.step import check_finite
-from inflight.training.update import Update, train_step
+from inflight.training.step import Update, check_finite, train_step
 
 __all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 
@@ -165,7 +164,10 @@ class _Trainer:
     def take(self, step: int, scored: ScoredGroups) -> StepReport:
         """Train on the groups of a step, and publish."""
         config, probe = self._config, self._probe
-        charged, reward_kl = self._charge_kl(scored)
+        charged, reward_kl = scored, None
+        if config.reward_kl_weight and self._score_reference is not None:
+            with span("reference"):
+                charged, reward_kl = charge_kl(scored, self._score_reference, config)
         batch = charged.pack(
             trainer_version=self._meter.trainer_version,
             staleness=config.staleness,
@@ -209,20 +211,6 @@ class _Trainer:
         """How far the run has come after a step."""
         in_flight, dropped = sorted(admission.in_flight), asdict(self.dropped)
         return GRPOProgress(step, admission.num_submitted, in_flight, self._num_skipped, dropped, evaluating)
-
-    def _charge_kl(self, scored: ScoredGroups) -> tuple[ScoredGroups, float | None]:
-        """The groups with rewards that were charged for their KL, and its mean; or as they are, and None."""
-        config = self._config
-        if not config.reward_kl_weight or self._score_reference is None:
-            return scored, None
-        with span("reference"):
-            return charge_kl(
-                scored,
-                self._score_reference,
-                kind=config.reward_kl,
-                weight=config.reward_kl_weight,
-                micro_batch_tokens=config.micro_batch_tokens,
-            )
 
 
 def _begin_evaluation(

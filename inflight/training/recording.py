@@ -6,15 +6,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import wraps
 from math import isfinite
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
+import inflight
 from inflight.core import spans
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
@@ -39,7 +41,7 @@ from inflight.observability.events import (
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.rollout_stream import RolloutStream
-from inflight.training.objective import observers
+from inflight.training.objective.loss import observers
 
 logger = logging.getLogger("inflight")
 
@@ -85,18 +87,13 @@ class _Life:
     dropped: int = 0
 
 
-Arguments = ParamSpec("Arguments")
-
-
-def _harmless(
-    listen: Callable[Concatenate["RunRecorder", Arguments], None],
-) -> Callable[Concatenate["RunRecorder", Arguments], None]:
+def _harmless(listen: Callable[..., None]) -> Callable[..., None]:
     """What fails in a recorder that is told something ends that it is told anything, and not the run."""
 
     @wraps(listen)
-    def listen_harmlessly(recorder: "RunRecorder", *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+    def listen_harmlessly(recorder: "RunRecorder", *told: Any) -> None:
         try:
-            listen(recorder, *args, **kwargs)
+            listen(recorder, *told)
         except Exception:
             recorder._stop_listening()
             logger.exception("the run goes on, but its record has no staleness, versions and ratios from now on")
@@ -152,10 +149,10 @@ class RunRecorder:
                 time=self._now(),
                 title=title or self.directory.name,
                 model=engine.options.model or "",
-                max_sequences=_batch_rows(engine),
+                max_sequences=sum(one.info.max_sequences for one in getattr(engine, "engines", [engine])),
                 resumed_after_step=resumed_after_step or 0,
                 pid=os.getpid(),
-                inflight_version=_version(),
+                inflight_version=inflight.__version__,
             )
         )
         spans.start_adding_up()  # it refuses a second recorder, before that one removes the file of the first
@@ -170,7 +167,7 @@ class RunRecorder:
             spans.stop_adding_up()
             raise
         self._meter.listener = self
-        observers.add(self._observe)
+        observers.append(self._observe)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of a step, but for those that are not finite."""
@@ -312,19 +309,9 @@ class RunRecorder:
     def _write_out(self) -> None:
         with self._lock:
             events, self._events = list(self._events), deque()
-            lives = [(version, self._lives[version]) for version in sorted(self._changed)]
+            for version in sorted(self._changed):
+                events.append(Version(time=self._now(), version=version, **asdict(self._lives[version])))
             self._changed.clear()
-            events += [
-                Version(
-                    time=self._now(),
-                    version=version,
-                    published=life.published,
-                    drawn=life.drawn,
-                    trained=life.trained,
-                    dropped=life.dropped,
-                )
-                for version, life in lives
-            ]
         num_lost = self._file.append(events)
         with self._lock:
             self._num_lost += num_lost
@@ -355,7 +342,8 @@ class RunRecorder:
 
     def _stop_listening(self) -> None:
         self._meter.listener = None
-        observers.remove(self._observe)
+        with suppress(ValueError):  # it has stopped already
+            observers.remove(self._observe)
 
     def _put(self, event: Event) -> None:
         with self._lock:
@@ -378,11 +366,6 @@ class RunRecorder:
 
     def _now(self) -> float:
         return round(time.time(), 3)
-
-
-def _batch_rows(engine: RecordedEngine) -> int:
-    """Sequences that the engine decodes together, or all engines of a pool."""
-    return sum(one.info.max_sequences for one in getattr(engine, "engines", [engine]))
 
 
 def _lives_of(directory: Path) -> dict[int, _Life]:
@@ -410,9 +393,3 @@ def _rounded(value: float) -> float:
     """Five digits of a number, or all of one that counts something."""
     value = float(value)
     return value if value.is_integer() else float(f"{value:.5g}")
-
-
-def _version() -> str:
-    import inflight
-
-    return inflight.__version__

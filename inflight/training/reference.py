@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.training.config import GRPOConfig
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.model.forward import token_logprobs
-from inflight.training.objective.kl import KLEstimator, kl_estimate
+from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective
 from inflight.weights.lora import is_peft
 from inflight.weights.tensors import unwrap
@@ -62,11 +63,9 @@ def _score(policy: nn.Module, context: Callable[[], AbstractContextManager[Any]]
         return token_logprobs(policy, batch)
 
 
-def charge_kl(
-    scored: ScoredGroups, score_reference: ReferenceScorer, *, kind: KLEstimator, weight: float, micro_batch_tokens: int
-) -> tuple[ScoredGroups, float]:
-    """The same groups with rewards r − weight · Σ_t KL_t, and the mean of Σ_t KL_t over their rollouts. There must be a
-    group.
+def charge_kl(scored: ScoredGroups, score_reference: ReferenceScorer, config: GRPOConfig) -> tuple[ScoredGroups, float]:
+    """The same groups with rewards r − reward_kl_weight · Σ_t KL_t, and the mean of Σ_t KL_t over their rollouts. There
+    must be a group.
 
     Σ_t runs over the drawn tokens of the rollout, and KL_t is estimated from the log-probability recorded when the
     token was drawn, π_b, and that of the reference policy. With k1 its expectation is KL(π_b ‖ π_ref) of the whole
@@ -76,10 +75,11 @@ def charge_kl(
     """
     batch = pack(scored.rollouts, [0.0] * len(scored.rollouts))
     kl_of: dict[int, float] = {}
-    for part in batch.micro_batches(micro_batch_tokens) if micro_batch_tokens else [batch]:
+    for part in batch.micro_batches(config.micro_batch_tokens) if config.micro_batch_tokens else [batch]:
         behavior = part.behavior_logprobs[part.drawn].double()
-        estimates = kl_estimate(kind, behavior, score_reference(part).double().to(behavior.device))
+        estimates = kl_estimate(config.reward_kl, behavior, score_reference(part).double().to(behavior.device))
         kls = estimates.new_zeros(part.num_sequences).index_add(0, part.sequence_ids[part.drawn], estimates)
         kl_of |= {id(rollout): kl for rollout, kl in zip(part.rollouts, kls.tolist(), strict=True)}
-    groups = [[replace(r, reward=(r.reward or 0.0) - weight * kl_of[id(r)]) for r in group] for group in scored.groups]
+    beta = config.reward_kl_weight
+    groups = [[replace(r, reward=(r.reward or 0.0) - beta * kl_of[id(r)]) for r in group] for group in scored.groups]
     return ScoredGroups(groups, scored.dropped), fmean(kl_of.values())

@@ -19,6 +19,8 @@ def watch(options: WatchOptions, console: Console) -> None:
     source = source_of(options.run, token=options.token)
     with _serve(source, options.host, options.port) as server:
         _print_address(console, f"{options.run} is shown at {server.url}")
+        if not (news := source.news("")).there:
+            _print_address(console, f"there is nothing to show yet: {news.why}; the page goes on looking")
         server.wait()
 
 

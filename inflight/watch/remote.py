@@ -8,13 +8,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict, deque
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from inflight.core.errors import InflightError
+from inflight.observability.event_file import number_after
 from inflight.observability.events import Began, Engine, Event, decode, encode
-from inflight.watch.sources import News, Source
+from inflight.watch.sources import News
 
 _ANSWER_S = 5.0
 _MAX_ANSWER = 8 << 20
@@ -64,31 +66,20 @@ class RemoteRun:
     """Shows what a page shows that is at this address; or, where it is a server of a model, its engine."""
 
     def __init__(self, remote: Remote):
-        self._remote = remote
-        self._sources: tuple[Source, ...] = (RemotePage(remote), ServerMetrics(remote))
+        self._remote, self._metrics = remote, ServerMetrics(remote)
 
     def news(self, cursor: str) -> News:
         try:
-            for source in self._sources:
-                try:
-                    return source.news(cursor)
-                except NothingThereError:
-                    continue
+            for ask in (self._news_of_page, self._metrics.news):
+                with suppress(NothingThereError):
+                    return ask(cursor)
+            why = f"{self._remote.url} has neither /events of a page nor /metrics of a server"
         except RemoteError as error:
-            return self._nothing(str(error))
-        return self._nothing(f"{self._remote.url} has neither /events of a page nor /metrics of a server")
-
-    def _nothing(self, why: str) -> News:
+            why = str(error)
         return News(there=False, now=time.time(), place=self._remote.url, why=why)
 
-
-class RemotePage:
-    """Asks another page for what it is told. Raises RemoteError."""
-
-    def __init__(self, remote: Remote):
-        self._remote = remote
-
-    def news(self, cursor: str) -> News:
+    def _news_of_page(self, cursor: str) -> News:
+        """What the page there is told. Raises RemoteError."""
         data = self._remote.get("/events", cursor=cursor)
         try:
             news = msgspec.json.decode(data, type=News)
@@ -116,17 +107,15 @@ class ServerMetrics:
                 event = engine_of(metrics_of(self._remote.get("/metrics").decode(errors="replace")))
                 self._asked = time.monotonic()
                 self._add(event)
-            mine, _, number = cursor.rpartition("-")
-            known = mine == f"{self._began}" and number.isascii() and number.isdigit() and len(number) < 18
-            seen = int(number) if known else self._first
-            new = list(self._events)[max(0, seen - self._first) :]
-            new = new if known else [self._first_event, *new]
+            seen = number_after(f"{self._began}-", cursor)
+            new = list(self._events)[max(0, (seen or 0) - self._first) :]
+            new = [self._first_event, *new] if seen is None else new
             return News(
                 there=True,
                 now=time.time(),
                 place=self._remote.url,
                 cursor=f"{self._began}-{self._first + len(self._events)}",
-                is_new=not known,
+                is_new=seen is None,
                 events=[msgspec.Raw(event) for event in new],
             )
 

@@ -50,8 +50,6 @@ class RunDirectory:
             piece = read_piece(self._path, cursor)
         except RunError as error:
             return News(there=False, now=time.time(), place=place, why=str(error))
-        if piece is None:
-            return News(there=False, now=time.time(), place=place, why=f"there is no {self._path}")
         return News(
             there=True,
             now=time.time(),

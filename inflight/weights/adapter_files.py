@@ -32,7 +32,7 @@ class AdapterFiles(Source):
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensors] = {}
+        self.tensors: dict[str, Tensors] = {}
         """Maps places to tensors by the engine's names without the place."""
         self._layout: WeightLayout | None = None
 
@@ -45,7 +45,7 @@ class AdapterFiles(Source):
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         for name, view in views.items():
             place, _, tensor_name = name.partition(".")
-            tensor = self._tensors.get(place, {}).get(tensor_name)
+            tensor = self.tensors.get(place, {}).get(tensor_name)
             view.zero_()
             if tensor is not None:
                 view[: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
@@ -65,20 +65,12 @@ class AdapterFiles(Source):
                     "projections of attention and MLP"
                 )
             rank, other = (0, 1) if name.endswith("A") else (1, 0)
-            if tensor.ndim != 2 or tensor.shape[other] != shape[other] or tensor.shape[rank] > shape[rank]:
+            if tensor.shape[other] != shape[other] or tensor.shape[rank] > shape[rank]:
                 raise LayoutMismatchError(
                     f"{name} of {directory} is {list(tensor.shape)}; the engine takes {list(shape)} at most (lora_rank "
                     f"is {shape[rank]})"
                 )
-        self._tensors[place] = tensors
-
-    def copy(self) -> dict[str, Tensors]:
-        """What `restore` takes."""
-        return dict(self._tensors)
-
-    def restore(self, tensors: dict[str, Tensors]) -> None:
-        """Go back to what there was."""
-        self._tensors = tensors
+        self.tensors[place] = tensors
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> Tensors:
@@ -92,12 +84,11 @@ def read_adapter(directory: str | os.PathLike[str]) -> Tensors:
         if found is None:
             raise WeightFileError(f"{directory / _WEIGHTS} holds {full_name}; what can be published is plain LoRA")
         tensors[f"{found[1]}.lora_{found[2]}"] = tensor
-    for name in [name for name in tensors if name.endswith("B")]:
-        module = name.removesuffix(".lora_B")
-        a = tensors.get(f"{module}.lora_A")
-        if a is None or a.ndim != 2 or tensors[name].ndim != 2 or not a.shape[0] == tensors[name].shape[1] > 0:
-            raise WeightFileError(f"{directory / _WEIGHTS} holds {name} without the lora_A that belongs to it")
-        tensors[name] = tensors[name].float() * _scaling(config, module, a.shape[0])
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        a, b = tensors.get(f"{module}.lora_A"), tensors.get(f"{module}.lora_B")
+        if a is None or b is None or not a.ndim == b.ndim == 2 or not len(a) == b.shape[1] > 0:
+            raise WeightFileError(f"{directory / _WEIGHTS} holds no lora_A and lora_B of {module} that belong together")
+        tensors[f"{module}.lora_B"] = b.float() * _scaling(config, module, len(a))
     if not tensors:
         raise WeightFileError(f"{directory / _WEIGHTS} holds no adapter")
     return tensors

@@ -3,12 +3,12 @@
 import hashlib
 import logging
 import threading
-from typing import Any
 
 import torch
 
 from inflight.core.errors import ProtocolError
 from inflight.core.messages import Digests
+from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.slot_table import SlotTable
 
 logger = logging.getLogger("inflight.engine")
@@ -26,20 +26,24 @@ class Digester:
         self._thread: threading.Thread | None = None
         self._version = 0
         """The version that the thread reads."""
-        self._failure = ""
-        self._found: Digests | None = None
+        self._found: Digests | ProtocolError | None = None
+        """What the thread found last, or why it found nothing."""
 
     def ask(self, least: int) -> list[Digests]:
         """Digests of a version from `least` on, or nothing yet, while they are computed or that version is not live.
         Raises ProtocolError if they could not be computed. Only the thread of the slot table's owner may ask."""
         self.settle()
-        if self._failure:
-            failure, self._failure = self._failure, ""
-            raise ProtocolError(f"the digests of version {self._version} could not be computed: {failure}")
+        if isinstance(self._found, ProtocolError):
+            error, self._found = self._found, None
+            raise error
         if self._found is not None and self._found.version >= least:
             return [self._found]
-        if self._thread is None and self._slot_table.live is not None and self._slot_table.version >= least:
-            self._begin(self._slot_table.live, self._slot_table.version)
+        table = self._slot_table
+        if self._thread is None and table.live is not None and table.version >= least:
+            self._version, buffer = table.version, table.slots[table.live].buffer
+            table.pin(self._version)
+            self._thread = threading.Thread(target=self._compute, args=(buffer,), name="inflight-digests", daemon=True)
+            self._thread.start()
         return []
 
     def settle(self) -> None:
@@ -48,29 +52,21 @@ class Digester:
             self._thread = None
             self._slot_table.unpin(self._version)
 
-    def _begin(self, slot: int, version: int) -> None:
-        self._slot_table.pin(version)
-        buffer, self._version = self._slot_table.slots[slot].buffer, version
-        self._thread = threading.Thread(target=self._compute, args=(buffer,), name="inflight-digests", daemon=True)
-        self._thread.start()
-
     def _compute(self, buffer: torch.Tensor) -> None:
         layout = self._slot_table.layout
         try:
+            use_own_stream(buffer.device)  # behind which no pass waits
             tensors = {spec.name: _sha256(buffer[spec.offset : spec.offset + spec.nbytes]) for spec in layout.tensors}
             self._found = Digests(self._version, tensors)
         except Exception as error:
             logger.exception("no digests of version %d", self._version)
-            self._failure = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
+            self._found = ProtocolError(f"the digests of version {self._version} could not be computed: {reason}")
 
 
 def _sha256(part: torch.Tensor) -> str:
-    """Of u8[n]. A GPU is read by a stream of its own, behind which no pass waits."""
-    digest: Any = hashlib.sha256()
-    if part.is_cuda:
-        with torch.cuda.stream(torch.cuda.Stream(part.device)):
-            for piece in part.split(_PIECE_BYTES):
-                digest.update(piece.cpu().numpy())
-    else:
-        digest.update(part.numpy())
+    """Of u8[n]."""
+    digest = hashlib.sha256()
+    for piece in part.split(_PIECE_BYTES):
+        digest.update(piece.cpu().numpy().data)
     return digest.hexdigest()

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError, LayoutMismatchError, NonFiniteWeightsError
 from inflight.core.spans import note, span
+from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineEndpoint, EngineLink, Published
 from inflight.weights.lora import PeftSource, is_peft
@@ -34,7 +35,6 @@ logger = logging.getLogger("inflight.weights")
 
 _LISTEN_EVERY_S = 0.5
 """How often an idle publisher hears what its engine says."""
-_TELL_EVERY_S = 10.0
 _GIVE_UP_S = 5.0
 """How long a thread that was told to give up may take."""
 
@@ -216,7 +216,7 @@ class Publisher:
         """
         with self._condition:
             while not self._condition.wait_for(
-                lambda: (self._pending is None and not self._copying) or self._error is not None, _TELL_EVERY_S
+                lambda: (self._pending is None and not self._copying) or self._error is not None, LOG_EVERY_S
             ):
                 if self._copying:  # else the thread waits for an engine, and says so
                     logger.warning("waiting for version %d to be copied", self.version)

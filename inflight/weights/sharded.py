@@ -10,6 +10,7 @@ part hangs on them as `ds_tensor`, flat and padded to the same length on every r
 import logging
 import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -22,12 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.sources import Offer, Source
 from inflight.weights.tensors import layout_of, published_tensors
 
 logger = logging.getLogger("inflight.weights")
 
 _STOP = -1
+_LONGEST_STEP = timedelta(days=1)
+"""How long other ranks wait for the next version; that rank 0 has ended they learn at once from its connection."""
 
 
 class _Learned(msgspec.Struct):
@@ -37,9 +41,6 @@ class _Learned(msgspec.Struct):
     layout: WeightLayout | None = None
     version: int = 0
     error: tuple[str, str] | None = None
-
-
-_TELL_EVERY_S = 10.0
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -65,8 +66,8 @@ class ShardGroup(Source):
         self._in_zero = any(_by_zero(tensor) for tensor in self.tensors.values())
         for name, tensor in self.tensors.items():
             self._check(name, tensor)
-        self._control: Any = dist.new_group(backend="gloo")
-        self._data: Any = dist.new_group(backend="nccl") if self.device.type == "cuda" else self._control
+        self._control: Any = dist.new_group(backend="gloo", timeout=_LONGEST_STEP)
+        self._data: Any = dist.new_group(backend="nccl" if self.device.type == "cuda" else "gloo")
 
     def offer(self, welcome: Welcome) -> Offer:
         return Offer(self._layout)
@@ -82,26 +83,23 @@ class ShardGroup(Source):
         """Return on every rank what rank 0 learned of the engine: the layout of its slots and its version. Raises what
         kept rank 0 from learning it."""
         if isinstance(engine, InflightError):
-            self._tell(_Learned(error=(type(engine).__name__, str(engine))))
-            raise engine
-        learned = self._tell(_Learned(*engine)) if engine is not None else self._hear()
+            learned = _Learned(error=(type(engine).__name__, str(engine)))
+        else:
+            learned = _Learned(*engine) if engine is not None else _Learned()
+        learned = self._of_rank_0(learned)
         if learned.error is not None:
             raise from_wire(*learned.error)
         assert learned.layout is not None
         return learned.layout, learned.version
 
-    def _tell(self, learned: _Learned) -> _Learned:
-        data = bytearray(msgspec.msgpack.encode(learned))
-        dist.broadcast(torch.tensor([len(data)]), src=0, group=self._control)
-        dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0, group=self._control)
-        return learned
-
-    def _hear(self) -> _Learned:
-        size = torch.zeros(1, dtype=torch.int64)
+    def _of_rank_0(self, learned: _Learned) -> _Learned:
+        """Return on every rank what rank 0 passes."""
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(learned)), dtype=torch.uint8).clone()
+        size = torch.tensor([len(data)])
         dist.broadcast(size, src=0, group=self._control)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data.resize_(int(size))
         dist.broadcast(data, src=0, group=self._control)
-        return msgspec.msgpack.decode(data.numpy().tobytes(), type=_Learned)
+        return msgspec.msgpack.decode(data.numpy().data, type=_Learned)
 
     def command(self, version: int = _STOP) -> int:
         """Return on every rank the version that rank 0 copies next; −1 ends it."""
@@ -232,7 +230,7 @@ class ShardSender:
     def wait_copied(self) -> None:
         """Return when no announced version will read the parameters any more. Raises what made sending fail."""
         with self._condition:
-            while not self._condition.wait_for(lambda: self._copied >= self.version or self._ended, _TELL_EVERY_S):
+            while not self._condition.wait_for(lambda: self._copied >= self.version or self._ended, LOG_EVERY_S):
                 logger.warning("waiting for rank 0 to take version %d", self.version)
             self.check()
             if self._copied < self.version:

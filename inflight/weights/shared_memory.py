@@ -5,6 +5,7 @@ made, so a full /dev/shm is an error at start and not a bus error in the middle 
 each of its files; the kernel drops the lock when the engine dies, and the next engine to start removes such orphans.
 """
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -51,18 +52,21 @@ class SharedMemorySlot:
             if directory != _SHM:
                 logger.warning("%s cannot be written to: the weights lie in %s, which may be slow", _SHM, directory)
         remove_orphans(directory)
-        left = bytes_left(directory)
-        if nbytes > left:
-            raise SharedMemoryError(_too_small(directory, nbytes, left))
         file, path = _make_locked_file(directory)
         try:
+            if nbytes > bytes_left(directory):  # told before anything is reserved
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(file, 0, nbytes)
             memory = _map(file, nbytes)
         except OSError as error:
             left = bytes_left(directory)
             os.close(file)
             path.unlink()
-            raise SharedMemoryError(_too_small(directory, nbytes, left)) from error
+            raise SharedMemoryError(
+                f"a weight slot needs {nbytes / 2**20:,.1f} MiB and {directory} has {left / 2**20:,.1f} MiB left; "
+                f"enlarge it (`mount -o remount,size=… {directory}`, or `--shm-size` for a container), free some, "
+                "or launch with slots=1 or a smaller dtype"
+            ) from error
         _own.add(path)
         unlink = weakref.finalize(memory, _remove, path, file, os.getpid())  # the file's lock says that we live
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
@@ -154,11 +158,3 @@ def bytes_left(directory: Path) -> int:
     """Return how many bytes a file system has left for this user."""
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize
-
-
-def _too_small(directory: Path, needed: int, left: int) -> str:
-    return (
-        f"a weight slot needs {needed / 2**20:,.1f} MiB and {directory} has {left / 2**20:,.1f} MiB left; "
-        f"enlarge it (`mount -o remount,size=… {directory}`, or `--shm-size` for a container), free some, "
-        "or launch with slots=1 or a smaller dtype"
-    )

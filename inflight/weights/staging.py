@@ -84,8 +84,7 @@ class StagingBuffer(Target):
                 self._free.append(self._newest[0])
                 self._newest = None
             self._condition.wait_for(lambda: self._free or self._error)
-            if self._error is not None:
-                raise self._error
+            self.listen()
             return self._free.pop()
 
     def announce(self, slot: int, record: Published) -> None:
@@ -100,6 +99,7 @@ class StagingBuffer(Target):
             self._free.append(slot)
 
     def listen(self) -> None:
+        """Raise what made sending fail."""
         with self._condition:
             if self._error is not None:
                 raise self._error
@@ -107,8 +107,7 @@ class StagingBuffer(Target):
     def check(self) -> None:
         """Raise what made sending fail, or what became of the last engine, if none is left."""
         with self._condition:
-            if self._error is not None:
-                raise self._error
+            self.listen()
             if not self.engines:
                 raise list(self.lost.values())[-1]
 

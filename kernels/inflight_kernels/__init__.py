@@ -8,6 +8,7 @@ from inflight_kernels.attention import paged_attention
 from inflight_kernels.copy import BlockCopies, ScaledCopies, copy_all
 from inflight_kernels.linear_logprob import linear_logprobs, linear_logprobs_reference
 from inflight_kernels.lora import add_lora
+from inflight_kernels.page_lists import list_pages
 from inflight_kernels.rotary import rope_and_cache
 from inflight_kernels.sampling import draw, uniforms
 from inflight_kernels.selective_logprob import selective_logprobs, selective_logprobs_reference
@@ -25,6 +26,7 @@ __all__ = [
     "linear",
     "linear_logprobs",
     "linear_logprobs_reference",
+    "list_pages",
     "paged_attention",
     "rms_norm",
     "rope_and_cache",

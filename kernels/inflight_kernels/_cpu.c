@@ -634,23 +634,12 @@ int copy_scaled(const int64_t *table, const float *factors, int64_t rows, int64_
 static inline __attribute__((always_inline)) void normalise(const float *x, const void *weight, void *y, int bf,
         ptrdiff_t y_at, int64_t dim, float eps, float offset, int cast_first) {
     vf squares = {0};
-    int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES) squares += *(const vf *)(x + d) * *(const vf *)(x + d);
-    float mean = sum(squares);
-    for (; d < dim; d++) mean += x[d] * x[d];
-    const float inverse = 1.0f / sqrtf(mean / dim + eps);
-    for (d = 0; d + LANES <= dim; d += LANES) {
+    for (int64_t d = 0; d < dim; d += LANES) squares += *(const vf *)(x + d) * *(const vf *)(x + d);
+    const float inverse = 1.0f / sqrtf(sum(squares) / dim + eps);
+    for (int64_t d = 0; d < dim; d += LANES) {
         vf normed = *(const vf *)(x + d) * inverse;
         if (cast_first && bf) normed = rounded(normed);
         store(y, bf, y_at + d, normed * (load(weight, bf, d) + offset));
-    }
-    for (; d < dim; d++) {
-        float normed = x[d] * inverse;
-        if (cast_first && bf) {
-            uint32_t bits = (uint32_t)round_bf16(normed) << 16;
-            memcpy(&normed, &bits, 4);
-        }
-        store1(y, bf, y_at + d, normed * (load1(weight, bf, d) + offset));
     }
 }
 
@@ -658,12 +647,11 @@ static inline __attribute__((always_inline)) void normalise(const float *x, cons
 int rms_norm(const void *x, int64_t x_stride, const void *residual, int64_t residual_stride, void *summed,
         const void *weight, void *y, int bf, int64_t tokens, int64_t dim, float eps, float offset, int cast_first,
         int threads) {
-    if (dim > MAX_HIDDEN) return 1;
+    if (dim % LANES || dim > MAX_HIDDEN) return 1;
 #pragma omp parallel for schedule(static) num_threads(tokens * dim > 16384 ? threads : 1)
     for (int64_t t = 0; t < tokens; t++) {
         float row[MAX_HIDDEN] __attribute__((aligned(64)));
-        int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) {
+        for (int64_t d = 0; d < dim; d += LANES) {
             vf value = load(x, bf, t * x_stride + d);
             if (residual) {
                 value += load(residual, bf, t * residual_stride + d);
@@ -671,14 +659,6 @@ int rms_norm(const void *x, int64_t x_stride, const void *residual, int64_t resi
                 store(summed, bf, t * dim + d, value);
             }
             *(vf *)&row[d] = value;
-        }
-        for (; d < dim; d++) {
-            float value = load1(x, bf, t * x_stride + d);
-            if (residual) {
-                store1(summed, bf, t * dim + d, value + load1(residual, bf, t * residual_stride + d));
-                value = load1(summed, bf, t * dim + d);
-            }
-            row[d] = value;
         }
         normalise(row, weight, y, bf, t * dim, dim, eps, offset, cast_first);
     }
@@ -750,7 +730,7 @@ int rope_and_cache(const void *qkv, int64_t stride, void *q, int bf, void *keys,
             } else if (place >= 0) {
                 const ptrdiff_t head = block * kv_heads + (h - q_heads);
                 for (int d = 0; d < dim; d++) store1(keys, bf, (head * dim + d) * LANES + at, turned[d]);
-                const ptrdiff_t value = t * stride + (ptrdiff_t)(q_heads + kv_heads + h - q_heads) * dim;
+                const ptrdiff_t value = t * stride + (ptrdiff_t)(kv_heads + h) * dim;
                 for (int d = 0; d < dim; d += LANES)
                     store(values, bf, (head * LANES + at) * dim + d, load(qkv, bf, value + d));
             }
@@ -770,13 +750,12 @@ static void block_stats(const void *z, int bf, ptrdiff_t at, int count, float in
     vf top = splat(-INFINITY);
     vi bad = {0};
     int i = 0;
-    float high = -INFINITY;
     for (; i + LANES <= count; i += LANES) {
         const vf x = load(z, bf, at + i);
         bad |= (vi)(x != x);
         top = maxv(x, top);
     }
-    high = max1(top);
+    float high = max1(top);
     int nan = 0;
     for (int lane = 0; lane < LANES; lane++) nan |= bad[lane];
     for (; i < count; i++) {
@@ -875,6 +854,23 @@ int draw(const void *logits, int64_t stride, int bf, int64_t rows, int64_t vocab
         tokens[m] = token;
         logprobs[m] = (load1(logits, bf, row + token) - peak) * inverse - logf(total);
         if (entropies) entropies[m] = logf(total) - moment / total;
+    }
+    return 0;
+}
+
+// The blocks table[s, firsts[s] … (contexts[s] - 1) / block_size] of each sequence as flat = indptr[count + 1],
+// last_page_len[count], blocks.
+int list_pages(const int32_t *table, int64_t width, const int32_t *contexts, const int32_t *firsts, int64_t count,
+               int block_size, int32_t *flat) {
+    int32_t *filled = flat + count + 1, *blocks = filled + count, listed = 0;
+    flat[0] = 0;
+    for (int64_t s = 0; s < count; s++) {
+        const int32_t last = (contexts[s] - 1) / block_size, first = firsts ? firsts[s] : 0;
+        if (contexts[s] < 1 || first < 0 || first > last || last >= width) return 1;
+        memcpy(blocks + listed, table + s * width + first, (size_t)(last - first + 1) * sizeof *table);
+        listed += last - first + 1;
+        flat[s + 1] = listed;
+        filled[s] = (contexts[s] - 1) % block_size + 1;
     }
     return 0;
 }

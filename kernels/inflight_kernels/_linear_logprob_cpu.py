@@ -7,7 +7,7 @@ rounded. N rows, K of them with a sampling mask, H hidden size, V vocabulary, C 
 import torch
 import torch.nn.functional as F
 
-from inflight_kernels._sampling_mask import Head, Rows, Split
+from inflight_kernels._sampling_mask import Head, Masks, Rows
 from inflight_kernels.tokenwise import product
 
 ROWS = 4096
@@ -87,13 +87,11 @@ def masked_forward(
     tokens_K: torch.Tensor,
     temperatures_K: torch.Tensor,
     entropy: bool,
-    split: Split,
+    masks: Masks,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(log-probabilities, logsumexps of scaled logits, entropies or None), each [K], and logits [E]."""
-    dtype, token_ids_E, row_E = temperatures_K.dtype, split.token_ids, split.row_E
-    assert token_ids_E is not None
-    assert row_E is not None
-    logits_E = torch.empty(len(token_ids_E), dtype=dtype)
+    dtype, token_ids_E, row_E = temperatures_K.dtype, masks.token_ids, masks.row_E
+    logits_E = temperatures_K.new_empty(len(token_ids_E))
     for begin in range(0, len(token_ids_E), ENTRIES):
         entries = slice(begin, begin + ENTRIES)
         gathered_EH = head.weight_VH[token_ids_E[entries]].to(dtype)

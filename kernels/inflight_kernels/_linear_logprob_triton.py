@@ -1,9 +1,12 @@
-"""`linear_logprob` on a GPU, and its Triton kernels for rows over the whole vocabulary.
+"""`linear_logprob` on a GPU, and its Triton kernels.
 
-A program multiplies one tile of rows and vocabulary and reduces it to the maximum, the sum of exponentials and their
-first moment, which are combined afterwards; backward multiplies the tile again and writes its gradient. Logits are fp32
-throughout; what is rounded to the dtype of the weights is their gradient, before the product that sums it up. There is
-no atomic addition, so results repeat. N rows, H hidden size, V vocabulary, C columns of one piece of it.
+For rows over the whole vocabulary a program multiplies one tile of rows and vocabulary and reduces it to the maximum,
+the sum of exponentials and their first moment, which are combined afterwards; backward multiplies the tile again and
+writes its gradient. Logits are fp32 throughout; what is rounded to the dtype of the weights is their gradient, before
+the product that sums it up. For a row with a sampling mask a program reads the rows of the weight that it needs, and
+gradients are sums over such rows. There is no atomic addition, so results repeat.
+N rows, of which K have a sampling mask; H hidden size, V vocabulary, C columns of one piece of it, E token ids in all
+masks, of which a program reads BLOCK_S at a time.
 """
 
 from typing import Any
@@ -12,10 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._masked_logprob_triton import LOWEST, capped, fast_exp, masked_forward, segment_sum
-from inflight_kernels._sampling_mask import Head, Rows
-
-__all__ = ["COLUMNS", "ROWS", "add_product", "dense_forward", "grad_logits", "masked_forward", "segment_sum"]
+from inflight_kernels._sampling_mask import Head, Masks, Rows
 
 ROWS = 8192
 COLUMNS = 8192
@@ -23,6 +23,23 @@ COLUMNS = 8192
 GROUP = tl.constexpr(16)
 """Row tiles that share a tile of the weight while it is in L2. About 130 programs run at a time, so that 16 row tiles
 of 128 and 8 column tiles of 256 are about as many rows of either."""
+BLOCK_S = tl.constexpr(16)
+BLOCK_K = tl.constexpr(128)
+"""Entries and columns that a program of a masked row reads at a time."""
+LOWEST = tl.constexpr(-3.0e38)
+"""Stands for the maximum of nothing but −∞, so that the difference of two −∞ never arises."""
+
+
+@triton.jit
+def fast_exp(x):
+    """eˣ with two instructions. `tl.exp` has five, so that results below 2⁻¹²⁶ are right too."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def capped(z, SOFTCAP: tl.constexpr):
+    # tanh(x) = 2 σ(2x) − 1
+    return SOFTCAP * (2.0 * tl.sigmoid(z * (2.0 / SOFTCAP)) - 1.0)
 
 
 @triton.jit
@@ -171,7 +188,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def dense_forward(
     hidden_NH: torch.Tensor, head: Head, tokens_N: torch.Tensor, temperatures_N: torch.Tensor, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(log-probabilities, logsumexps of scaled logits, entropies or None), each [N]."""
     rows, vocabulary = len(hidden_NH), len(head.weight_VH)
     constants = tiles(hidden_NH.dtype, capability_of(hidden_NH.device), wide=True)
     num_tiles = triton.cdiv(vocabulary, constants["BLOCK_V"])
@@ -239,10 +255,129 @@ def grad_logits(hidden_NH: torch.Tensor, piece: Head, begin: int, rows: Rows) ->
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """total + a · b, summed in fp32: in the memory of total, which is fp32, or without one in new memory."""
-    if not a.is_cuda:  # in the interpreter: on a CPU `mm` and `addmm` have no out_dtype
-        product = a.float() @ b.float()
-        return product if total is None else total.add_(product)
     widened: Any = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
     if total is None:
         return torch.mm(a, b, **widened)
     return torch.addmm(total, a, b, **widened, out=total)
+
+
+# ---- rows with a sampling mask ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def masked_kernel(
+    hidden,
+    weight,
+    bias,
+    tokens,
+    temperatures,
+    token_ids,
+    offsets,
+    logits,
+    logprobs,
+    lses,
+    entropies,
+    stride_n,
+    stride_v,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token, temperature = tl.load(tokens + row), tl.load(temperatures + row)
+    end = tl.load(offsets + row + 1)
+    chosen = float("nan")
+    peak = tl.cast(LOWEST, tl.float32)
+    total, moment = 0.0, 0.0
+    for start in range(tl.load(offsets + row), end, BLOCK_S):
+        entries = start + tl.arange(0, BLOCK_S)
+        ids = tl.load(token_ids + entries, mask=entries < end, other=-1)
+        inside = (ids >= 0) & (ids < V)
+        products = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+        for first in range(0, H, BLOCK_K):
+            inner = first + tl.arange(0, BLOCK_K)
+            hidden_K = tl.load(hidden + row * stride_n + inner, mask=inner < H, other=0.0).to(tl.float32)
+            mask_SK = inside[:, None] & (inner < H)[None, :]
+            weight_SK = tl.load(weight + ids[:, None] * stride_v + inner[None, :], mask=mask_SK, other=0.0)
+            products += weight_SK.to(tl.float32) * hidden_K[None, :]
+        z = tl.sum(products, 1)
+        if bias is not None:
+            z += tl.load(bias + ids, mask=inside, other=0.0).to(tl.float32)
+        if SOFTCAP is not None:
+            z = capped(z, SOFTCAP)
+        z = tl.where(inside, z, float("nan"))  # an id outside the vocabulary: the row becomes NaN
+        tl.store(logits + entries, z, mask=entries < end)
+        z = tl.where(entries < end, z / temperature, float("-inf"))
+        hit = (ids == token) & (entries < end)
+        chosen = tl.where(tl.max(hit.to(tl.int32), 0) == 1, tl.sum(tl.where(hit, z, 0.0), 0), chosen)
+        higher = tl.maximum(peak, tl.max(z, 0))
+        scale = tl.exp(peak - higher)
+        weights = tl.exp(z - higher)
+        moment = scale * (moment + total * (peak - higher))
+        moment += tl.sum(tl.where(weights == 0.0, 0.0, weights * (z - higher)), 0)
+        total = total * scale + tl.sum(weights, 0)
+        peak = higher
+    lse = peak + tl.log(total)
+    tl.store(logprobs + row, chosen - lse)
+    tl.store(lses + row, lse)
+    if entropies is not None:
+        tl.store(entropies + row, tl.log(total) - moment / total)
+
+
+@triton.jit(do_not_specialize=["table_rows"])
+def segment_sum_kernel(factors, table, index, offsets, out, stride_t, table_rows, H: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    end = tl.load(offsets + row + 1)
+    total = tl.zeros((BLOCK_S, BLOCK_K), tl.float32)
+    for start in range(tl.load(offsets + row), end, BLOCK_S):
+        entries = start + tl.arange(0, BLOCK_S)
+        at = tl.load(index + entries, mask=entries < end, other=-1)
+        factor = tl.load(factors + entries, mask=entries < end, other=0.0)
+        mask_SK = ((at >= 0) & (at < table_rows))[:, None] & (columns < H)[None, :]
+        values = tl.load(table + at[:, None] * stride_t + columns[None, :], mask=mask_SK, other=0.0)
+        total += factor[:, None] * values.to(tl.float32)
+    tl.store(out + row * H + columns, tl.sum(total, 0), mask=columns < H)
+
+
+def masked_forward(
+    hidden_KH: torch.Tensor,
+    head: Head,
+    tokens_K: torch.Tensor,
+    temperatures_K: torch.Tensor,
+    entropy: bool,
+    masks: Masks,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    logits_E = temperatures_K.new_empty(len(masks.token_ids))
+    logprobs_K, lses_K = torch.empty_like(temperatures_K), torch.empty_like(temperatures_K)
+    entropies_K = torch.empty_like(temperatures_K) if entropy else None
+    launch: Any = masked_kernel[(len(hidden_KH),)]
+    launch(
+        hidden_KH,
+        head.weight_VH,
+        head.bias_V,
+        tokens_K,
+        temperatures_K,
+        masks.token_ids,
+        masks.offsets,
+        logits_E,
+        logprobs_K,
+        lses_K,
+        entropies_K,
+        hidden_KH.stride(0),
+        head.weight_VH.stride(0),
+        V=len(head.weight_VH),
+        H=hidden_KH.shape[1],
+        SOFTCAP=head.softcap,
+    )
+    return logprobs_K, lses_K, entropies_K, logits_E
+
+
+def segment_sum(
+    factors_E: torch.Tensor, table: torch.Tensor, index_E: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    rows, width = len(offsets) - 1, table.shape[1]
+    out = factors_E.new_empty(rows, width)
+    launch: Any = segment_sum_kernel[(rows, triton.cdiv(width, BLOCK_K.value))]
+    launch(factors_E, table, index_E, offsets, out, table.stride(0), len(table), H=width)
+    return out

@@ -116,12 +116,10 @@ def rope_and_cache(
     cache_index: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
-    q_heads: int,
-    kv_heads: int,
-    norms: tuple[Norm, Norm] | None,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
-    tokens, head_dim = qkv.shape[0], k_cache.shape[3]
+    tokens, (block_size, kv_heads, head_dim) = len(qkv), k_cache.shape[1:]
+    q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     q = torch.empty(tokens, q_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
@@ -150,7 +148,7 @@ def rope_and_cache(
         KV_HEADS=kv_heads,
         D=head_dim,
         R=cos.shape[1],
-        BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_SIZE=block_size,
         CAST_FIRST=cast_first,
         num_warps=min(max(size // 512, 1), 8),
     )

@@ -33,17 +33,21 @@ class Rows(NamedTuple):
         return Rows._make(value if value is None else value[rows] for value in self)
 
 
-class Split(NamedTuple):
-    """The rows that are over the whole vocabulary and those that have a mask; None where there are none."""
+class Masks(NamedTuple):
+    """The rows that have a sampling mask, and their masks."""
 
-    dense: slice | torch.Tensor | None = None
-    masked: slice | torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-    """i64[K + 1], of the rows that have a mask."""
-    token_ids: torch.Tensor | None = None
+    rows: slice | torch.Tensor
+    """Which K of the N rows they are."""
+    offsets: torch.Tensor
+    """i64[K + 1]."""
+    token_ids: torch.Tensor
     """i64[E]."""
-    row_E: torch.Tensor | None = None
+    row_E: torch.Tensor
     """i64[E], the index among the K rows of the row that an id belongs to."""
+
+
+Split = tuple[slice | torch.Tensor | None, Masks | None]
+"""The rows that are over the whole vocabulary and those that have a mask; None where there are none."""
 
 
 def split_rows(
@@ -67,18 +71,17 @@ def split_rows(
     token_ids = token_ids.to(device, torch.int64).contiguous()
     if device.type == "cpu":
         _check_ids(lengths, token_ids, tokens_N, len(weight_VH))
-    dense, masked = ((lengths == 0).nonzero()[:, 0], lengths.nonzero()[:, 0])
+    dense, masked = (lengths == 0).nonzero()[:, 0], lengths.nonzero()[:, 0]
     if not len(masked):
-        return Split(dense=slice(None))
-    mask_offsets = torch.cat((offsets[masked], offsets[-1:]))
+        return slice(None), None
     row_E = torch.repeat_interleave(torch.arange(len(masked)), lengths[masked], output_size=len(token_ids))
-    return Split(
-        dense=dense.to(device) if len(dense) else None,
-        masked=masked.to(device) if len(dense) else slice(None),
-        offsets=mask_offsets.to(device),
+    masks = Masks(
+        rows=masked.to(device) if len(dense) else slice(None),
+        offsets=torch.cat((offsets[masked], offsets[-1:])).to(device),
         token_ids=token_ids,
         row_E=row_E.to(device),
     )
+    return dense.to(device) if len(dense) else None, masks
 
 
 def _first_fault(offsets: torch.Tensor, lengths: torch.Tensor) -> str:

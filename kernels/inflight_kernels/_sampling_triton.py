@@ -114,42 +114,30 @@ def draw(
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     blocks = triton.cdiv(vocabulary, block_size)
-    # Each begins at a multiple of 16 bytes, whatever the number of rows: Triton compiles anew for pointers that do not.
+    # Peaks, totals and moments begin at multiples of 16 bytes, whatever the number of rows: Triton compiles anew for
+    # pointers that do not.
     size = triton.cdiv(rows * blocks, 4) * 4
-    statistics = torch.empty(3 if entropy else 2, size, dtype=torch.float32, device=logits.device)
-    peaks, totals, moments = statistics if entropy else (*statistics, None)
+    memory = torch.empty(3 if entropy else 2, size, dtype=torch.float32, device=logits.device)
+    statistics = (*memory,) if entropy else (*memory, None)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     entropies = torch.empty_like(logprobs) if entropy else None
+    sizes = {"V": vocabulary, "BLOCKS": blocks, "BLOCK": block_size}
     if rows:
         launch: Any = block_kernel[(rows, blocks)]
-        launch(
-            logits,
-            temperatures,
-            peaks,
-            totals,
-            moments,
-            logits.stride(0),
-            V=vocabulary,
-            BLOCKS=blocks,
-            BLOCK=block_size,
-            num_warps=1,  # sums and maxima of one warp need no barrier, and each thread has several loads in flight
-        )
+        # Sums and maxima of one warp need no barrier, and each thread has several loads in flight.
+        launch(logits, temperatures, *statistics, logits.stride(0), **sizes, num_warps=1)
         launch = draw_kernel[(rows,)]
         launch(
             logits,
             temperatures,
             seeds.contiguous(),
             positions.contiguous(),
-            peaks,
-            totals,
-            moments,
+            *statistics,
             tokens,
             logprobs,
             entropies,
             logits.stride(0),
-            V=vocabulary,
-            BLOCKS=blocks,
-            BLOCK=block_size,
+            **sizes,
         )
     return tokens, logprobs, entropies

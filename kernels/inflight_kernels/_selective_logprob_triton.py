@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._masked_logprob_triton import LOWEST, fast_exp
+from inflight_kernels._linear_logprob_triton import LOWEST, fast_exp
 
 BLOCK_V: Any = 4096
 

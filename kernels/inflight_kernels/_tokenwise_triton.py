@@ -75,7 +75,6 @@ def rms_norm_kernel(
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, s); without a residual s is x."""
     rows, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     y, s, stride_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device), None, 0

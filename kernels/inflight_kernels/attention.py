@@ -37,10 +37,13 @@ def paged_attention(
     the device of the query; starts i32[S + 1] (sequence s has the queries starts[s] … starts[s + 1] − 1) and contexts
     i32[S] (tokens of s in the cache, its queries included), both on the CPU. window: a query sees the last `window`
     tokens, itself included. sinks f32[Hq].
+
+    The C kernel computes it over caches that lie as `empty_cache_for_cpu` makes them. Over others PyTorch does,
+    sequences with one query together and the others one by one.
     """
-    if _is_transposed(k_cache) and v_cache.stride(1) == v_cache.shape[3] and _cpu.takes(query, v_cache):
+    out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
+    if is_layout_for_cpu(k_cache, v_cache) and _cpu.takes(query, v_cache):
         query = query.contiguous()
-        out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
         if sinks is not None:
             sinks = sinks.float().contiguous()
         ran = _cpu.call(
@@ -50,57 +53,6 @@ def paged_attention(
         )  # fmt: skip
         if ran:
             return out
-    return paged_attention_reference(
-        query, k_cache, v_cache, tables, starts, contexts, scale=scale, window=window, softcap=softcap, sinks=sinks
-    )
-
-
-def empty_cache_for_cpu(
-    blocks: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k_cache, v_cache) in the layout that the C kernel reads: keys of a block and head lie [D, 16], so that the
-    scores of 16 tokens are one vector."""
-    keys = _in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
-    values = _in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
-    return keys, values
-
-
-def _in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for scattered writes: one page fault for 2 MiB and not for 4 KiB, where the system grants it, and none for
-    the beginning, which is used first. The rest becomes real when it is used."""
-    memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape))
-    tensor[: _REAL_BYTES // dtype.itemsize].zero_()
-    return tensor.view(shape)
-
-
-def is_layout_for_cpu(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """Whether two caches lie as `empty_cache_for_cpu` makes them."""
-    return _is_transposed(k_cache) and v_cache.transpose(1, 2).is_contiguous()
-
-
-def _is_transposed(k_cache: torch.Tensor) -> bool:
-    return k_cache.shape[1] == _cpu.LANES and k_cache.permute(0, 2, 3, 1).is_contiguous()
-
-
-def paged_attention_reference(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables: torch.Tensor,
-    starts: torch.Tensor,
-    contexts: torch.Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same in plain PyTorch. Sequences with one query are computed together, the others one by one."""
-    out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
     counts = (starts[1:] - starts[:-1]).tolist()
     lengths = contexts.tolist()
     single = [s for s, count in enumerate(counts) if count == 1]
@@ -150,3 +102,31 @@ def _attend_in_fp32(
         scores_SHCL = torch.cat((scores_SHCL, sink_SHC1), -1)
     weights_SHCL = torch.softmax(scores_SHCL, -1)[..., : k_SHLD.shape[2]]
     return weights_SHCL @ v_SHLD.float().repeat_interleave(group, 1)
+
+
+def empty_cache_for_cpu(
+    blocks: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(k_cache, v_cache) in the layout that the C kernel reads: keys of a block and head lie [D, 16], so that the
+    scores of 16 tokens are one vector."""
+    keys = _in_huge_pages(blocks, kv_heads, key_dim, _cpu.LANES, dtype=dtype).permute(0, 3, 1, 2)
+    values = _in_huge_pages(blocks, kv_heads, _cpu.LANES, value_dim, dtype=dtype).transpose(1, 2)
+    return keys, values
+
+
+def _in_huge_pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for scattered writes: one page fault for 2 MiB and not for 4 KiB, where the system grants it, and none for
+    the beginning, which is used first. The rest becomes real when it is used."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape)) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=dtype, count=math.prod(shape))
+    tensor[: _REAL_BYTES // dtype.itemsize].zero_()
+    return tensor.view(shape)
+
+
+def is_layout_for_cpu(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Whether two caches lie as `empty_cache_for_cpu` makes them."""
+    is_transposed = k_cache.shape[1] == _cpu.LANES and k_cache.permute(0, 2, 3, 1).is_contiguous()
+    return is_transposed and v_cache.transpose(1, 2).is_contiguous()

@@ -44,8 +44,7 @@ class BlockCopies:
         """groups: tensors in which the same blocks are copied."""
         self._groups = [list(tensors) for tensors in groups]
         self._kernel = None
-        tensors = [tensor for tensors in self._groups for tensor in tensors]
-        if tensors and tensors[0].is_cuda:
+        if any(tensor.is_cuda for tensors in self._groups for tensor in tensors):
             from inflight_kernels import _copy_triton
 
             self._kernel = _copy_triton.BlockTable.of(self._groups)
@@ -84,8 +83,6 @@ class ScaledCopies:
         self._total = sum(source.numel() for source in sources)
         self._addresses: list[int] = []
         """Where the sources lay at the last run."""
-        self._factors: list[float] = []
-        self._scales = torch.empty(0)
         self._table: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -96,11 +93,9 @@ class ScaledCopies:
         addresses = [source.data_ptr() for source in self._sources]
         if addresses != self._addresses:
             self._addresses, self._table = addresses, self._make_table()
-        if factors != self._factors:
-            self._factors = list(factors)
-            self._scales = torch.tensor(self._factors, dtype=torch.float32)
         if self._table is not None:
-            _cpu.call("copy_scaled", self._table, self._scales, len(factors), self._total)
+            scales = torch.tensor(factors, dtype=torch.float32)
+            _cpu.call("copy_scaled", self._table, scales, len(factors), self._total)
         else:
             scaled = [source.float() * factor for source, factor in zip(self._sources, factors, strict=True)]
             copy_all(self._destinations, scaled)

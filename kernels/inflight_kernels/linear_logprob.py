@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from inflight_kernels._sampling_mask import Head, Rows, Split, split_rows
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from inflight_kernels._sampling_mask import Head, Masks, Rows, Split, split_rows
 
 
 def linear_logprobs(
@@ -47,8 +45,36 @@ def linear_logprobs(
     and a mask without the row's token. On a GPU, where finding out would be a wait, such a row has a
     log-probability of NaN, as has a token outside the vocabulary everywhere.
     """
-    _check(hidden_NH, weight_VH, tokens_N, temperatures_N, bias, softcap)
-    split = Split(dense=slice(None)) if sampling_mask is None else split_rows(*sampling_mask, tokens_N, weight_VH)
+    rows = hidden_NH.shape[:1]
+    if (
+        hidden_NH.ndim != 2
+        or weight_VH.ndim != 2
+        or not len(weight_VH)
+        or hidden_NH.shape[1] != weight_VH.shape[1]
+        or tokens_N.shape != rows
+        or temperatures_N.shape != rows
+    ):
+        raise ValueError(
+            "expected hidden [N, H], weight [V > 0, H], tokens [N] and temperatures [N], got "
+            f"{list(hidden_NH.shape)}, {list(weight_VH.shape)}, {list(tokens_N.shape)} and {list(temperatures_N.shape)}"
+        )
+    if bias is not None and bias.shape != weight_VH.shape[:1]:
+        raise ValueError(f"expected a bias [{len(weight_VH)}], one value per row of weight, got {list(bias.shape)}")
+    allowed = [torch.float32, torch.bfloat16, torch.float16] + [torch.float64] * (not hidden_NH.is_cuda)
+    dtypes = {tensor.dtype for tensor in (hidden_NH, weight_VH, bias) if tensor is not None}
+    if len(dtypes) != 1 or hidden_NH.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ValueError(
+            f"expected hidden, weight and bias of one dtype out of {names}, got "
+            f"{', '.join(sorted(str(dtype) for dtype in dtypes))}"
+        )
+    if tokens_N.dtype != torch.int64 or not temperatures_N.is_floating_point():
+        raise ValueError(f"expected tokens i64 and temperatures float, got {tokens_N.dtype} and {temperatures_N.dtype}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"expected a softcap > 0, or None for logits as they are, got {softcap}")
+    split: Split = slice(None), None
+    if sampling_mask is not None:
+        split = split_rows(*sampling_mask, tokens_N, weight_VH)
     compute_dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
     outputs: Any = LinearLogprobs.apply(
         _rows_contiguous(hidden_NH),
@@ -96,43 +122,6 @@ def linear_logprobs_reference(
     return logprobs_N, -(logprobs_NV.exp() * logprobs_NV.masked_fill(scaled_NV == -torch.inf, 0.0)).sum(-1)
 
 
-def _check(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    tokens_N: torch.Tensor,
-    temperatures_N: torch.Tensor,
-    bias: torch.Tensor | None,
-    softcap: float | None,
-) -> None:
-    rows = hidden_NH.shape[:1]
-    if (
-        hidden_NH.ndim != 2
-        or weight_VH.ndim != 2
-        or not len(weight_VH)
-        or hidden_NH.shape[1] != weight_VH.shape[1]
-        or tokens_N.shape != rows
-        or temperatures_N.shape != rows
-    ):
-        raise ValueError(
-            "expected hidden [N, H], weight [V > 0, H], tokens [N] and temperatures [N], got "
-            f"{list(hidden_NH.shape)}, {list(weight_VH.shape)}, {list(tokens_N.shape)} and {list(temperatures_N.shape)}"
-        )
-    if bias is not None and bias.shape != weight_VH.shape[:1]:
-        raise ValueError(f"expected a bias [{len(weight_VH)}], one value per row of weight, got {list(bias.shape)}")
-    allowed = DTYPES if hidden_NH.is_cuda else (*DTYPES, torch.float64)
-    dtypes = {tensor.dtype for tensor in (hidden_NH, weight_VH, bias) if tensor is not None}
-    if len(dtypes) != 1 or hidden_NH.dtype not in allowed:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise ValueError(
-            f"expected hidden, weight and bias of one dtype out of {names}, got "
-            f"{', '.join(sorted(str(dtype) for dtype in dtypes))}"
-        )
-    if tokens_N.dtype != torch.int64 or not temperatures_N.is_floating_point():
-        raise ValueError(f"expected tokens i64 and temperatures float, got {tokens_N.dtype} and {temperatures_N.dtype}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"expected a softcap > 0, or None for logits as they are, got {softcap}")
-
-
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -142,7 +131,7 @@ def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def _backend(device: torch.device) -> ModuleType:
     """The module with `ROWS`, `COLUMNS` and the functions `dense_forward`, `masked_forward`, `grad_logits`,
-    `add_product` and `segment_sum`."""
+    `add_product` and `segment_sum`, which give in either what those for a CPU say."""
     if device.type == "cuda":
         from inflight_kernels import _linear_logprob_triton
 
@@ -170,14 +159,15 @@ class LinearLogprobs(torch.autograd.Function):
         logprobs_N, lses_N = torch.empty_like(temperatures_N), torch.empty_like(temperatures_N)
         entropies_N = torch.empty_like(temperatures_N) if entropy else None
         logits_E = None
-        for rows, is_dense in ((split.dense, True), (split.masked, False)):
+        dense, masks = split
+        for rows in (dense, masks and masks.rows):
             if rows is None:
                 continue
             arguments = (hidden_NH[rows], head, tokens_N[rows], temperatures_N[rows], entropy)
-            if is_dense:
+            if rows is dense:
                 logprobs, lses, entropies = backend.dense_forward(*arguments)
             else:
-                logprobs, lses, entropies, logits_E = backend.masked_forward(*arguments, split)
+                logprobs, lses, entropies, logits_E = backend.masked_forward(*arguments, masks)
             logprobs_N[rows], lses_N[rows] = logprobs, lses
             if entropies_N is not None:
                 entropies_N[rows] = entropies
@@ -190,7 +180,7 @@ class LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, tokens_N, temperatures_N, lses_N, entropies_N, logits_E = ctx.saved_tensors
-        head, split = Head(weight_VH, bias_V, ctx.softcap), ctx.split
+        head, (dense, masks) = Head(weight_VH, bias_V, ctx.softcap), ctx.split
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         backend = _backend(hidden_NH.device)
         dtype = temperatures_N.dtype
@@ -203,15 +193,15 @@ class LinearLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.empty_like(weight_VH) if wants_weight else None
         grad_bias_V = torch.empty_like(bias_V) if wants_bias else None
         sum_by_token = None
-        if split.masked is not None:
-            grad_E = _masked_grad_logits(logits_E, split, ctx.softcap, all_rows.take(split.masked))
+        if masks is not None:
+            grad_E = _masked_grad_logits(logits_E, masks, ctx.softcap, all_rows.take(masks.rows))
             if grad_hidden_NH is not None:
-                grad_KH = backend.segment_sum(grad_E, weight_VH, split.token_ids, split.offsets)
-                grad_hidden_NH[split.masked] = grad_KH.to(hidden_NH.dtype)
-            sum_by_token = _by_token(backend, grad_E, split, len(weight_VH))
-            masked_KH = hidden_NH[split.masked]
+                grad_KH = backend.segment_sum(grad_E, weight_VH, masks.token_ids, masks.offsets)
+                grad_hidden_NH[masks.rows] = grad_KH.to(hidden_NH.dtype)
+            sum_by_token = _by_token(backend, grad_E, masks, len(weight_VH))
+            masked_KH = hidden_NH[masks.rows]
 
-        dense = slice(0) if split.dense is None else split.dense
+        dense = slice(0) if dense is None else dense
         dense_NH, dense_rows = hidden_NH[dense], all_rows.take(dense)
         grad_dense_NH = dense_NH.new_zeros(dense_NH.shape, dtype=dtype) if wants_hidden else None
         for begin in range(0, len(weight_VH), backend.COLUMNS):
@@ -241,14 +231,13 @@ class LinearLogprobs(torch.autograd.Function):
         return grad_hidden_NH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
-def _masked_grad_logits(logits_E: torch.Tensor, split: Split, softcap: float | None, rows: Rows) -> torch.Tensor:
+def _masked_grad_logits(logits_E: torch.Tensor, masks: Masks, softcap: float | None, rows: Rows) -> torch.Tensor:
     """Gradient of the logits of all masks, in the order of their ids."""
-    assert split.row_E is not None
-    row_E = split.row_E
+    row_E = masks.row_E
     logprobs_E = logits_E / rows.temperatures[row_E] - rows.lses[row_E]
     probs_E = logprobs_E.exp()
     coefficient_E = rows.grad_logprobs[row_E]
-    hit_E = torch.where(split.token_ids == rows.tokens[row_E], coefficient_E, 0.0)
+    hit_E = torch.where(masks.token_ids == rows.tokens[row_E], coefficient_E, 0.0)
     if rows.entropies is not None and rows.grad_entropies is not None:
         coefficient_E = coefficient_E + rows.grad_entropies[row_E] * (logprobs_E + rows.entropies[row_E])
     grad_E = hit_E - torch.where(probs_E == 0, 0.0, probs_E * coefficient_E)  # a logit of −∞ has p log p = 0
@@ -256,16 +245,14 @@ def _masked_grad_logits(logits_E: torch.Tensor, split: Split, softcap: float | N
 
 
 def _by_token(
-    backend: ModuleType, grad_E: torch.Tensor, split: Split, vocabulary: int
+    backend: ModuleType, grad_E: torch.Tensor, masks: Masks, vocabulary: int
 ) -> Callable[[torch.Tensor, slice], torch.Tensor]:
     """A function that sums, for columns C of the vocabulary, gradients times rows of a table [K, width] → [C, width].
 
     The entries of all masks are sorted by token id, so that a row of the weight's gradient is a sum over neighbours,
     always in the same order, and needs no atomic addition.
     """
-    assert split.token_ids is not None
-    assert split.row_E is not None
-    ids_E, order_E = split.token_ids.sort(stable=True)
-    grad_E, row_E = grad_E[order_E], split.row_E[order_E]
+    ids_E, order_E = masks.token_ids.sort(stable=True)
+    grad_E, row_E = grad_E[order_E], masks.row_E[order_E]
     offsets = torch.searchsorted(ids_E, torch.arange(vocabulary + 1, device=ids_E.device))
     return lambda table, columns: backend.segment_sum(grad_E, table, row_E, offsets[columns.start : columns.stop + 1])

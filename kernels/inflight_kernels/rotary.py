@@ -22,30 +22,27 @@ def rope_and_cache(
     cache_index: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
-    q_heads: int,
-    kv_heads: int,
     norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values into the cache → queries [T, Hq, D] in the dtype of qkv.
 
     qkv [T, (Hq + 2·Hk)·D] of any float dtype, its rows any distance apart: all query heads, then all keys, then all
-    values. cos and sin f32[P, R], the second half of the columns repeating the first; positions i64[T] are rows of
-    them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype; cache_index i64[T] are
-    block · block size + index in the block, and a negative one writes nothing. norms are over each head of queries and
-    of keys before the rotation, with weights [D]; but for the weights they are the same.
+    values; Hk and D are those of the caches. cos and sin f32[P, R], the second half of the columns repeating the first;
+    positions i64[T] are rows of them. k_cache and v_cache [blocks, block size, Hk, D] with any strides and dtype;
+    cache_index i64[T] are block · block size + index in the block, and a negative one writes nothing. norms are over
+    each head of queries and of keys before the rotation, with weights [D]; but for the weights they are the same.
     Raises ValueError if the shapes do not fit. Neither positions nor cache_index are checked against their range.
     """
-    head_dim, rotated = k_cache.shape[-1], cos.shape[-1]
-    if qkv.ndim != 2 or qkv.shape[1] != (q_heads + 2 * kv_heads) * head_dim:
+    if k_cache.ndim != 4 or v_cache.shape != k_cache.shape:
         raise ValueError(
-            f"expected qkv [T, ({q_heads} + 2·{kv_heads})·{head_dim}] for {q_heads} query heads, {kv_heads} KV heads "
-            f"and a cache of head dimension {head_dim}, got {list(qkv.shape)}"
-        )
-    if k_cache.ndim != 4 or k_cache.shape[2] != kv_heads or v_cache.shape != k_cache.shape:
-        raise ValueError(
-            f"expected k_cache and v_cache [blocks, block size, {kv_heads}, D], "
+            "expected k_cache and v_cache [blocks, block size, Hk, D], "
             f"got {list(k_cache.shape)} and {list(v_cache.shape)}"
+        )
+    kv_heads, head_dim, rotated = *k_cache.shape[2:], cos.shape[-1]
+    if qkv.ndim != 2 or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
+        raise ValueError(
+            f"expected qkv [T, (Hq + 2·{kv_heads})·{head_dim}] for a cache of {kv_heads} KV heads of dimension "
+            f"{head_dim}, got {list(qkv.shape)}"
         )
     if cos.ndim != 2 or cos.shape != sin.shape or rotated % 2 or rotated > head_dim:
         raise ValueError(
@@ -61,8 +58,13 @@ def rope_and_cache(
     for weight in weights:
         if weight.shape != (head_dim,):
             raise ValueError(f"expected q_norm and k_norm [{head_dim}], got {list(weight.shape)}")
+    if qkv.is_cuda:
+        from inflight_kernels import _rotary_triton
+
+        return _rotary_triton.rope_and_cache(qkv, cos, sin, positions, cache_index, k_cache, v_cache, norms)
     if _cpu.takes(qkv, k_cache.permute(0, 2, 3, 1), v_cache, *weights) and is_layout_for_cpu(k_cache, v_cache):
-        q = torch.empty(qkv.shape[0], q_heads, head_dim, dtype=qkv.dtype)
+        q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        q = torch.empty(len(qkv), q_heads, head_dim, dtype=qkv.dtype)
         rounding = norms[0][1:] if norms else (0.0, 0.0, True)
         ran = _cpu.call(
             "rope_and_cache", qkv, qkv.stride(0), q, qkv.dtype == torch.bfloat16, k_cache, v_cache,
@@ -71,15 +73,7 @@ def rope_and_cache(
         )  # fmt: skip
         if ran:
             return q
-    if qkv.is_cuda:
-        from inflight_kernels import _rotary_triton
-
-        function = _rotary_triton.rope_and_cache
-    else:
-        function = rope_and_cache_reference
-    return function(
-        qkv, cos, sin, positions, cache_index, k_cache, v_cache, q_heads=q_heads, kv_heads=kv_heads, norms=norms
-    )
+    return rope_and_cache_reference(qkv, cos, sin, positions, cache_index, k_cache, v_cache, norms)
 
 
 def rope_and_cache_reference(
@@ -90,13 +84,11 @@ def rope_and_cache_reference(
     cache_index: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
-    q_heads: int,
-    kv_heads: int,
     norms: tuple[Norm, Norm] | None = None,
 ) -> torch.Tensor:
     """The same in plain PyTorch."""
-    q_THD, k_THD, v_THD = qkv.unflatten(1, (q_heads + 2 * kv_heads, -1)).split((q_heads, kv_heads, kv_heads), dim=1)
+    kv_heads, head_dim = k_cache.shape[2:]
+    q_THD, k_THD, v_THD = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     if norms is not None:
         q_THD, k_THD = rms_norm_reference(q_THD, norms[0]), rms_norm_reference(k_THD, norms[1])
     cos_T1R = cos[positions].to(qkv.dtype).float()[:, None]

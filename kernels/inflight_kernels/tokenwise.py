@@ -27,7 +27,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
-    if weight.is_contiguous() and _cpu.takes(x, weight, *(() if bias is None else (bias,))):
+    given = (x, weight) if bias is None else (x, weight, bias)
+    fits = x.shape[1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+    if fits and weight.is_contiguous() and _cpu.takes(*given):
         out = x.new_empty(len(x), len(weight))
         is_bf16 = x.dtype == torch.bfloat16
         if _cpu.call("linear", x, x.stride(0), weight, bias, out, is_bf16, len(x), len(weight), x.shape[1]):
@@ -50,22 +52,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = len(x)
-    if (more := _few_sizes(rows) - rows) > 0:
+    # They are rounded up to 4 binary digits and zeros, by at most an eighth: oneDNN keeps half a megabyte of code for
+    # every number of rows that it has seen, of up to a thousand of them per process.
+    if more := -rows % (1 << max(0, rows.bit_length() - 4)):
         x = F.pad(x, (0, 0, 0, more))
-    return _product(x, weight, bias)[:rows]
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def _few_sizes(rows: int) -> int:
-    """Round up to 4 binary digits and zeros, by at most an eighth. oneDNN keeps half a megabyte of code for every
-    number of rows that it has seen, of up to a thousand of them per process."""
-    step = 1 << max(0, rows.bit_length() - 4)
-    return -(-rows // step) * step
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")[:rows]
+    return F.linear(x, weight, bias)[:rows]
 
 
 def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -97,21 +90,16 @@ def gated_activation_reference(gate_up: torch.Tensor, activation: Activation) ->
 def rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """x [T, D] of any float dtype → y [T, D] in x's dtype. Rows of x may lie any distance apart.
     Raises ValueError if the shapes do not fit."""
-    return _add_rms_norm(x, None, norm)[0]
+    return add_rms_norm(x, None, norm)[0]
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and residual [T, D] of one dtype → (y, s), both [T, D]: s = x + residual rounded to that dtype,
-    y = rms_norm(s). Raises ValueError as `rms_norm` does."""
-    if residual.shape != x.shape or residual.dtype != x.dtype:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and residual [T, D] of one dtype → (y, s), both [T, D]: s = x + residual rounded to that dtype, or x without a
+    residual, and y = rms_norm(s). Raises ValueError as `rms_norm` does."""
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(
             f"expected a residual like x, {x.dtype} {list(x.shape)}, got {residual.dtype} {list(residual.shape)}"
         )
-    return _add_rms_norm(x, residual, norm)
-
-
-def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, s); without a residual s is x."""
     if x.ndim != 2 or norm.weight.shape != x.shape[1:]:
         raise ValueError(f"expected x [T, D] and weight [D], got {list(x.shape)} and {list(norm.weight.shape)}")
     if x.is_cuda:
@@ -139,6 +127,6 @@ def rms_norm_reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm` in plain PyTorch; without a residual s is x."""
+    """`add_rms_norm` in plain PyTorch."""
     s = x if residual is None else x + residual
     return rms_norm_reference(s, norm), s

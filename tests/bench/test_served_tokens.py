@@ -17,7 +17,7 @@ def answer(*arrivals, reason="length", labels=None):
 
 def update(seen, version, called_ms, answered_ms):
     seen.called(version, round(called_ms * MS))
-    seen.answered(Update(version, round(called_ms * MS), round(answered_ms * MS)))
+    seen.updates.append(Update(version, round(called_ms * MS), round(answered_ms * MS)))
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def test_a_message_to_an_engine_that_refused_our_keys_stays_where_it_is(tmp_path
 def test_a_reader_whose_keys_are_refused_can_be_closed(tmp_path):
     endpoint = f"ipc://{tmp_path}/stream"
     reader = StreamReader(endpoint)
-    reader._socket.disconnect(endpoint)
+    reader.socket.disconnect(endpoint)
     reader._subscribe()
     assert reader.receive(0) is None
     reader.close()

@@ -11,7 +11,7 @@ from inflight.demo.run import tracker
 
 
 def test_no_tracker_is_no_logger(tmp_path):
-    with tracker(DemoOptions(out=tmp_path), "spell_backward") as loggers:
+    with tracker(DemoOptions(), tmp_path, "spell_backward") as loggers:
         assert loggers == []
 
 
@@ -26,7 +26,7 @@ def test_a_tracker_gets_the_options_and_is_closed(name, monkeypatch, tmp_path):
         )
 
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=init))
-    with tracker(DemoOptions(out=tmp_path / "first", tracker=name, steps=7), "spell_backward") as [logger]:
+    with tracker(DemoOptions(tracker=name, steps=7), tmp_path / "first", "spell_backward") as [logger]:
         logger.log(1, {"reward": 0.5})
         assert "finished" not in seen
     assert (seen["project"], seen["name"]) == ("inflight-spell_backward", "first")
@@ -38,6 +38,6 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_runs(monkeypat
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with (
         pytest.raises(LoggerError, match="install it with `pip install tensorboard`"),
-        tracker(DemoOptions(out=tmp_path, tracker="tensorboard"), "spell_backward"),
+        tracker(DemoOptions(tracker="tensorboard"), tmp_path, "spell_backward"),
     ):
         pass

@@ -327,7 +327,8 @@ def test_publishers_come_and_go_without_leaving_files_open(engine):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("/no/such/directory", "cannot load model '/no/such/directory'"),
+        ("/no/such/directory", "cannot load model '/no/such/directory': there is no such directory"),
+        ("./no/such/directory", "there is no such directory; expected a directory with config.json"),
         ("tinny", "a Hugging Face hub id, or a built-in shape (tiny, small"),
     ],
 )

@@ -198,7 +198,7 @@ class Proxy:
     """Stands between a client and a port of the engine, at the same port of another address of this machine. It keeps
     what clients send through it, byte by byte, and can cut all connections."""
 
-    HOST = "127.0.0.2"
+    HOST = "127.0.0.77"  # of its own: other tests connect from 127.0.0.2, and so take ports there
 
     def __init__(self, port: int):
         self._server, self.port = socket.create_server((self.HOST, port)), port

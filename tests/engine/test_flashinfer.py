@@ -10,7 +10,7 @@ from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_adapters import error, publish_adapters, with_adapters
-from tiny_models import CONFIGS, GPU_MODELS, make_model, publish, run
+from tiny_models import CONFIGS, GPU_MODELS, make_model, marks, publish, run
 from transformers import AutoModelForCausalLM
 
 from inflight.core.errors import UnsupportedModelError
@@ -19,10 +19,16 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention import flashinfer
 from inflight.engine.attention.backend import LayerShape
-from inflight.engine.attention.flashinfer import FlashInferAttention, page_lists, why_not_flashinfer, workspace_bytes
+from inflight.engine.attention.flashinfer import (
+    FlashInferAttention,
+    page_lists,
+    split_lists,
+    why_not_flashinfer,
+    workspace_bytes,
+)
 from inflight.engine.build import choose_backend
 from inflight.engine.engine import Engine
-from inflight.engine.graphs import graph_sizes
+from inflight.engine.graphs import DecodeGraphs, graph_sizes
 from inflight.stream.assembler import Assembler
 
 CPU = torch.device("cpu")
@@ -60,11 +66,12 @@ def test_page_lists_hold_what_is_seen_and_keep_distances(chunks, window):
     contexts = np.array([count + before for count, before in chunks], np.int32)
     widest = -(-contexts.max() // 16)
     table = np.arange(1, len(chunks) * widest + 1, dtype=np.int32).reshape(len(chunks), widest)
-    lists = page_lists(table, counts, contexts, window)
+    flat = torch.from_numpy(page_lists(table, counts, contexts, window))
+    indptr, last_page_len, indices = (part.numpy() for part in split_lists(flat, len(chunks)))
     for row, (count, before) in enumerate(chunks):
-        pages = lists.indices[lists.indptr[row] : lists.indptr[row + 1]]
+        pages = indices[indptr[row] : indptr[row + 1]]
         listed = [(page, offset) for page in pages for offset in range(16)]
-        listed = listed[: len(listed) - 16 + lists.last_page_len[row]]
+        listed = listed[: len(listed) - 16 + last_page_len[row]]
         context = before + count
         tokens = [(table[row, position // 16], position % 16) for position in range(context)]
         assert listed == tokens[context - len(listed) :]  # the distance to the end is what tells the positions
@@ -130,10 +137,15 @@ MODES = {
     "preempted": {"kv_cache_tokens": 128, "max_prefill_tokens": 9, "overlap": True},
     "without graphs": {"cuda_graphs": False},
 }
+CASES = [
+    pytest.param(name, mode, marks=marks(name, quick=mode in ("whole", "preempted")))
+    for name in RUNNABLE
+    for mode in MODES
+]
+"""Every model with whole prompts, and in chunks, ahead and preempted all at once; some in each of these alone."""
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_recorded_logprobs_equal_a_full_forward(fake_gpu, make_engine, name, mode):
     model = make_model(name)
     model.set_attn_implementation("eager")
@@ -155,9 +167,10 @@ def test_most_passes_are_replayed(fake_gpu, make_engine, monkeypatch):
 
 def test_sequences_that_decode_never_leave_their_graph_while_others_join(fake_gpu, make_engine, monkeypatch):
     engine = make_engine(max_sequences=6, max_prefill_tokens=5)
-    begun, mixed = [], []
-    begin, schedule = FlashInferAttention.begin, engine.scheduler.schedule
+    begun, mixed, replayed = [], [], []
+    begin, schedule, replay = FlashInferAttention.begin, engine.scheduler.schedule, DecodeGraphs.run
     monkeypatch.setattr(FlashInferAttention, "begin", lambda *args: begun.append(args[1]) or begin(*args))
+    monkeypatch.setattr(DecodeGraphs, "run", lambda *args: replayed.append(len(args[3])) or replay(*args))
 
     def note(*args, **kwargs):
         scheduled = schedule(*args, **kwargs)
@@ -168,8 +181,7 @@ def test_sequences_that_decode_never_leave_their_graph_while_others_join(fake_gp
     rollouts = run(engine, ragged_prompts(30, PARAMS))  # five for each batch row, of several samples, that end in turn
     assert sum(mixed) > 20
     assert not any(batch.num_single for batch in begun), "what is computed eagerly are prompts"
-    assert engine.runner.num_decoded_eagerly == 0
-    assert engine.runner.num_decoded_by_graph == sum(len(r.token_ids) for r in rollouts) - len(rollouts)
+    assert sum(replayed) == sum(len(r.token_ids) for r in rollouts) - len(rollouts)
 
 
 def test_a_swap_picks_the_graphs_of_the_other_slot(fake_gpu, make_engine):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
-from tiny_models import CONFIGS, make_model, publish, run
+from tiny_models import CONFIGS, SOME_AT_ONCE, make_model, marks, publish, run
 
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Prompt
@@ -29,8 +29,14 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=marks(name, quick=mode in ("fused", "preempted")))
+        for name in CONFIGS
+        for mode in MODES
+    ],
+)
 def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     model = make_model(name)
     model.set_attn_implementation("eager")
@@ -46,8 +52,10 @@ def test_recorded_logprobs_equal_a_full_forward(make_engine, name, mode):
     assert engine.cache.num_used_blocks == 0
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [pytest.param(name, fused, marks=marks(name, quick=fused)) for name in CONFIGS for fused in (True, False)],
+)
 def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers(make_engine, name, fused):
     exact, rounded = make_model(name), make_model(name).to(torch.bfloat16)
     for model in (exact, rounded):
@@ -74,7 +82,7 @@ def test_recorded_logprobs_equal_a_full_forward_on_the_gpu(make_engine, name):
     assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < 4 * TOLERANCES[name]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, name):
     """Alone and whole; among others in chunks; preempted; over another pass's results."""
     prompt = Prompt([11, 5, 190, 3] * 6, SamplingParams(max_tokens=30, seed=4, ignore_eos=True, n=2))
@@ -88,12 +96,7 @@ def test_a_disturbed_sequence_draws_what_an_undisturbed_one_draws(make_engine, n
             np.testing.assert_allclose(rollout.logprobs, reference.logprobs, atol=TOLERANCES[name])
 
 
-FORKED = ("llama", "gemma3", "qwen3-moe")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FORKED)) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_a_fork_draws_what_a_new_prompt_with_the_same_tokens_draws(make_engine, name):
     engine, assembler = make_engine(name), Assembler()
     [group] = engine.submit([Prompt([8, 1, 77] * 7, SamplingParams(max_tokens=40, seed=1, ignore_eos=True))])
@@ -282,10 +285,17 @@ def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_afterwards(make_eng
     assert engine.step() is None
     assert engine.idle
     engine.wake()
+    engine.admit(may_begin=False)  # who has begun goes on all the same
+    assert not engine.idle
+    assert engine.state == "generating"
+    engine.submit([Prompt([7], params)])
     rollouts = []
-    while engine.has_work:
+    while not engine.idle:
         rollouts += [r for group in assembler.add(engine.step()) for r in group]
     assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in expected]
+    assert engine.state == "waits for the trainer"
+    engine.admit(may_begin=True)
+    assert not engine.idle
 
 
 def test_experts_are_recorded_for_every_token(make_engine):
@@ -303,7 +313,7 @@ def test_experts_are_recorded_for_every_token(make_engine):
         assert rollout.routed_experts.tolist() == torch.stack(chosen, 1).tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", SOME_AT_ONCE)
 def test_greedy_output_equals_generate(make_engine, name):
     model = make_model(name)
     model.set_attn_implementation("eager")

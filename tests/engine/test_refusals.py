@@ -23,7 +23,9 @@ def test_an_encoder_decoder_cannot_be_scored():
 
 
 def test_a_model_with_two_language_models_in_one_is_refused(tmp_path):
-    AutoConfig.for_model("musicgen").save_pretrained(tmp_path)
+    parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"}
+    parts = {name: AutoConfig.for_model(kind).to_dict() for name, kind in parts.items()}
+    AutoConfig.for_model("musicgen", **parts).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="musicgen is not made for text alone"):
         Engine(EngineOptions(model=str(tmp_path), device="cpu"))
 

@@ -87,6 +87,21 @@ def test_a_long_prompt_is_computed_in_chunks_beside_what_is_decoded():
     assert (drawing(last), last.num_single) == ([0, 1], 1)
 
 
+@pytest.mark.parametrize("leave", ["preempt", "remove"])
+@pytest.mark.parametrize("num_tokens", [5, 9, 30])
+def test_all_that_a_sequence_computed_is_remembered_when_it_leaves(leave, num_tokens):
+    run = Run()
+    first = run.add(6)
+    while len(first.tokens) < num_tokens:
+        run.step()
+    tokens = first.token_ids()
+    getattr(run.scheduler, leave)(first)
+    again = run.cache.new_holding()
+    computed = len(tokens) - 1  # the last token was drawn, and no pass has computed it
+    assert run.cache.match(again, [*tokens, 0], namespace=0) == computed // 4 * 4
+    run.cache.release(again)
+
+
 def test_samples_of_a_prompt_follow_the_first_one():
     run = Run(rows=3)
     run.add(8, n=4)

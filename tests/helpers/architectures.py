@@ -21,7 +21,6 @@ from transformers import (
     GitConfig,
     GlmConfig,
     GPT2Config,
-    GPTJConfig,
     GPTNeoConfig,
     GraniteConfig,
     Llama4TextConfig,
@@ -164,10 +163,6 @@ REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
             hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], **_BASE
         ),
         "GPTNeoForCausalLM does not take its attention from Transformers' attention interface",
-    ),
-    "gptj": (
-        lambda: GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **_BASE),
-        "GPTJForCausalLM does not take its attention",
     ),
     "falcon-new": (
         lambda: FalconConfig(new_decoder_architecture=True, num_kv_heads=2, alibi=False, **_FALCON),

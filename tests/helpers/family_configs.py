@@ -60,7 +60,7 @@ _SIZES: dict[int, str] = {
     48: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
     "shared_experts_intermediate_size moe_shared_expert_intermediate_size",
     VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size "
-    "ngram_vocab_size_base encoder_hash_byte_group_vocab",
+    "unpadded_vocab_size ngram_vocab_size_base encoder_hash_byte_group_vocab",
     2 * MAX_CONTEXT: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length "
     "model_max_length max_source_positions",
 }

@@ -256,3 +256,7 @@ CANNOT_BE_BUILT: dict[str, str] = {
     "musicgen_melody": "as musicgen",
 }
 """Registered as causal language models, and Transformers 5.23 itself cannot make one; the engine refuses them."""
+
+ROUNDING_DECIDES = {"dory"}
+"""The layers of its twin run in loops that amplify a rounding error a thousandfold, so that it depends on the processor
+whether its trainer is refused; the engine refuses it everywhere."""

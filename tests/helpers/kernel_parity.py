@@ -10,6 +10,7 @@ import sys
 import torch
 from inflight_kernels import (
     _copy_triton,
+    _linear_logprob_cpu,
     _linear_logprob_triton,
     _lora_triton,
     _rotary_triton,
@@ -138,8 +139,8 @@ def check_linear_logprobs_of_all_kinds(device: str, dtype: torch.dtype) -> None:
 
 def check_masks_without_the_token_are_nan(device: str) -> None:
     hidden, weight = torch.randn(4, 8, device=device), torch.randn(30, 8, device=device)
-    split = linear_logprob.Split(
-        masked=slice(None),
+    masks = linear_logprob.Masks(
+        rows=slice(None),
         offsets=torch.tensor([0, 2, 3, 5, 6], device=device),
         token_ids=torch.tensor([1, 2, 3, 4, 30, 5], device=device),
         row_E=torch.tensor([0, 0, 1, 2, 2, 3], device=device),
@@ -152,7 +153,7 @@ def check_masks_without_the_token_are_nan(device: str) -> None:
         torch.ones(4, device=device),
         None,
         False,
-        split,
+        (None, masks),
     )
     assert logprobs.isnan().tolist() == [False, True, True, False]
     assert logprobs[3] == 0
@@ -214,9 +215,7 @@ def check_rope_and_cache(
             slots,
             k_cache.permute(1, 3, 0, 2),
             v_cache[:, :block_size],
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            norms=norms,
+            norms,
         )
         results.append((q, k_cache, v_cache))
     for result, expected in zip(*results, strict=True):
@@ -394,6 +393,8 @@ def check_add_lora_in_a_graph() -> None:
 
 def main(device: str) -> None:
     linear_logprob._backend = lambda _: _linear_logprob_triton
+    if device == "cpu":  # where `mm` and `addmm` have no out_dtype
+        _linear_logprob_triton.add_product = lambda total, a, b: _linear_logprob_cpu.add_product(total, a.float(), b)
     check_masks_without_the_token_are_nan(device)
     for dtype in DTYPES:
         check_linear_logprobs_of_all_kinds(device, dtype)

@@ -94,6 +94,7 @@ def draws_of(sequences: Seq[Sequence]) -> Draws:
     cohort = Cohort(
         epoch=0,
         sequences=list(sequences),
+        appends=[s.tokens.append for s in sequences],
         rows=np.array([s.batch_row for s in sequences]),
         entered=np.ones(len(sequences), np.int64),
         request_ids=np.array([s.request_id for s in sequences], np.uint64),

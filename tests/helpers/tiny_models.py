@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -77,8 +78,20 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 
+_AT_ONCE = ("llama", "gemma3", "qwen3-moe")
+"""Full attention, sliding windows and experts."""
+
 GPU_MODELS = ["qwen3", "llama", "mistral-sliding", "gemma2", "qwen3-moe"]
 """Those that run on a GPU, in bfloat16 and with heads of 64."""
+
+
+def marks(name: str, *, quick: bool = False) -> list[pytest.MarkDecorator]:
+    """Of one case of a model. Cases that add little for most models are among the slow tests for these. quick: it is
+    among the quick ones whatever the model."""
+    return [] if quick or name in _AT_ONCE else [pytest.mark.slow]
+
+
+SOME_AT_ONCE = [pytest.param(name, marks=marks(name)) for name in CONFIGS]
 
 
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:

@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight_kernels import _cpu, linear, tokenwise
-from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
+from inflight_kernels import Norm, _cpu, add_rms_norm, linear, list_pages, tokenwise
+from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
+from inflight_kernels.tokenwise import add_rms_norm_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 PRECISION = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
@@ -32,7 +35,7 @@ def compiled():
     with_sinks=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_paged_attention_equals_its_reference(dtype, chunks, heads, dims, window, softcap, with_sinks, seed):
+def test_paged_attention_equals_that_of_pytorch(dtype, chunks, heads, dims, window, softcap, with_sinks, seed):
     torch.manual_seed(seed)
     counts, contexts = [count for count, _ in chunks], [count + before for count, before in chunks]
     used = [-(-context // 16) for context in contexts]
@@ -51,8 +54,8 @@ def test_paged_attention_equals_its_reference(dtype, chunks, heads, dims, window
     sinks = torch.randn(heads[0]) if with_sinks else None
     options = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
     result = paged_attention(query, keys, values, table, starts, context_S, **options)
-    exact = query.float(), keys.float(), values.float(), table, starts, context_S
-    expected = paged_attention_reference(*exact, **options)
+    plain = (cache.float().contiguous() for cache in (keys, values))  # not as the kernel reads them
+    expected = paged_attention(query.float(), *plain, table, starts, context_S, **options)
     torch.testing.assert_close(result.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -75,6 +78,15 @@ def test_a_product_equals_that_of_float64(dtype, tokens, outputs, inputs, with_b
     assert result.shape == expected.shape
     largest = expected.abs().max() if tokens else 0
     torch.testing.assert_close(result.double(), expected, atol=PRECISION[dtype] * float(largest), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("inner", "biases"), [(64, 3), (32, 2)], ids=["long rows", "short bias"])
+def test_the_kernel_is_not_given_what_does_not_fit(dtype, inner, biases, monkeypatch):
+    monkeypatch.setattr(_cpu, "takes", lambda *_: True)  # as on a processor that has the kernel
+    monkeypatch.setattr(_cpu, "call", lambda name, *_: pytest.fail(f"{name} would read beyond weight or bias"))
+    with pytest.raises(RuntimeError):
+        linear(torch.zeros(2, inner, dtype=dtype), torch.zeros(3, 32, dtype=dtype), torch.zeros(biases, dtype=dtype))
 
 
 def test_a_row_of_nan_spoils_no_other_row():
@@ -108,14 +120,26 @@ def test_a_row_does_not_depend_on_the_number_of_rows_beside_it(inputs, dtype):
 
 
 def test_products_have_few_sizes_for_which_something_may_be_kept(monkeypatch):
-    sizes, product = set(), tokenwise._product
-    monkeypatch.setattr(tokenwise, "_product", lambda x, *rest: (sizes.add(len(x)), product(x, *rest))[1])
+    sizes, product = set(), tokenwise.F.linear
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # so that fp32 goes the way of bf16
+    monkeypatch.setattr(tokenwise.F, "linear", lambda x, *rest: (sizes.add(len(x)), product(x, *rest))[1])
     weight = torch.randn(3, 30)  # which the kernel of our own does not take
     for rows in range(600):
         result = linear(torch.ones(rows, 30), weight)
         torch.testing.assert_close(result, weight.sum(1).expand(rows, 3))
         assert not rows or max(sizes) <= rows * 9 / 8
     assert len(sizes) < 64
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [16, 80, 50])
+def test_norms_of_any_width_equal_their_reference(width, dtype):
+    torch.manual_seed(width)
+    x, residual = torch.randn(2, 7, width + 3).to(dtype)[..., :width].unbind()
+    for norm in (Norm(torch.randn(width).to(dtype), 1e-6), Norm(torch.randn(width).to(dtype), 1e-6, 1.0, False)):
+        results = add_rms_norm(x, residual, norm)
+        for result, expected in zip(results, add_rms_norm_reference(x, residual, norm), strict=True):
+            torch.testing.assert_close(result, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 SCRIPT = """
@@ -156,3 +180,23 @@ def test_without_a_compiler_pytorch_computes_the_same(tmp_path, environment, mes
     assert runs[0].stdout.startswith("True")
     assert runs[1].stdout == runs[0].stdout.replace("True", "False", 1)
     assert message in runs[1].stderr
+
+
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 12)), min_size=1, max_size=6),
+    with_firsts=st.booleans(),
+    spare=st.integers(0, 3),
+    block_size=st.sampled_from([4, 16]),
+    dtype=st.sampled_from([np.int32, np.int64]),
+)
+def test_page_lists_equal_those_of_numpy(chunks, with_firsts, spare, block_size, dtype):
+    contexts = np.array([context for context, _ in chunks], dtype)
+    used = -(-contexts // block_size)
+    firsts = np.minimum([first for _, first in chunks], used - 1).astype(dtype) if with_firsts else None
+    table = np.random.default_rng(0).integers(0, 2**31, (len(chunks), int(used.max()) + spare), dtype=np.int32)
+    result = list_pages(table, contexts, firsts, block_size)
+    with patch.object(_cpu, "library", return_value=None):
+        expected = list_pages(table, contexts, firsts, block_size)
+    assert result.dtype == expected.dtype == np.int32
+    assert result.tolist() == expected.tolist()
+    assert list_pages(np.asfortranarray(table), contexts, firsts, block_size).tolist() == expected.tolist()

@@ -18,7 +18,7 @@ from inflight_kernels import (
     _selective_logprob_triton,
     _tokenwise_triton,
 )
-from inflight_kernels._sampling_mask import Head, Rows, Split
+from inflight_kernels._sampling_mask import Head, Masks, Rows
 from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
@@ -47,8 +47,6 @@ def rope(q_heads: int, kv_heads: int, norms: bool, dtype: torch.dtype) -> None:
         *meta(2, 40_960, 128, dtype=FP32).unbind(),
         *meta(2, 256, dtype=I64).unbind(),
         *meta(2, 5000, 16, kv_heads, 128, dtype=dtype).unbind(),
-        q_heads=q_heads,
-        kv_heads=kv_heads,
         norms=tuple(Norm(weight, 1e-6) for weight in meta(2, 128, dtype=dtype)) if norms else None,
     )
 
@@ -104,9 +102,9 @@ def masked_rows(dtype: torch.dtype) -> None:
     hidden_KH, weight_VH = meta(rows, 4096, dtype=dtype), meta(131_072, 4096, dtype=dtype)
     (tokens, offsets), ids = (meta(rows, dtype=I64), meta(rows + 1, dtype=I64)), meta(entries, dtype=I64)
     temperatures, factors = meta(rows, dtype=FP32), meta(entries, dtype=FP32)
-    split = Split(token_ids=ids, offsets=offsets)
+    masks = Masks(slice(None), offsets, ids, row_E=ids)
     for head in (Head(weight_VH, None, None), Head(weight_VH, meta(131_072, dtype=dtype), 30.0)):
-        _linear_logprob_triton.masked_forward(hidden_KH, head, tokens, temperatures, True, split)
+        _linear_logprob_triton.masked_forward(hidden_KH, head, tokens, temperatures, True, masks)
     _linear_logprob_triton.segment_sum(factors, weight_VH, ids, offsets)
 
 

@@ -93,9 +93,7 @@ def rotate(qkv, table, config, rotated=None, attention=None, **rounding):
     norms = None
     if attention:
         norms = tuple(Norm(norm.weight, **rounding) for norm in (attention.q_norm, attention.k_norm))
-    q = rope_and_cache_reference(
-        qkv, cos, sin, positions, slots, k_cache, v_cache, q_heads=q_heads, kv_heads=kv_heads, norms=norms
-    )
+    q = rope_and_cache_reference(qkv, cos, sin, positions, slots, k_cache, v_cache, norms)
     k, v = (cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache))
     q_THD, k_THD, v_THD = qkv.view(tokens, -1, head_dim).split((q_heads, kv_heads, kv_heads), 1)
     if attention:
@@ -154,8 +152,6 @@ def test_a_negative_cache_index_writes_nothing():
         torch.tensor([0, 1]),
         torch.tensor([-1, 6]),
         *caches,
-        q_heads=1,
-        kv_heads=1,
     )
     assert caches.flatten(1, 2).any(-1)[..., 0].nonzero().tolist() == [[0, 6], [1, 6]]
 
@@ -298,7 +294,8 @@ def test_shapes_that_do_not_fit_are_named():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"qkv": (2, 40)}, r"expected qkv \[T, \(4 \+ 2·2\)·8\].* got \[2, 40\]"),
+        ({"qkv": (2, 60)}, r"expected qkv \[T, \(Hq \+ 2·2\)·8\].* got \[2, 60\]"),
+        ({"qkv": (2, 32)}, r"expected qkv \[T, \(Hq \+ 2·2\)·8\].* got \[2, 32\]"),
         ({"cos": (5, 10), "sin": (5, 10)}, r"expected cos and sin \[P, R\] with R even and at most 8, got \[5, 10\]"),
         ({"cache_index": (3,)}, r"expected positions and cache_index \[2\], got \[2\] and \[3\]"),
         ({"v_cache": (3, 4, 1, 8)}, r"expected k_cache and v_cache .* got \[3, 4, 2, 8\] and \[3, 4, 1, 8\]"),
@@ -311,4 +308,4 @@ def test_shapes_that_do_not_fit_a_rotation_are_named(wrong, message):
     arguments = {name: torch.zeros(shape) for name, shape in shapes.items()}
     norms = Norm(torch.zeros(8), 1e-6), Norm(arguments.pop("k_norm"), 1e-6)
     with pytest.raises(ValueError, match=message):
-        rope_and_cache(**arguments, q_heads=4, kv_heads=2, norms=norms)
+        rope_and_cache(**arguments, norms=norms)

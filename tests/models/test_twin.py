@@ -1,7 +1,9 @@
 """A twin is like its model in all that decides how it computes, and what is wrong shows on it."""
 
 import dataclasses
+import gc
 import json
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -134,6 +136,19 @@ def test_a_twin_is_made_once_and_leaves_the_random_state_alone(monkeypatch):
     state = torch.get_rng_state()
     assert twin_of(model) is twin_of(other)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_without_a_twin_is_let_go(monkeypatch):
+    monkeypatch.setattr(twin, "_twins", type(twin._twins)())
+    model = nn.Linear(1, 1)
+    model.config = Qwen3Config()  # pyright: ignore
+    for _ in range(2):
+        with pytest.raises(NoTwinError, match="a small Linear cannot be built from its configuration"):
+            twin_of(model)
+    kept = weakref.ref(model)
+    del model
+    gc.collect()
+    assert kept() is None
 
 
 # ---- mistakes, planted ----------------------------------------------------------------------------------------------

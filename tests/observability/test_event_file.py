@@ -32,7 +32,8 @@ def steps_of(lines) -> list[int]:
 
 def test_what_is_appended_is_read_from_where_one_was(tmp_path):
     path = tmp_path / "run" / EVENTS_FILE
-    assert read_piece(path, "") is None
+    with pytest.raises(RunError, match=r"there is no .*run/events\.jsonl"):
+        read_piece(path, "")
     file = EventFile(tmp_path / "run")
     file.append([Began(time=1.0, title="a"), step(1)])
     first = read_piece(path, "")

@@ -65,10 +65,9 @@ def test_engines_take_turns_and_the_frames_of_each_stay_in_order(merged, engines
     received = receive(merged, engines, 70)
     for engine, count in ((a, 50), (b, 20)):
         assert [number for name, number in received if name == engine.name] == list(range(count))
-        assert engine.frames.num_tokens == 2 * count
+        assert engine.frames.reader.num_tokens == 2 * count
     last_of_b = max(place for place, (name, _) in enumerate(received) if name == "b")
     assert last_of_b < 60  # the one that has more does not come first
-    assert merged.num_bytes == a.frames.num_bytes + b.frames.num_bytes
 
 
 def test_samples_that_end_and_versions_are_counted_by_engine(merged, engines):
@@ -76,7 +75,7 @@ def test_samples_that_end_and_versions_are_counted_by_engine(merged, engines):
     a.send(1, finishes=ends(0, 1))
     b.send(1, finishes=ends(2))
     receive(merged, engines, 2)
-    assert (a.frames.num_ended, b.frames.num_ended) == (2, 1)
+    assert (a.frames.reader.num_rollouts, b.frames.reader.num_rollouts) == (2, 1)
     assert a.frames.version == 5
 
 

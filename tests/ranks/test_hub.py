@@ -24,7 +24,7 @@ from inflight.ranks import attached
 from inflight.ranks import hub as hub_module
 from inflight.ranks.attached import AttachedEngine
 from inflight.ranks.hub import Hub
-from inflight.ranks.meeting import Outside
+from inflight.ranks.meeting import Outside, this_host
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 
@@ -255,7 +255,7 @@ def test_a_rank_that_has_left_needs_no_end(trainer):
 def test_rank_0_that_waits_for_rollouts_hears_of_a_lost_rank(trainer, wire):
     two = trainer(2)
     wire.stream.expect([0])
-    wire.stream.share_by(two.hub)
+    wire.stream.sharing = two.hub
     engine = two.attach(1)
     running = two.start(next, wire.stream.batches(rollouts=1, score=lambda rollout: 0.0))
     asking = two.start(next, engine.stream.batches())
@@ -312,12 +312,35 @@ def test_ranks_that_cannot_be_are_refused(trainer):
         AttachedEngine(msgspec.structs.replace(two.hub.card, host="elsewhere"), 1)
 
 
+def test_an_engine_that_is_not_let_in_leaves_no_file_open(trainer, monkeypatch):
+    opened = []
+
+    class Noted(attached.Process):
+        def __init__(self, pid: int):
+            super().__init__(pid)
+            opened.append(self)
+
+    monkeypatch.setattr(attached, "Process", Noted)
+    two = trainer(2)
+    two.attach(1)
+    with pytest.raises(ProtocolError, match="is attached already"):
+        two.attach(1)
+    assert [process._file is None for process in opened] == [False, True]
+
+
+def test_other_ranks_take_the_tokenizer_that_rank_0_takes(trainer, monkeypatch):
+    monkeypatch.setattr(attached, "load_tokenizer", lambda model, *, trust=False: (model, trust))
+    assert trainer(2, trust_remote_code=True).attach(1).tokenizer == ("tiny", True)
+
+
 def test_nonsense_is_refused_and_the_hub_goes_on(trainer):
     two = trainer(2)
     engine = two.attach(1)
     for verb, arguments in (("take", {"client": "nobody", "number": 1}), ("take", {}), ("no", {}), ("read", {"at": 1})):
         with pytest.raises(ProtocolError):
             engine._call(verb, arguments)
+    with pytest.raises(InflightError, match="rank 0 failed: OSError"):
+        engine._call("join", {"client": "x", "rank": None, "pid": -1, "host": this_host()}, timeout_s=BOUND_S)
     running = two.start(list, engine.stream.batches())
     assert len(list(two.shares(three_batches()))) == len(running.result(BOUND_S)) == 3
 

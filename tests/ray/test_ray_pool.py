@@ -46,6 +46,16 @@ def slots_of(pid: int) -> set[str]:
     return {line.split()[5] for line in lines if "inflight-slot-" in line}
 
 
+def versions_told(load: Load) -> int:
+    """End the load, of which nothing may be wrong or refused. Returns how many versions drew its tokens."""
+    load.finish()
+    load.check()
+    verdict = load.judge.verdict
+    assert not any(verdict.faults.values()), verdict
+    assert not verdict.refused
+    return verdict.distinct_versions
+
+
 def program(name: str, *arguments: str) -> subprocess.Popen:
     """One of the helpers, as a program of its own."""
     paths = os.pathsep.join(filter(None, sys.path))
@@ -112,16 +122,23 @@ def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, 
         joined.close()
         assert not runs(joined.process.pid)
         until(lambda: pool.stream.num_tokens > tokens + 2000)
-        load.finish()
-        load.check()
-        verdict = load.judge.verdict
-        assert not any(verdict.faults.values()), verdict
-        assert not verdict.refused
-        assert verdict.distinct_versions > 10
+        assert versions_told(load) > 10
         pids = [engine.process.pid for engine in pool.engines]
     assert len(pids) == 2
     until(lambda: not any(held().values()))
     assert not any(map(runs, pids))
+
+
+@pytest.mark.peers
+def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
+    python = os.environ.get("INFLIGHT_VLLM_PYTHON") or str(PROGRAMS.parents[1] / ".venv-peers" / "bin" / "python")
+    on_vllm = msgspec.structs.replace(
+        options, backend="vllm", backend_python=python, cuda_graphs=False, answer_timeout_s=120.0
+    )
+    with EnginePool([options, on_vllm], LEFT, allow_unencrypted=True) as pool:
+        load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
+        until(lambda: all(status.num_swaps > 3 and status.num_tokens > 500 for status in pool.statuses().values()))
+        assert versions_told(load) > 3
 
 
 class Other:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from http_calls import answered, call
+from safetensors.torch import load_file, save_file
 from tiny_adapters import error, with_adapters
 
 import inflight
@@ -185,6 +186,19 @@ def test_only_plain_lora_is_read(saved, tmp_path, config, message):
         read_adapter(tmp_path)
 
 
+@pytest.mark.parametrize("lost", ["lora_A", "lora_B"])
+def test_half_of_an_adapter_is_refused(saved, tmp_path, lost):
+    tensors = load_file(f"{saved(1)[0]}/adapter_model.safetensors")
+    module = next(iter(tensors)).rpartition(".lora_")[0]
+    save_file(
+        {name: t for name, t in tensors.items() if name != f"{module}.{lost}.weight"},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8}))
+    with pytest.raises(WeightFileError, match=f"no lora_A and lora_B of {module.removeprefix('base_model.model.')}"):
+        read_adapter(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")  # "proj", which is no whole name
 @pytest.mark.parametrize(
     "options",
@@ -217,8 +231,8 @@ def test_a_change_that_cannot_be_published_is_taken_back(saved):
 
     updates = Updates(Engine())
     with pytest.raises(inflight.InflightError, match="it cannot"):
-        asyncio.run(updates.publish_adapters(lambda files: files.restore({"place-0": {}}), "step-4"))
-    assert updates.files.copy() == {}
+        asyncio.run(updates.publish_adapters(lambda files: files.tensors.update({"place-0": {}}), "step-4"))
+    assert updates.files.tensors == {}
     assert updates.labels == {}, "another version will have the number"
     updates.close()
 

@@ -15,7 +15,7 @@ def follow(engine, prompts, params, interval_s=0.0):
     """All parts, by choice, and what `on_end` was told."""
 
     async def work():
-        bell = Bell(engine.stream, interval_s)
+        bell = Bell(engine.stream.inbox, interval_s)
         ended = []
         ids = await engine.asubmit(prompts, params)
         generation = Generation(engine.stream, bell, ids, lambda _, taken: ended.append(taken))
@@ -57,7 +57,7 @@ def test_samples_that_end_before_the_others_are_told_at_once(served):
     """Their last part does not wait for the group."""
 
     async def work():
-        bell = Bell(served.engine.stream, 0.0)
+        bell = Bell(served.engine.stream.inbox, 0.0)
         params = inflight.SamplingParams(n=8, max_tokens=200, seed=3, logit_bias={256: 5.0})
         ids = await served.engine.asubmit([[1]], params)
         generation = Generation(served.engine.stream, bell, ids, lambda *_: None)
@@ -74,7 +74,7 @@ def test_samples_that_end_before_the_others_are_told_at_once(served):
 
 def test_an_end_before_the_end_cancels(served):
     async def work():
-        bell = Bell(served.engine.stream, 0.0)
+        bell = Bell(served.engine.stream.inbox, 0.0)
         ids = await served.engine.asubmit([[1]], LONG)
         ended = []
 
@@ -94,7 +94,7 @@ def test_an_end_before_the_end_cancels(served):
 
 
 def test_what_is_not_outstanding_has_no_news(served):
-    assert served.engine.stream.news(10**9, {}) == []
+    assert served.engine.stream.inbox.news(10**9, {}) == []
 
 
 @pytest.mark.parametrize("begin", [0, 1, 127, 128, 129, 300])

@@ -165,6 +165,17 @@ def test_a_chat(served):
     assert tokenizer.decode(choice.to_dict()["token_ids"], skip_special_tokens=True) == TEXT
 
 
+def test_the_log_says_why_a_stream_failed(served, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr("inflight.server.shapes.CompletionShape.delta", fail)
+    with pytest.raises(openai.APIError, match="its log says why"):
+        list(served.client.completions.create(model="policy", prompt="<answer>", max_tokens=4, stream=True))
+    assert "a streamed answer failed" in caplog.text
+    assert "a mistake of ours" in caplog.text
+
+
 def test_a_chat_is_streamed(served):
     parts = list(
         served.client.chat.completions.create(

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import math
 
 import numpy as np
@@ -113,6 +114,23 @@ def test_the_sampling_mask_is_what_the_filters_left(served):
     [choice] = call(served.http, "POST", "/inference/v1/generate", body)[1]["choices"]
     assert [len(kept) for kept in choice["sampling_mask"]] == [3] * 5
     assert all(i in kept for i, kept in zip(choice["token_ids"], choice["sampling_mask"], strict=True))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_the_last_part_of_a_stream_has_the_mask_of_all_tokens(served, path):
+    filters = {"top_k": 3, "max_tokens": 9, "seed": 5, "ignore_eos": True, "return_sampling_mask": True}
+    body = {
+        "/v1/completions": {"prompt": [1, 2]} | filters,
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]} | filters,
+        "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": filters},
+    }[path]
+    [whole] = call(served.http, "POST", path, body)[1]["choices"]
+    text = call(served.http, "POST", path, body | {"stream": True})[1]
+    parts = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [choice for part in parts for choice in part["choices"]]
+    assert len(whole["sampling_mask"]) == 9
+    assert choices[-1]["sampling_mask"] == whole["sampling_mask"]
+    assert not any(choice.get("sampling_mask") for choice in choices[:-1])
 
 
 @pytest.mark.slow

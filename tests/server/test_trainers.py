@@ -102,7 +102,7 @@ def test_prime_rl_draws_and_updates(adapted, scripted_dir):
     def same(answer: dict, place: str | None) -> bool:
         params = inflight.SamplingParams(**answer["asked"])
         [[rollout]] = engine.generate([answer["prompt_ids"]], params, adapter=place)
-        assert np.allclose(answer["logprobs"], rollout.logprobs, atol=1e-5)
+        assert np.allclose(answer["logprobs"], rollout.logprobs, atol=5e-5)
         return answer["completion_ids"] == rollout.token_ids.tolist()
 
     assert all(same(answer, "place-0") for answer in answers[12:])
@@ -123,7 +123,7 @@ def test_skyrl_draws_and_loads_adapters(adapted, scripted_dir):
         params = inflight.SamplingParams(max_tokens=12, seed=3)
         [[rollout]] = engine.generate([answer["prompt_ids"]], params, adapter=place)
         assert answer["token_ids"] == rollout.token_ids.tolist()
-        assert np.allclose(answer["logprobs"], rollout.logprobs, atol=1e-5)
+        assert np.allclose(answer["logprobs"], rollout.logprobs, atol=5e-5)
         assert answer["stop_reason"] == rollout.finish_reason
         assert answer["text"] == engine.tokenizer.decode(answer["token_ids"])
     assert [answer["logprobs"] for answer in answers[:3]] != [answer["logprobs"] for answer in answers[3:]]

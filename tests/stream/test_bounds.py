@@ -64,7 +64,7 @@ def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tm
         while engine.status().num_running or engine.status().num_waiting:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        held = stream._inbox._held.nbytes
+        held = stream.inbox._held.nbytes
         assert 20_000 < held < 40_000
         status = engine.status()
         assert status.num_unacknowledged_bytes <= 20_000
@@ -76,7 +76,7 @@ def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tm
         while engine.status().num_spilled_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert stream._inbox._held.nbytes == stream._inbox._held.num_tokens == 0
+        assert stream.inbox._held.nbytes == stream.inbox._held.num_tokens == 0
 
 
 def test_the_engine_is_told_what_is_held(wire):

@@ -48,8 +48,8 @@ def receive(reader: StreamReader, writer: StreamWriter) -> int:
 
 def reconnect(reader: StreamReader, endpoint: str) -> None:
     """Break the connection, with all that is on its way, and make another one, as ZeroMQ does by itself."""
-    reader._socket.disconnect(reader._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    reader._socket.connect(endpoint)
+    reader.socket.disconnect(reader.socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    reader.socket.connect(endpoint)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -200,12 +200,12 @@ def test_a_new_reader_goes_on_where_the_one_before_was_killed(writer):
     for number in range(40):
         assert receive(first, writer) == number
     until(lambda: writer.kept.oldest > 0, writer)
-    first._socket.close(linger=0)
+    first.socket.close(linger=0)
     time.sleep(0.2)
     oldest = writer.kept.oldest
     second = StreamReader(writer.endpoint)
     assert [receive(second, writer) for _ in range(oldest, 100)] == list(range(oldest, 100))
-    second._socket.close(linger=0)
+    second.socket.close(linger=0)
     time.sleep(0.2)
     third = StreamReader(writer.endpoint, begin=0)
     with pytest.raises(StreamGapError, match=r"frames 0 to \d+ of the engine are lost"):

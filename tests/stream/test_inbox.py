@@ -28,7 +28,7 @@ def from_engine(engine_id, sequence, request_ids, **header):
 
 
 def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
-    inbox = wire.stream._inbox
+    inbox = wire.stream.inbox
     wire.stream.expect([0, 1, 2])
     wire.send(
         from_engine("a", 0, [0, 1], groups=starts(0, 1)),
@@ -52,7 +52,7 @@ def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
 
 
 def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
-    inbox = wire.stream._inbox
+    inbox = wire.stream.inbox
     wire.stream.expect([0, 1])
     wire.send(
         from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2)),  # of 2, nobody has learned that it was accepted
@@ -74,9 +74,9 @@ def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not wire.stream._inbox._waiters:
+    while not wire.stream.inbox._waiters:
         time.sleep(0.001)
-    wire.stream.fail([0])
+    wire.stream.inbox.fail([0])
     waiting.join(10)
     assert errors
 
@@ -170,9 +170,9 @@ def test_who_waits_for_named_groups_that_are_lost_is_told(wire):
 def notices(wire):
     """Whether the stream has seen all frames that were sent."""
     deadline = time.monotonic() + 20
-    while not wire.stream._inbox._errors and time.monotonic() < deadline:
+    while not wire.stream.inbox._errors and time.monotonic() < deadline:
         time.sleep(0.005)
-    return bool(wire.stream._inbox._errors)
+    return bool(wire.stream.inbox._errors)
 
 
 def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for(wire):
@@ -190,28 +190,29 @@ def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for
 
 
 def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finished(wire):
-    for group_id in range(300):
-        wire.stream.expect([group_id])
-        arrive(wire, [group_id], group_id)
-        while group_id not in wire.stream._inbox._finished:
+    for sequence in range(30):
+        group_ids = list(range(10 * sequence, 10 * sequence + 10))
+        wire.stream.expect(group_ids)
+        arrive(wire, group_ids, sequence)
+        while not wire.stream.inbox._finished.keys() >= set(group_ids):
             time.sleep(0.001)
-        wire.stream.collect([group_id])
-    assert len(wire.stream._inbox._ready) < 100
+        wire.stream.collect(group_ids)
+    assert len(wire.stream.inbox._ready) < 100
     wire.stream.expect([300])
-    arrive(wire, [300], 300)
+    arrive(wire, [300], 30)
     assert [group[0].group_id for group in wire.stream.groups()] == [300]
 
 
 def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
-    inbox, frames = wire.stream._inbox, []
-    wire.stream.listen(follower := lambda: frames.append(1))
+    inbox, frames = wire.stream.inbox, []
+    wire.stream.inbox.listen(follower := lambda: frames.append(1))
     assert inbox.held_of("a", 0, 0).follows
-    wire.stream.unlisten(follower)
+    wire.stream.inbox.unlisten(follower)
     assert not inbox.held_of("a", 0, 0).follows
 
 
 def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
-    inbox = wire.stream._inbox
+    inbox = wire.stream.inbox
     wire.stream.expect([0, 1])
     any_group = inbox.next()
     assert (inbox.held_of("a", 0, 0).waits, inbox.held_of("a", 0, 0).follows) == (True, False)
@@ -225,7 +226,7 @@ def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
 
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
     """A waiter that stayed would tell the engine for ever that somebody waits."""
-    inbox = wire.stream._inbox
+    inbox = wire.stream.inbox
     wire.stream.expect([0, 1], reserved=True)
     waiting = inbox.take([0])
     assert inbox.held_of("a", 0, 0).waits
@@ -238,21 +239,21 @@ def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
 
 def test_news_are_what_came_since(wire):
     rung = threading.Semaphore(0)
-    wire.stream.listen(rung.release)
+    wire.stream.inbox.listen(rung.release)
     wire.stream.expect([0], reserved=True)
     wire.send(from_engine("a", 0, [0], groups=starts(0)), from_engine("a", 1, [0]))
     assert rung.acquire(timeout=10)
     assert rung.acquire(timeout=10)
-    [part] = wire.stream.news(0, {})
+    [part] = wire.stream.inbox.news(0, {})
     assert (len(part.token_ids), part.finish_reason) == (2, "")
-    [part] = wire.stream.news(0, {0: 2})
+    [part] = wire.stream.inbox.news(0, {0: 2})
     assert len(part.token_ids) == 0
     wire.send(from_engine("a", 2, [0], finishes=[Finish(0, "stop", 3)]))
     assert rung.acquire(timeout=10)
-    [part] = wire.stream.news(0, {0: 2})
+    [part] = wire.stream.inbox.news(0, {0: 2})
     assert (len(part.token_ids), part.finish_reason) == (1, "stop")
     assert len(wire.stream.collect([0])[0][0].token_ids) == 3
-    assert wire.stream.news(0, {}) == []
-    wire.stream.unlisten(rung.release)
+    assert wire.stream.inbox.news(0, {}) == []
+    wire.stream.inbox.unlisten(rung.release)
     wire.send(from_engine("a", 3, [1], groups=starts(1)))
     assert not rung.acquire(timeout=0.3)

@@ -37,8 +37,7 @@ from inflight.training import recording
 from inflight.training.data.scored_groups import ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
-from inflight.training.objective import observers
-from inflight.training.objective.loss import policy_loss
+from inflight.training.objective.loss import observers, policy_loss
 from inflight.training.recording import RunRecorder, _percentiles
 
 MS = 1_000_000
@@ -239,7 +238,8 @@ def test_log_ratios_that_are_not_finite_are_left_out(recorded):
     _, recorder, events = recorded
     batch = make_batch()
     batch.trainer_version = 0
-    observers.show(batch, batch.drawn[:4], torch.tensor([float("nan"), float("inf"), -float("inf"), 0.05]))
+    [observer] = observers
+    observer(batch, batch.drawn[:4], torch.tensor([float("nan"), float("inf"), -float("inf"), 0.05]))
     recorder.log(1, {})
     [step] = events(Step)
     assert [index for index, count in enumerate(step.mismatch) if count] == [21]

@@ -49,7 +49,9 @@ def test_a_rollout_is_charged_for_the_sum_of_its_tokens_kl(kind, micro_batch_tok
         rollout.reward = float(index)
     scored = ScoredGroups([rollouts[:2], rollouts[2:4], rollouts[4:]])
     score = reference_scorer(Objective(), model, reference, reward_kl_weight=0.1)
-    charged, mean = charge_kl(scored, score, kind=kind, weight=0.1, micro_batch_tokens=micro_batch_tokens)
+    sampling = inflight.SamplingParams(n=2, max_tokens=16)
+    config = GRPOConfig(reward_kl=kind, reward_kl_weight=0.1, micro_batch_tokens=micro_batch_tokens, sampling=sampling)
+    charged, mean = charge_kl(scored, score, config)
     sums = []
     for rollout in rollouts:
         logs = token_logprobs(reference, pack([rollout], [0.0])).double().tolist()

@@ -1,5 +1,6 @@
 """Three schedules of generating and training: which weights draw what, in which order."""
 
+from contextlib import closing
 from copy import deepcopy
 from itertools import count, islice
 from types import SimpleNamespace
@@ -204,7 +205,7 @@ def versions_by_step(engine, schedule, lag=0):
         return float(rollout.token_ids.sum() % 2)
 
     examples = (Example([index % VOCABULARY, 3], {}) for index in count())
-    with LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model) as publisher:
+    with closing(LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)) as publisher:
         begin = publisher.version
         models = {0: deepcopy(model)}
         by_step = []
@@ -260,7 +261,7 @@ def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engi
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with engine.publisher(model) as publisher:
             engine.wait_for_version(publisher.publish())
-        with LaggedPublisher(engine, model, lag=2) as publisher:
+        with closing(LaggedPublisher(engine, model, lag=2)) as publisher:
             reports = list(grpo(engine, publisher, model, optimizer, examples, lambda r: r.token_ids.sum() % 3, config))
         assert [report.dropped.num_tokens for report in reports] == [40, 80, 120, 160]
         expected = [0, 0, 0, 0] if allowed == 2 else [0, 0, 40, 80]

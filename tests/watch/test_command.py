@@ -28,6 +28,19 @@ def test_a_run_is_served_until_ctrl_c(tmp_path):
         command.kill()
 
 
+def test_a_run_that_is_not_there_yet_is_told(tmp_path):
+    run = tmp_path / "later"
+    command = subprocess.Popen([*WATCH, str(run), "--port", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert command.stdout is not None
+        assert "is shown at" in command.stdout.readline()
+        told = command.stdout.readline()
+        assert told == f"there is nothing to show yet: there is no {run}/events.jsonl; the page goes on looking\n"
+    finally:
+        command.kill()
+        command.wait()
+
+
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
     refused = subprocess.run([*WATCH, "ftp://host"], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2

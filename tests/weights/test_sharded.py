@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,6 +72,13 @@ def test_what_zero3_leaves_empty_on_one_rank_is_published_whole(alone):
     ShardGroup(layer).receive(views)
     assert torch.equal(views["weight"].flatten(), layer.weight.ds_tensor)
     assert torch.equal(views["bias"], layer.bias)
+
+
+def test_ranks_wait_for_the_next_version_longer_than_a_step_takes_and_not_so_long_for_its_parts(alone):
+    group = ShardGroup(nn.Linear(3, 2))
+    control, data = (g._get_backend(torch.device("cpu")).options._timeout for g in (group._control, group._data))
+    assert control == timedelta(days=1)
+    assert data == timedelta(minutes=30)
 
 
 def test_any_optimizer_may_step_what_zero3_spreads_but_only_its_own_steps_fsdp2(alone):

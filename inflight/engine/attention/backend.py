@@ -61,11 +61,11 @@ class ForwardBatch:
     cache_index: list[torch.Tensor]
     """Where the key and value of each token go, i64[T] for each group: block · block_size + index in the block."""
     tables: list[np.ndarray]
-    """The blocks of each chunk's sequence, i32[S, B] on the CPU for each group."""
-    starts: torch.Tensor
-    """i32[S + 1] on the CPU: where the chunks begin."""
-    contexts: torch.Tensor
-    """i32[S] on the CPU: tokens of each sequence up to the end of its chunk."""
+    """The blocks of each chunk's sequence, i32[S, B] on the host for each group."""
+    starts: np.ndarray
+    """i32[S + 1] on the host: where the chunks begin."""
+    contexts: np.ndarray
+    """i32[S] on the host: tokens of each sequence up to the end of its chunk."""
     rows: torch.Tensor
     """i64[M]: tokens after which a token is drawn."""
     num_single: int = 0

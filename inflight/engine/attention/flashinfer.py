@@ -2,7 +2,7 @@
 
 FlashInfer plans on the host, once per pass, how a batch is spread over the GPU; then every layer runs by that plan.
 Layers of one shape that see the same blocks share a plan. It takes the blocks of each sequence as a CSR matrix
-(`PageLists`), and `flashinfer_kernels.py` says which of its kernels compute what. Everything was read in
+(`page_lists`), and `flashinfer_kernels.py` says which of its kernels compute what. Everything was read in
 flashinfer-python 0.6.14 and holds in 0.7.2 too.
 """
 
@@ -11,15 +11,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from inflight_kernels import list_pages
 
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
 from inflight.engine.attention.flashinfer_kernels import graph_plan_bytes, kernels_for, why_not_kernels
 from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.device import reachable
 from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
@@ -35,62 +37,25 @@ _TOLERANCE = 0.02
 """Relative error of bf16 attention whose partial results are rounded to bf16, and then some."""
 
 
-class PageLists(NamedTuple):
-    """The blocks that each of S sequences still sees, as FlashInfer takes them: a CSR matrix, and how far the last
-    block of each is filled."""
+def page_lists(table: np.ndarray, counts: np.ndarray | int, contexts: np.ndarray, window: int | None) -> np.ndarray:
+    """The blocks that each of S sequences still sees, i32[2 · S + 1 + number of blocks]: what `split_lists` gives, one
+    after another.
 
-    flat: np.ndarray
-    """i32[2 · S + 1 + number of blocks]: all lists, one after another."""
-    count: int
-    """S"""
-
-    @property
-    def sizes(self) -> list[int]:
-        """The lengths of the lists in `flat`: indptr, last_page_len and indices."""
-        return [self.count + 1, self.count, len(self.flat) - 2 * self.count - 1]
-
-    @property
-    def indptr(self) -> np.ndarray:
-        """i32[S + 1]"""
-        return self.flat[: self.count + 1]
-
-    @property
-    def last_page_len(self) -> np.ndarray:
-        """i32[S], 1 … block size"""
-        return self.flat[self.count + 1 : 2 * self.count + 1]
-
-    @property
-    def indices(self) -> np.ndarray:
-        """i32[indptr[S]]"""
-        return self.flat[2 * self.count + 1 :]
-
-
-def page_lists(table: np.ndarray, counts: np.ndarray | int, contexts: np.ndarray, window: int | None) -> PageLists:
-    """table i32[S, B]: blocks of each sequence; counts i32[S], or one for all: queries, its last tokens; contexts
-    i32[S]: tokens.
+    table i32[S, B]: blocks of each sequence; counts i32[S], or one for all: queries, its last tokens; contexts i32[S]:
+    tokens.
 
     Blocks that lie before the window of the first query are left out. FlashInfer compares positions of keys and
     queries only with one another, so that it does not see the difference; but it would weigh what is in such blocks
     by 0, and block 0, which stands in for those that were given back, may hold NaN.
     """
-    size, last = len(contexts), contexts - 1
-    num_listed = last // BLOCK_SIZE + 1
-    # Entry i of the lists, of sequence s, is table[s, first[s] + i - indptr[s]].
-    before = np.arange(0, table.size, table.shape[1])
-    if window is not None:
-        first = np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
-        num_listed -= first
-        before += first
-    ends = np.add.accumulate(num_listed, dtype=np.int64)
-    before[1:] -= ends[:-1]
-    entries = before.repeat(num_listed)
-    entries += np.arange(len(entries))
-    lists = PageLists(np.empty(2 * size + 1 + len(entries), np.int32), size)
-    lists.flat[0] = 0
-    lists.indptr[1:] = ends
-    np.add(last % BLOCK_SIZE, 1, out=lists.last_page_len, casting="unsafe")
-    lists.indices[:] = table.ravel().take(entries)
-    return lists
+    firsts = None if window is None else np.maximum(0, contexts - counts + 1 - window) // BLOCK_SIZE
+    return list_pages(table, contexts, firsts, BLOCK_SIZE)
+
+
+def split_lists(flat: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+    """The page lists of S = `count` sequences as FlashInfer takes them: indptr i32[S + 1]; last_page_len i32[S], how
+    far the last block of each is filled; indices i32[indptr[S]], the blocks."""
+    return flat.split_with_sizes([count + 1, count, flat.numel() - 2 * count - 1])
 
 
 def workspace_bytes(q_heads: int, kv_heads: int, head_dim: int, num_sms: int, graph_sequences: int = 0) -> int:
@@ -111,14 +76,11 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     not yet (a minute or more), and compared with plain PyTorch."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device}"
-    for index, layer in enumerate(layers):
-        if (reason := _why_not_layer(layer)) is not None:
-            return f"layer {index} {reason}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"it needs compute capability 8.0 or more, {device} has {major}.{minor}"
     for index, layer in enumerate(layers):
-        if (reason := why_not_kernels(layer, (major, minor))) is not None:
+        if (reason := _why_not_layer(layer) or why_not_kernels(layer, (major, minor))) is not None:
             return f"layer {index} {reason}"
     try:
         _flashinfer()
@@ -220,16 +182,16 @@ class FlashInferAttention:
     def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
         self._use(memory, self._staged)
         single = self._num_single = batch.num_single
-        contexts = batch.contexts.numpy()
+        contexts = batch.contexts
         if single:
             lists = self._lists_on_device([table[:single] for table in batch.tables], 1, contexts[:single])
             for plans in self._plans:
                 plans.current = plans.decode
                 plans.plan(plans.decode.plan, *lists[plans.group])
         if single < len(contexts):
-            counts = np.diff(batch.starts.numpy()[single:])
+            counts = np.diff(batch.starts[single:])
             lists = self._lists_on_device([table[single:] for table in batch.tables], counts, contexts[single:])
-            queries = self._pinned(batch.starts[single:] - single)
+            queries = reachable(torch.from_numpy(batch.starts[single:] - np.int32(single)), self._device)
             for plans in self._plans:
                 # Causal to the bottom right: the last query of a chunk sees the whole context.
                 plans.plan(plans.prefill.plan, queries, *lists[plans.group], causal=True)
@@ -249,7 +211,6 @@ class FlashInferAttention:
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
     def prepare_graphs(self, memory: KVMemory, max_sequences: int) -> None:
-        """Memory at fixed addresses for passes of up to max_sequences single tokens."""
         self._use(memory, self._graph_staged)
         length = max_sequences * (memory.max_blocks + 2) + 1
         self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in memory.groups]
@@ -264,11 +225,10 @@ class FlashInferAttention:
         """Like `begin`, but all that the kernels read lies where it lay for as many single tokens before: a graph that
         was recorded after such a call may be replayed after any later one."""
         self._use(memory, self._graph_staged)
-        contexts = batch.contexts.numpy()
-        size = self._num_single = len(contexts)
-        staged = self._stage(batch.tables, 1, contexts)
+        size = self._num_single = len(batch.contexts)
+        staged = self._stage(batch.tables, 1, batch.contexts)
         for (flat, _), inputs in zip(staged, self._graph_inputs, strict=True):
-            inputs[: len(flat)].copy_(flat, non_blocking=True)
+            inputs[: flat.numel()].copy_(flat, non_blocking=True)
         for plans in self._plans:
             indptr, last_page_len, indices = staged[plans.group][1]
             plans.current = plans.graphs.get(size)
@@ -281,7 +241,6 @@ class FlashInferAttention:
         self._mark(self._graph_staged)
 
     def drop_graphs(self) -> None:
-        """Give the memory of `prepare_graphs` back; graphs recorded since may not be replayed any more."""
         for plans in self._plans:
             plans.graphs.clear()
             plans.current = plans.graph_plan = None
@@ -289,15 +248,16 @@ class FlashInferAttention:
         self._graph_workspace = None
 
     def _graph_wrapper(self, plans: _Plans, size: int) -> Any:
-        inputs, kernels = self._graph_inputs[plans.group], kernels_for(plans.layer)
+        kernels = kernels_for(plans.layer)
+        indptr, last_page_len, indices = split_lists(self._graph_inputs[plans.group], size)
         wrapper = self._lib.BatchDecodeWithPagedKVCacheWrapper(
             self._graph_workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=kernels.tensor_cores,
-            paged_kv_indptr_buffer=inputs[: size + 1],
-            paged_kv_last_page_len_buffer=inputs[size + 1 : 2 * size + 1],
-            paged_kv_indices_buffer=inputs[2 * size + 1 :],
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_last_page_len_buffer=last_page_len,
+            paged_kv_indices_buffer=indices,
             backend=kernels.decode_backend,
         )
         wrapper.reset_workspace_buffer(self._graph_workspace, plans.graph_plan)
@@ -347,9 +307,8 @@ class FlashInferAttention:
         assert self._memory is not None
         staged = []
         for table, group in zip(tables, self._memory.groups, strict=True):
-            lists = page_lists(table, counts, contexts, group.window)
-            flat = self._pinned(torch.from_numpy(lists.flat))
-            staged.append((flat, flat.split_with_sizes(lists.sizes)))
+            flat = reachable(torch.from_numpy(page_lists(table, counts, contexts, group.window)), self._device)
+            staged.append((flat, split_lists(flat, len(contexts))))
         return staged
 
     def _lists_on_device(
@@ -358,10 +317,6 @@ class FlashInferAttention:
         """Returns (indptr, indices, last_page_len) of sequences for each group, the indices on the device."""
         staged = [lists for _, lists in self._stage(tables, counts, contexts)]
         return [(indptr, ids.to(self._device, non_blocking=True), last) for indptr, last, ids in staged]
-
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its memory is fresh: PyTorch hands it out again only after the copies from it are done."""
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
 
 def _flashinfer() -> Any:
@@ -393,8 +348,8 @@ def _difference(layers: list[LayerShape], device: torch.device) -> float:
         token_ids=nothing,
         positions=nothing,
         cache_index=[],
-        starts=torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)),
-        contexts=torch.from_numpy(contexts),
+        starts=np.concatenate(([0], np.cumsum(counts)), dtype=np.int32),
+        contexts=contexts,
         rows=nothing,
         tables=[table for _ in memory.groups],
         num_single=3,

@@ -69,11 +69,8 @@ def graph_plan_bytes(layer: LayerShape, max_sequences: int, num_sms: int) -> int
 
 
 def _asked() -> dict[str, str]:
-    asked: dict[str, str] = {}
-    for item in os.environ.get(VARIABLE, "").replace(" ", "").split(","):
-        what, _, kernel = item.partition("=")
-        if item:
-            asked[what] = kernel
+    items = filter(None, os.environ.get(VARIABLE, "").replace(" ", "").split(","))
+    asked = {what: kernel for what, _, kernel in (item.partition("=") for item in items)}
     for what, kernel in asked.items():
         if kernel not in _CHOICES.get(what, ()):
             known = " or ".join(f"{name}={'|'.join(kernels)}" for name, kernels in _CHOICES.items())

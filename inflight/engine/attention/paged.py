@@ -1,7 +1,7 @@
 """Attention by the kernels of `inflight_kernels.attention`: C on a CPU, PyTorch's own anywhere."""
 
 import torch
-from inflight_kernels.attention import empty_cache_for_cpu, paged_attention, paged_attention_reference
+from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 
 from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
 from inflight.engine.device import to_device
@@ -25,18 +25,19 @@ class PagedAttention:
         return keys, torch.empty(*shape, layer.value_dim, dtype=layer.dtype, device=self._device)
 
     def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
-        self._batch, self._memory = batch, memory
+        self._memory = memory
         self._tables = [to_device(torch.from_numpy(table), self._device) for table in batch.tables]
+        self._starts, self._contexts = torch.from_numpy(batch.starts), torch.from_numpy(batch.contexts)
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        shape, batch, memory = self._layers[layer], self._batch, self._memory
-        return (paged_attention if self._use_c else paged_attention_reference)(
+        shape, memory = self._layers[layer], self._memory
+        return paged_attention(
             query,
             memory.keys[layer],
             memory.values[layer],
             self._tables[memory.group_of[layer]],
-            batch.starts,
-            batch.contexts,
+            self._starts,
+            self._contexts,
             scale=shape.scale,
             window=shape.window,
             softcap=shape.softcap,

@@ -6,7 +6,6 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -23,7 +22,7 @@ from inflight.core.sampling import MAX_TOP_LOGPROBS
 from inflight.engine.adapters import PROJECTIONS, SLOTS, adapter_layout
 from inflight.engine.aliases import aliases_of
 from inflight.engine.device import memory_left, resolve_device
-from inflight.engine.loading import context_limit, load_config, resolve_dtype
+from inflight.engine.loading import context_limit, eos_token_ids, load_config, resolve_dtype
 from inflight.engine.on_vllm import worker
 from inflight.engine.on_vllm.columns import UNRECORDED
 from inflight.engine.on_vllm.staged_slots import StagedSlots
@@ -205,9 +204,11 @@ def start(options: EngineOptions) -> Started:
             )
             vocab_size = int(text.vocab_size)
             ways = _attach(engine.engine_core, options, aliases, vocab_size, weights, adapters)
-            reason = _reload_reason(ways, weights.layout)
-            if adapters is not None and (lost := _lost_adapter(ways, adapters.layout)):
-                raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
+            reason = _why_lost([(way.reload_reason, way.reads) for way in ways], weights.layout)
+            if adapters is not None:
+                lost = _why_lost([(way.adapter_reason, way.adapter_reads) for way in ways], adapters.layout)
+                if lost:
+                    raise UnsupportedModelError(f"vLLM takes no adapters of {options.model!r}: {lost}")
             records = all(way.records for way in ways)
             if options.columns and not records:
                 raise BackendError(f"columns={options.columns!r} cannot be had here: {UNRECORDED}")
@@ -223,7 +224,10 @@ def start(options: EngineOptions) -> Started:
             raise ModelLoadError(
                 f"vLLM {vllm.__version__} does not run {options.model!r}: {first_line(error)}"
             ) from error
-        eos_ids = _eos_ids(path, config)
+        try:
+            generation_config = GenerationConfig.from_pretrained(path)
+        except OSError:  # there is none
+            generation_config = None
     return Started(
         core=engine.engine_core,
         config=engine.vllm_config,
@@ -236,7 +240,7 @@ def start(options: EngineOptions) -> Started:
         records_columns=records,
         reload_reason=reason,
         vocab_size=vocab_size,
-        eos_ids=eos_ids,
+        eos_ids=eos_token_ids(generation_config, config),
         kv_cache_bytes=int(engine.vllm_config.cache_config.kv_cache_memory_bytes or 0),
     )
 
@@ -274,18 +278,13 @@ def _attach(
     )
     core.collective_rpc("inflight_fill", args=(attachment,))  # by the first worker, before all of them read
     if adapters is not None:
-        _tell_apart(slot_views(adapters.slots[0].buffer, adapters.layout))
+        generator = torch.Generator(adapters.slots[0].buffer.device).manual_seed(0)
+        for view in slot_views(adapters.slots[0].buffer, adapters.layout).values():
+            view.normal_(generator=generator)  # by which it shows where each of them goes
     ways = [msgspec.msgpack.decode(way, type=Way) for way in core.collective_rpc("inflight_attach", args=(attachment,))]
     if adapters is not None:
         adapters.slots[0].buffer.zero_()
     return ways
-
-
-def _tell_apart(views: Mapping[str, torch.Tensor]) -> None:
-    """Write random numbers, by which it shows where each of them goes."""
-    generator = torch.Generator(next(iter(views.values())).device).manual_seed(0)
-    for view in views.values():
-        view.normal_(generator=generator)
 
 
 def _warm_up(core: Any) -> None:
@@ -317,21 +316,15 @@ def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter:
     )
 
 
-def _reload_reason(ways: list[Way], layout: WeightLayout) -> str:
-    """Why vLLM has to load versions by itself; "" if it need not. What no worker reads would never change."""
-    reason = next((way.reload_reason for way in ways if way.reload_reason), "")
-    return reason or _unread([part for way in ways for part in way.reads], layout)
+def _why_lost(ways: list[tuple[str, list[tuple[int, int]]]], layout: WeightLayout) -> str:
+    """Why what is prepared of a slot would not be drawn with; "" if it is.
 
-
-def _lost_adapter(ways: list[Way], layout: WeightLayout) -> str:
-    """Why adapters that are published would not be drawn with; "" if they are."""
-    reason = next((way.adapter_reason for way in ways if way.adapter_reason), "")
-    return reason or _unread([part for way in ways for part in way.adapter_reads], layout)
-
-
-def _unread(parts: list[tuple[int, int]], layout: WeightLayout) -> str:
-    """The first tensor that begins in none of these parts of a slot, as a reason; "" if there is none."""
-    read = sorted(parts)
+    ways: of each worker, its own reason, and the parts of a slot, from byte to byte, of which it reads something. What
+    begins in none of them would never change."""
+    for reason, _ in ways:
+        if reason:
+            return reason
+    read = sorted(part for _, parts in ways for part in parts)
     begins = [begin for begin, _ in read]
     for spec in layout.tensors:
         at = bisect_right(begins, spec.offset)
@@ -368,7 +361,7 @@ def _arguments(
     if options.lora_rank:
         places = len(options.adapters) + (
             device.type == "cpu"
-        )  # there rows without an adapter read the last one: zeros
+        )  # where rows without an adapter read the last one: zeros
         arguments |= {
             "enable_lora": True,
             "max_loras": places,
@@ -427,13 +420,3 @@ def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.d
     torch.manual_seed(options.seed)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
     return str(directory)
-
-
-def _eos_ids(path: str, config: PretrainedConfig) -> frozenset[int]:
-    """End-of-sequence ids from the generation config, else from the model's config."""
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # there is none
-        ids = None
-    ids = getattr(config, "eos_token_id", None) if ids is None else ids
-    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -69,7 +69,7 @@ class ColumnRecorder:
             return
         columns: dict[str, torch.Tensor] = {}
         if _ENTROPIES in everything:
-            columns[_ENTROPIES] = entropies(logprobs_SV)
+            columns[_ENTROPIES] = torch.special.entr(logprobs_SV.float().exp()).sum(-1)  # in nats
         if _MASK in everything:
             rows_A = torch.tensor([i for i, own in enumerate(wanted) if _MASK in own], device=logprobs_SV.device)
             mask_AV = logprobs_SV[rows_A] > float("-inf")
@@ -81,8 +81,3 @@ class ColumnRecorder:
 
     def _asked(self, name: str) -> list[str]:
         return (self._runner.requests[name].sampling_params.extra_args or {}).get(_ASKED, [])
-
-
-def entropies(logprobs_SV: torch.Tensor) -> torch.Tensor:
-    """In nats, f32[S], of distributions in which tokens may have probability 0."""
-    return torch.special.entr(logprobs_SV.float().exp()).sum(-1)

@@ -8,19 +8,16 @@ all that (emit). A step is scheduled, computed and read before the next one, so 
 import logging
 import math
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import torch
 
 from inflight.core.clock import now_ns
-from inflight.core.columns import own_column_name
 from inflight.core.errors import BackendError, DeviceMemoryError, InflightError
-from inflight.core.frames import FrameHeader, Swap, TokenFrame
+from inflight.core.frames import TokenFrame
 from inflight.core.options import EngineOptions
-from inflight.core.spans import note, span
+from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.loading import load_tokenizer
 from inflight.engine.on_vllm.build import Started, start
@@ -29,10 +26,8 @@ from inflight.engine.on_vllm.line import Line
 from inflight.engine.on_vllm.sampling import request_arguments
 from inflight.engine.on_vllm.staged_slots import StagedSlots
 from inflight.engine.outputs import token_columns
-from inflight.engine.requests import Limits, Requests
-from inflight.engine.sampler import Samples
+from inflight.engine.requests import Requests
 from inflight.engine.sequence import Sequence
-from inflight.engine.stall import StallClock
 from inflight.engine.stopping import StopCondition
 from inflight.engine.verbs import verb
 
@@ -56,10 +51,9 @@ class VllmEngine(Backend):
     def __init__(self, options: EngineOptions, started: Started | None = None):
         """started: a vLLM engine; None starts one."""
         started = started or start(options)
+        super().__init__(started.options)
         self._core, self._started = started.core, started
-        self.options, self.device = started.options, started.device
-        self.engine_id = uuid.uuid4().hex[:12]
-        self.max_sequences, self.max_context = self.options.max_sequences, self.options.max_context
+        self.device = started.device
         self.vocab_size = started.vocab_size
         self.aliases = started.aliases
         self.slot_table: StagedSlots = started.slot_table
@@ -70,25 +64,19 @@ class VllmEngine(Backend):
             kv_cache_bytes=started.kv_cache_bytes,
             kv_cache_tokens=started.kv_blocks * started.block_tokens,
         )
-        self.line = Line(self.max_sequences, records_columns=started.records_columns)
+        self.scheduler: Line = Line(self.max_sequences, records_columns=started.records_columns)
         tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
-        limits = Limits(
-            max_context=self.max_context,
-            max_queued=self.options.max_queued,
+        self.requests = Requests(
+            self.scheduler,
+            self.slot_table,
+            self.options,
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
-            adapters=self.options.adapters if started.adapter_slots is not None else (),
-            columns=[own_column_name(path) for path in self.options.columns],
         )
-        self.requests = Requests(self.line, self.slot_table, limits, forks_share=True)
         self.stop = StopCondition(started.eos_ids, tokenizer)
-        self.stall_clock = StallClock()
         self._preparing: StagedSlots | None = None
         """Whose version the workers prepare."""
         self._preparing_since_ns = 0
-        self._untold_swap: Swap | None = None
-        """A swap of which no frame has told yet."""
-        self._num_frames = 0
         self._num_reused_tokens = 0
 
     def describe(self) -> str:
@@ -108,16 +96,15 @@ class VllmEngine(Backend):
 
     @verb()
     def sleep(self) -> None:
-        """Give the memory of the KV cache back, until `wake()`. Unfinished sequences keep their tokens, and are
-        computed again afterwards. Raises BackendError with CUDA graphs, which know the addresses of that memory."""
+        """Raises BackendError with CUDA graphs, which know the addresses of that memory."""
         if self.device.type == "cuda" and self.options.cuda_graphs:
             raise BackendError(
                 'sleep() cannot be had with backend="vllm" and CUDA graphs, which know where the KV cache lies: launch '
                 "with cuda_graphs=False, or pause()"
             )
         if not self.asleep:
-            self.line.send_back(list(self.line.running))
-            self._call(self._core.abort_requests, self.line.take_given_up())
+            self.scheduler.send_back(list(self.scheduler.running))
+            self._call(self._core.abort_requests, self.scheduler.take_given_up())
             if not self._call(self._core.reset_prefix_cache):
                 raise BackendError("vLLM holds blocks of its KV cache that no request needs")
             self.asleep = True
@@ -125,7 +112,6 @@ class VllmEngine(Backend):
 
     @verb()
     def wake(self) -> None:
-        """Take the memory of the KV cache again. Raises DeviceMemoryError if it is not there any more."""
         if self.asleep:
             missing = [why for why in self._rpc("inflight_allocate") if why]
             if missing:
@@ -140,29 +126,11 @@ class VllmEngine(Backend):
             'digests() cannot be had with backend="vllm", which computes with tensors that are fused, split and packed'
         )
 
-    def admit(self, *, may_begin: bool) -> None:
-        self.line.admits = may_begin
-
-    @property
-    def has_work(self) -> bool:
-        """There are sequences to advance, or news to send."""
-        return self.line.has_work or self.requests.has_news
-
     @property
     def idle(self) -> bool:
         if self._preparing is not None or self.requests.has_news:
             return False
-        return self._blocked or not self.line.has_work or self.line.held_back
-
-    @property
-    def _blocked(self) -> bool:
-        return self.paused or self.asleep
-
-    @property
-    def state(self) -> str:
-        if self._blocked or not self.has_work:
-            return "asleep" if self.asleep else "paused" if self.paused else "idle"
-        return "waits for the trainer" if self.line.held_back else "generating"
+        return self.blocked or not self.scheduler.has_work or self.scheduler.held_back
 
     @property
     def adapter_slots(self) -> StagedSlots | None:
@@ -171,8 +139,8 @@ class VllmEngine(Backend):
     def load(self) -> Load:
         pool = self._started.kv_pool
         return Load(
-            num_waiting=self.line.num_waiting,
-            num_running=len(self.line.running),
+            num_waiting=self.scheduler.num_waiting,
+            num_running=len(self.scheduler.running),
             num_preemptions=self._started.num_preemptions(),
             kv_blocks=self._started.kv_blocks,
             kv_blocks_used=self._started.kv_blocks - pool.get_num_free_blocks() - 1,  # one holds nothing
@@ -187,26 +155,20 @@ class VllmEngine(Backend):
         self._hand_over()
         outputs: list[Any] = []
         columns: Columns = [], {}
-        stepped = bool(self.line.running) and not self._blocked
+        stepped = bool(self.scheduler.running) and not self.blocked
         if stepped:
-            with span("vllm", version=self.version, sequences=len(self.line.running)):
+            with span("vllm", version=self.version, sequences=len(self.scheduler.running)):
                 outputs = self._call(self._core.get_output).outputs
-                columns = self._columns()
+                if self.scheduler.asks_for_columns:
+                    columns = next((own for own in self._rpc("inflight_columns") if own is not None), columns)
             self.step_count += 1
         elif self._preparing is not None:
             time.sleep(_POLL_S)
         rows = [row for output in outputs for row in self._collect(output)]
         return self._emit(rows, columns, stepped=stepped)
 
-    def _columns(self) -> Columns:
-        """What requests asked for of the step that was just taken, beside what vLLM gives by itself."""
-        if not self.line.asks_for_columns:
-            return [], {}
-        return next((columns for columns in self._rpc("inflight_columns") if columns is not None), ([], {}))
-
     def _swap(self) -> None:
-        """Have the workers prepare the newest whole version, or let the one go live that they have prepared. The frame
-        of the next step tells of it."""
+        """Have the workers prepare the newest whole version, or let the one go live that they have prepared."""
         began_ns = now_ns()
         if self._preparing is None and not self._begin_to_prepare(began_ns):
             return
@@ -220,14 +182,9 @@ class VllmEngine(Backend):
         began_ns = now_ns()
         self._rpc("inflight_commit", table is self.adapter_slots)
         ready, self._preparing = table.commit(), None
-        self.line.send_back([name for name in self._started.unbegun() if name in self.line.running])
-        num_in_flight = sum(bool(s.tokens) for s in self.line.running.values())
-        self.num_swaps += 1
-        self.num_swaps_in_flight += num_in_flight > 0
-        cost_ns = self.stall_clock.swapped(table, began_ns)
-        stall_ns = cost_ns if self.line.has_work else 0
-        self._untold_swap = Swap(ready.version, ready.published_ns, stall_ns, num_in_flight)
-        note(f"swap to version {ready.version}", began_ns, in_flight=num_in_flight)
+        self.scheduler.send_back([name for name in self._started.unbegun() if name in self.scheduler.running])
+        num_in_flight = sum(bool(s.tokens) for s in self.scheduler.running.values())
+        self._note_swap(table, ready, began_ns, num_in_flight)
 
     def _begin_to_prepare(self, began_ns: int) -> bool:
         """Have the workers prepare the oldest version that waits, of the weights or of the adapters. Returns whether it
@@ -240,49 +197,44 @@ class VllmEngine(Backend):
         ready, adapters = table.take(), table is self.adapter_slots
         assert ready is not None
         self._rpc("inflight_prepare", ready.slot, adapters)
-        if not self.line.has_work or (self._started.reload_reason and not adapters):
+        if not self.scheduler.has_work or (self._started.reload_reason and not adapters):
             return True
         self.stall_clock.handled(table, began_ns)
         return False
 
     def _hand_over(self) -> None:
         """Have vLLM forget what has ended otherwise, and take what it has room for."""
-        self._core.abort_requests(self.line.take_given_up())
-        if self._blocked:
+        self._core.abort_requests(self.scheduler.take_given_up())
+        if self.blocked:
             return
-        for name, sequence, salt in self.line.advance(self.slot_table.version, self.version):
+        for name, sequence, salt in self.scheduler.advance(self.slot_table.version, self.version):
             request = self._started.request(name, sequence, salt, request_arguments(sequence, self._started.eos_ids))
             self._core.add_request(request)
 
     def _collect(self, output: Any) -> list["_Row"]:
         """Append what a step drew for one request to its sequence, and end it if it is finished."""
-        sequence = self.line.running.get(output.request_id)
+        sequence = self.scheduler.running.get(output.request_id)
         if sequence is None:
             return []
         rows = []
         logprobs = output.new_logprobs
         if output.prefill_stats is not None and not sequence.started:
             sequence.taken_over = output.prefill_stats.num_cached_tokens
-            sequence.taken_over_version = self.line.salt(sequence)
+            sequence.taken_over_version = self.scheduler.salt(sequence)
             self._num_reused_tokens += min(sequence.taken_over, len(sequence.prompt))
         for index, token in enumerate(output.new_token_ids):
             logprob = float(logprobs.logprobs[index, 0])
             rows.append(_Row(sequence, output.request_id, token, logprob, logprobs, index, starts=not sequence.started))
             sequence.started = True
             sequence.tokens.append(token)
-            if not math.isfinite(logprob):
-                self.requests.finish(sequence, "error")
-            elif self.stop.is_met(sequence):
-                self.requests.finish(sequence, "stop")
-            elif len(sequence.tokens) >= sequence.max_tokens:
-                self.requests.finish(sequence, "length")
-            if sequence.finished:
+            if (reason := self.stop.reason(sequence, is_finite=math.isfinite(logprob))) is not None:
+                self.requests.finish(sequence, reason)
                 break
         if output.finish_reason is not None:
             if not sequence.finished:  # for a reason of vLLM's
                 logger.warning("vLLM ended request %d: %s", sequence.request_id, output.finish_reason)
                 self.requests.finish(sequence, "error")
-            self.line.forget(output.request_id)
+            self.scheduler.forget(output.request_id)
         self.num_tokens += len(rows)
         return rows
 
@@ -291,29 +243,16 @@ class VllmEngine(Backend):
         if not (stepped or self.requests.has_news or self._untold_swap is not None):
             return None
         swap, self._untold_swap = self._untold_swap, None
-        groups, finishes = self.requests.take_news()
+        names, recorded = columns
+        place = {name: index for index, name in enumerate(names)}
         starts = [row.sequence for row in rows if row.starts]
-        header = FrameHeader(
-            engine_id=self.engine_id,
-            sequence=self._num_frames,
-            version=self.version,
-            time_ns=now_ns(),
-            step=self.step_count,
-            num_tokens=len(rows),
-            groups=groups,
-            starts=[sequence.request_id for sequence in starts],
-            taken_over=[sequence.prefix_taken_over() for sequence in starts if sequence.taken_over],
-            finishes=finishes,
-            swap=swap,
-            next_group_id=self.requests.next_group_id,
-        )
-        self._num_frames += 1
+        taken_over = [sequence.prefix_taken_over() for sequence in starts if sequence.taken_over]
         return TokenFrame(
-            header,
+            self._header(self.version, len(rows), swap, starts, taken_over),
             np.array([row.sequence.request_id for row in rows], np.uint64),
             np.array([row.token for row in rows], np.int32),
             np.array([row.logprob for row in rows], np.float32),
-            _top_columns(rows) | _asked_columns(rows, columns),
+            _top_columns(rows) | token_columns(recorded, (place[row.name] for row in rows)),
         )
 
     # ---- vLLM ---------------------------------------------------------------------------------------------------
@@ -357,13 +296,3 @@ def _top_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
         ids[at, :count] = row.logprobs.logprob_token_ids[row.index, 1 : count + 1]
         logprobs[at, :count] = row.logprobs.logprobs[row.index, 1 : count + 1]
     return {"top_token_ids": ids, "top_logprobs": logprobs}
-
-
-def _asked_columns(rows: list[_Row], columns: Columns) -> dict[str, np.ndarray]:
-    """What was recorded for these rows of those of a step."""
-    names, values = columns
-    if not values:
-        return {}
-    place = {name: index for index, name in enumerate(names)}
-    none = Samples.none(torch.device("cpu"))
-    return token_columns(Samples(none.tokens, none.logprobs, values), [place[row.name] for row in rows])

@@ -16,7 +16,8 @@ class Line:
     def __init__(self, max_sequences: int, *, records_columns: bool):
         self._max_sequences, self._records_columns = max_sequences, records_columns
         self._waiting: deque[Sequence] = deque()
-        self._num_waiting = 0
+        """May hold finished sequences, which are skipped."""
+        self.num_waiting = 0
         self.running: dict[str, Sequence] = {}
         """Maps vLLM's names of requests to the sequences that it has."""
         self._names: dict[int, str] = {}
@@ -33,9 +34,8 @@ class Line:
             raise InvalidRequestError(f"{name} asks for {', '.join(columns)}: {UNRECORDED}")
 
     def add(self, leader: Sequence) -> None:
-        for sequence in (leader, *leader.followers):
-            self._waiting.append(sequence)
-            self._num_waiting += 1
+        self._waiting += (leader, *leader.followers)
+        self.num_waiting += 1 + len(leader.followers)
         leader.followers = []
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
@@ -50,7 +50,7 @@ class Line:
         self._salts.pop(sequence.request_id, None)
         name = self._names.pop(sequence.request_id, None)
         if name is None:
-            self._num_waiting -= 1  # the line is shortened as it advances
+            self.num_waiting -= 1
         elif self.running.pop(name, None) is not None:
             self._given_up.append(name)
 
@@ -60,16 +60,12 @@ class Line:
         return any(asked(sequence.params) for sequence in self.running.values())
 
     @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    @property
     def has_work(self) -> bool:
-        return bool(self.running) or self._num_waiting > 0
+        return bool(self.running) or self.num_waiting > 0
 
     @property
     def held_back(self) -> bool:
-        """All that there is to do is to begin with prompts, which bounds on what the trainer has not taken forbid."""
+        """All that there is to do is to begin with prompts, which `admits` forbids."""
         return not self.running and self._first() is not None and not self._may_begin()
 
     def advance(self, weights: int, adapters: int) -> Iterator[tuple[str, Sequence, int]]:
@@ -77,7 +73,7 @@ class Line:
         weights are live since version `weights`, and with the adapters since version `adapters`."""
         while len(self.running) < self._max_sequences and self._first() is not None and self._may_begin():
             sequence = self._waiting.popleft()
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             live = weights if sequence.adapter is None else adapters
             salt = self._salts.setdefault(sequence.request_id, live)
             name = f"{sequence.request_id}-{salt}-{len(sequence.tokens)}"
@@ -92,7 +88,7 @@ class Line:
             sequence = self.running.pop(name)
             del self._names[sequence.request_id], self._salts[sequence.request_id]
             self._waiting.appendleft(sequence)
-            self._num_waiting += 1
+            self.num_waiting += 1
             self._given_up.append(name)
 
     def salt(self, sequence: Sequence) -> int:

@@ -31,6 +31,8 @@ def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, 
 
     vLLM applies logit bias, min_tokens, repetition penalty, temperature, min-p, top-k and top-p in this order.
     End-of-sequence ids are stop ids like others, so that vLLM needs no tokenizer; stop strings are looked for by us.
+    It seeds a generator for each request, of which every token takes numbers; a request that goes on elsewhere gets
+    another one, so that it does not draw the same numbers again.
     """
     params, drawn = sequence.params, len(sequence.tokens)
     filters = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p} if not params.greedy else {}
@@ -41,7 +43,7 @@ def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, 
         "temperature": params.temperature,
         "repetition_penalty": params.repetition_penalty,
         "logit_bias": dict(params.logit_bias) or None,
-        "seed": _seed(sequence.seed, drawn),
+        "seed": (sequence.seed ^ (drawn * _MIX)) % _MAX_SEED,
         "max_tokens": sequence.max_tokens - drawn,
         "min_tokens": min(max(0, params.min_tokens - drawn), sequence.max_tokens - drawn),
         "stop_token_ids": sorted(stop_ids),
@@ -50,9 +52,3 @@ def request_arguments(sequence: Sequence, eos_ids: frozenset[int]) -> dict[str, 
         "detokenize": False,
         "extra_args": as_extra_arguments(params),
     }
-
-
-def _seed(seed: int, drawn: int) -> int:
-    """vLLM seeds a generator for each request, of which every token takes numbers; a request that goes on elsewhere
-    gets another one, so that it does not draw the same numbers again."""
-    return (seed ^ (drawn * _MIX)) % _MAX_SEED

@@ -6,7 +6,9 @@ again for every version. They go to a shadow beside what vLLM computes with, whi
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,8 @@ from inflight_kernels import copy_all
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PROBE_ROWS = 4
+_PROBE_ROWS = (1, 4, 16)
+"""oneDNN has other kernels for few rows than for many."""
 
 
 class Unmappable(Exception):
@@ -75,8 +78,9 @@ class Shadow:
     """Parameters of one worker beside those that it computes with. `prepare` may run in any thread."""
 
     def __init__(self, slots: Sequence[torch.Tensor], parameters: list[Parameter]):
-        """slots: u8[n] each."""
+        """slots: u8[n] each. It is made in the thread that computes."""
         self._slots, self._parameters = slots, parameters
+        self._num_threads = torch.get_num_threads()
 
     def reads(self) -> list[tuple[int, int]]:
         """The parts of a slot, from byte to byte, of which something is read."""
@@ -84,6 +88,9 @@ class Shadow:
 
     def prepare(self, slot: int) -> None:
         """Bring the version of a slot into the form in which it is computed with."""
+        # Of this thread: for another number of them oneDNN may pack otherwise than it then computes. vLLM has replaced
+        # torch.set_num_threads by what does nothing.
+        torch._C.set_num_threads(self._num_threads)
         for product in (product for parameter in self._parameters for product in parameter.products):
             product.next = None  # two packed forms of all are enough
         for parameter in self._parameters:
@@ -115,15 +122,16 @@ class WeightShadow(Shadow):
 
     @torch.no_grad()
     def _check(self) -> None:
-        """Hold what becomes of the first slot against what the model has, which came the same way."""
+        """Hold what becomes of the first slot, in another thread as later, against what the model has."""
         from vllm import _custom_ops as ops  # pyright: ignore[reportMissingImports]
 
-        self.prepare(0)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self.prepare, 0).result()
         for parameter in self._parameters:
             if parameter.live is not None and not torch.equal(parameter.live, parameter.next):
                 raise Unmappable(f"{parameter.name} is not what was loaded")
-            for product in parameter.products:
-                probe = torch.randn(_PROBE_ROWS, product.live.k).to(parameter.next.dtype)
+            for product, rows in itertools.product(parameter.products, _PROBE_ROWS):
+                probe = torch.randn(rows, product.live.k).to(parameter.next.dtype)
                 if not torch.equal(ops.onednn_mm(product.live, probe, None), ops.onednn_mm(product.next, probe, None)):
                     raise Unmappable(f"the packed form of {parameter.name} is not what was loaded")
 

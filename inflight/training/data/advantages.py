@@ -8,6 +8,7 @@ before.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from math import isfinite, sqrt
 
 import numpy as np
@@ -121,28 +122,25 @@ def turn_advantages(
     function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
     if function is None:
         raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
-    turns = [[_turns(mask) for mask in group] for group in drawn]
-    returns: list[list[list[float]]] = []
-    for index, (of_group, turns_of_group) in enumerate(zip(rewards, turns, strict=True)):
-        for sample, (given, runs) in enumerate(zip(of_group, turns_of_group, strict=True)):
+    out: list[np.ndarray] = []
+    compared: list[list[tuple[np.ndarray, float]]] = []  # per turn of a group: views of `out`, each with its return
+    for index, (of_group, masks) in enumerate(zip(rewards, drawn, strict=True)):
+        samples = []
+        for sample, (given, mask) in enumerate(zip(of_group, masks, strict=True)):
+            runs = _turns(mask)
             if len(given) != len(runs):
                 raise ValueError(
                     f"sample {sample} of group {index} has {len(given)} rewards and {len(runs)} turns (runs of drawn "
                     "tokens); give one reward for each turn"
                 )
-        returns.append([_returns(given, discount) for given in of_group])
-    places: list[list[tuple[int, int, int]]] = []
-    compared: list[list[float]] = []
-    for group, of_group in enumerate(returns):
-        for turn in range(max(map(len, of_group), default=0)):
-            places.append([(group, sample, turn) for sample, g in enumerate(of_group) if turn < len(g)])
-            compared.append([of_group[sample][turn] for _, sample, _ in places[-1]])
-    out = [[np.zeros(len(mask), np.float32) for mask in group] for group in drawn]
-    values = iter(function(compared))
-    for place in places:
-        for group, sample, turn in place:
-            out[group][sample][turns[group][sample][turn]] = next(values)
-    return [advantage for group in out for advantage in group]
+            out.append(np.zeros(len(mask), np.float32))
+            samples.append([(out[-1][run], g) for run, g in zip(runs, _returns(given, discount), strict=True)])
+        compared += [list(filter(None, turn)) for turn in zip_longest(*samples)]
+    values = iter(function([[value for _, value in turn] for turn in compared]))
+    for turn in compared:
+        for view, _ in turn:
+            view[:] = next(values)
+    return out
 
 
 def _turns(mask: np.ndarray) -> list[slice]:

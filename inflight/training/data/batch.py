@@ -123,9 +123,8 @@ class PackedBatch:
         chosen = {name: getattr(self, name)[rows] for name in self._tensors() if name not in _NOT_PER_TOKEN}
         mask = self.sampling_mask
         if mask is not None:
-            place = torch.zeros_like(self.loss_mask, dtype=torch.int64)
-            place[self.drawn] = torch.arange(len(self.drawn), device=device)
-            mask = mask.select(place[rows][self.loss_mask[rows]].cpu())  # among all drawn tokens
+            places = self.loss_mask.cumsum(0) - 1  # among all drawn tokens
+            mask = mask.select(places[rows][self.loss_mask[rows]].cpu())
         return replace(
             self,
             **chosen,
@@ -171,12 +170,11 @@ def _partition(lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -
     for unit in ordered:
         size = sum(lengths[s] for s in unit)
         room = [b for b in range(len(bins)) if tokens[b] + size <= max_tokens]
+        best = min(room, key=costs.__getitem__, default=len(bins))
         if not room:
             bins.append([])
             costs.append(0.0)
             tokens.append(0)
-            room = [len(bins) - 1]
-        best = min(room, key=costs.__getitem__)
         bins[best] += unit
         costs[best] += _cost(unit, lengths)
         tokens[best] += size

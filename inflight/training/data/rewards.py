@@ -1,14 +1,14 @@
 """Rewards of several score functions, each with a weight."""
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from math import isfinite, isnan
 from statistics import fmean
-from typing import Any
 
 from inflight.core.rollout import Rollout
-from inflight.training.data.scoring import BatchScore, GroupScorer, Reward, Score, Scorer
+from inflight.stream.held_groups import Group
+from inflight.training.data.scoring import BatchScore, GroupScorer, Prepare, Reward, Score, Scorer
 
 
 class Rewards(GroupScorer):
@@ -39,18 +39,22 @@ class Rewards(GroupScorer):
         self.weights = {name: float(weights.get(name, 1.0)) for name in scores}
         self._scorers = {name: s if isinstance(s, Scorer) else Scorer(s) for name, s in scores.items()}
 
-    def start(
-        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
-    ) -> "Future[list[Reward]]":
-        parts = [scorer.start_part(group, prepare=prepare) for scorer in self._scorers.values()]
-        return _when_all(parts, lambda of_parts: self._sums(group, of_parts))
+    def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
+        scorers = list(self._scorers.values())
+        parts = [scorer.start_part(group, prepare=prepare) for scorer in scorers]
+
+        async def rewards() -> list[Reward]:
+            await asyncio.gather(*map(asyncio.wrap_future, parts), return_exceptions=True)
+            return self._sums(group, [part.result() for part in parts])
+
+        return scorers[0].run(rewards())
 
     def close(self) -> None:
         """Close all of its scorers."""
         for scorer in self._scorers.values():
             scorer.close()
 
-    def _sums(self, group: list[Rollout], of_parts: Sequence[Sequence[Reward]]) -> list[Reward]:
+    def _sums(self, group: Group, of_parts: Sequence[Sequence[Reward]]) -> list[Reward]:
         """The reward of each rollout, whose `rewards` are filled in. of_parts: of each score function one part of the
         reward for each rollout."""
         sums: list[Reward] = []
@@ -69,23 +73,3 @@ def mean_parts(rollouts: Iterable[Rollout]) -> dict[str, float]:
         for name, part in rollout.rewards.items():
             parts.setdefault(name, []).append(part)
     return {name: fmean(values) for name, values in parts.items()}
-
-
-def _when_all(futures: Sequence["Future[Any]"], then: Callable[[list[Any]], Any]) -> "Future[Any]":
-    """A future of `then` of their results, or of what one of them raised."""
-    combined: Future[Any] = Future()
-    lock, left = threading.Lock(), [len(futures)]
-
-    def count(_: "Future[Any]") -> None:
-        with lock:
-            left[0] -= 1
-            if left[0]:
-                return
-        try:
-            combined.set_result(then([future.result() for future in futures]))
-        except BaseException as error:  # CancelledError among them; it is the trainer's to see
-            combined.set_exception(error)
-
-    for future in futures:
-        future.add_done_callback(count)
-    return combined

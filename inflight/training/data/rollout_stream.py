@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -11,14 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError
-from inflight.core.frames import GroupStart
 from inflight.core.keys import ClientKeys
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
-from inflight.stream.held_groups import Group, HeldGroup
+from inflight.stream.held_groups import Group
 from inflight.stream.inbox import MEMORY_BYTES, SILENCE_S, FrameSource, Inbox
 from inflight.stream.journal import JournalWriter
-from inflight.stream.wire import Held
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
@@ -68,9 +66,9 @@ class RolloutStream:
         self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
         self._scoring = GroupScoring(
-            prepare=self._with_text, ready=lambda group: self._inbox.ready(group), in_order=in_order
+            prepare=self._with_text, ready=lambda group: self.inbox.ready(group), in_order=in_order
         )
-        self._inbox = Inbox(
+        self.inbox = Inbox(
             source,
             on_frame=meter.frame,
             on_group=self._scoring.start_if_wanted,
@@ -84,7 +82,9 @@ class RolloutStream:
             begin=begin,
             keys=keys,
         )
-        self._sharing: Sharing | None = None
+        """Where groups arrive, for those who see to it that they do."""
+        self.sharing: Sharing | None = None
+        """If it is there, `batches` yields this rank's shares alone."""
         self.dropped = Dropped()
         """What `batches` has left out so far, and why."""
         self.last_reward = float("nan")
@@ -93,63 +93,32 @@ class RolloutStream:
     @property
     def num_tokens(self) -> int:
         """Tokens received so far, of finished and unfinished samples."""
-        return self._inbox.num_tokens
+        return self.inbox.num_tokens
 
     @property
     def state(self) -> str:
         """What the engine is doing: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
         "waits for weights", "restarting"; "silent" if it has said nothing for some seconds, and "closed" when nothing
         comes any more."""
-        return self._inbox.state
-
-    @property
-    def newest_version(self) -> int:
-        """The newest version of which a token has come."""
-        return self._inbox.newest_version
-
-    def unfinished(self) -> tuple[dict[int, tuple[int, dict[int, list[int]]] | None], int]:
-        """What an engine that has ended left unfinished: see `Inbox.unfinished`."""
-        return self._inbox.unfinished()
-
-    def unfinished_of(
-        self, engine_id: str, group_ids: Collection[int]
-    ) -> dict[int, tuple[int, dict[int, list[int]]] | None]:
-        """What one of several engines left unfinished: see `Inbox.unfinished_of`."""
-        return self._inbox.unfinished_of(engine_id, group_ids)
-
-    def held_of(self, engine_id: str, num_tokens: int, num_rollouts: int) -> Held:
-        """What one of several engines is told of what is held here of it: see `Inbox.held_of`."""
-        return self._inbox.held_of(engine_id, num_tokens, num_rollouts)
-
-    def snapshot(self) -> tuple[list[HeldGroup], int]:
-        """All groups that are outstanding, with what has come of them: see `Inbox.snapshot`."""
-        return self._inbox.snapshot()
-
-    def restore(self, groups: Sequence[HeldGroup], starts: Mapping[int, GroupStart], next_request_id: int) -> None:
-        """Go on with groups of another stream: see `Inbox.restore`."""
-        self._inbox.restore(groups, starts, next_request_id)
-
-    def fail(self, group_ids: Collection[int]) -> None:
-        """No engine goes on with these groups: they come out with finish_reason "error"."""
-        self._inbox.fail(group_ids)
+        return self.inbox.state
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the tokens take which were received and not handed out."""
-        return self._inbox.nbytes
+        return self.inbox.nbytes
 
     @property
     def outstanding(self) -> list[int]:
         """Ids of the groups that were submitted and not handed out yet."""
-        return self._inbox.outstanding
+        return self.inbox.outstanding
 
     def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
         """These groups were submitted. Those that are reserved go only to `collect` or `groups` with their ids."""
-        self._inbox.expect(group_ids, reserved=reserved)
+        self.inbox.expect(group_ids, reserved=reserved)
 
     def drop(self, group_ids: Collection[int]) -> None:
         """Nobody wants these groups any more; what arrives of them is thrown away."""
-        self._inbox.drop(group_ids)
+        self.inbox.drop(group_ids)
 
     def groups(
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
@@ -190,39 +159,27 @@ class RolloutStream:
         outstanding, and what `groups` raises; then nothing has been taken.
         """
         deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
-        while isinstance(found := self._inbox.take(group_ids), Future):
+        while isinstance(found := self.inbox.take(group_ids), Future):
             left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
             if not wait([found], timeout=left_s).done:
-                self._inbox.leave(found)
+                self.inbox.leave(found)
                 raise TimeoutError(f"groups {_named(group_ids)} did not finish within {timeout_s} s")
             found.result()
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     async def acollect(self, group_ids: Collection[int]) -> list[Group]:
         """The same as `collect`, for asyncio."""
-        while isinstance(found := self._inbox.take(group_ids), Future):
+        while isinstance(found := self.inbox.take(group_ids), Future):
             try:
                 await asyncio.wrap_future(found)
             except asyncio.CancelledError:
-                self._inbox.leave(found)
+                self.inbox.leave(found)
                 raise
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     def partial(self, group_id: int) -> Group:
         """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
-        return self._inbox.partial(group_id)
-
-    def news(self, group_id: int, seen: Mapping[int, int]) -> Group:
-        """What has come of a group's samples since a certain moment: see `Inbox.news`."""
-        return self._inbox.news(group_id, seen)
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call this whenever tokens may have come: see `Inbox.listen`."""
-        self._inbox.listen(listener)
-
-    def unlisten(self, listener: Callable[[], None]) -> None:
-        """Do not call this any more."""
-        self._inbox.unlisten(listener)
+        return self.inbox.partial(group_id)
 
     def batches(
         self,
@@ -248,11 +205,7 @@ class RolloutStream:
         RankLostError is raised, naming a rank that has ended or does not take its share.
         """
         batches = self._whole_batches(rollouts, score, staleness, advantages)
-        return batches if self._sharing is None else self._sharing.shares(batches, self)
-
-    def share_by(self, sharing: Sharing) -> None:
-        """From now on `batches` yields this rank's shares alone."""
-        self._sharing = sharing
+        return batches if self.sharing is None else self.sharing.shares(batches, self)
 
     def _whole_batches(
         self,
@@ -273,7 +226,7 @@ class RolloutStream:
             try:
                 while len(scored.rollouts) < rollouts and (more := (group := self._wait_for_next(scorer)) is not None):
                     if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
-                        self._inbox.reserve([group[0].group_id])
+                        self.inbox.reserve([group[0].group_id])
                         continue
                     taken.append(group[0].group_id)
                     scored.add(group)
@@ -281,9 +234,9 @@ class RolloutStream:
                     trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
                 )
             except BaseException:
-                self._inbox.put_back(taken)
+                self.inbox.put_back(taken)
                 raise
-            self._inbox.remove(taken)
+            self.inbox.remove(taken)
             measure_taken(self._meter, scored, batch)
             self.dropped += scored.dropped
             if scored.groups:
@@ -294,7 +247,7 @@ class RolloutStream:
 
     def close(self) -> None:
         """Read no more, and let the threads go."""
-        self._inbox.close()
+        self.inbox.close()
         self._scoring.close()
 
     # ---- helpers ------------------------------------------------------------------------------------------------
@@ -307,7 +260,7 @@ class RolloutStream:
             return None, None if score is None else self._scoring.score_with(score)
         if score is not None:
             raise ValueError("groups that are asked for by their ids come without rewards: leave score out")
-        self._inbox.reserve(group_ids)
+        self.inbox.reserve(group_ids)
         return set(group_ids), None
 
     def _hand_out(self, wanted: set[int] | None, scorer: GroupScorer | None) -> "Group | Future[None] | None":
@@ -315,9 +268,9 @@ class RolloutStream:
         if wanted is None:
             answer = self._borrow(scorer)
             if isinstance(answer, list):
-                self._inbox.remove([answer[0].group_id])
+                self.inbox.remove([answer[0].group_id])
             return answer
-        answer = self._inbox.take(wanted, 1) if wanted else None
+        answer = self.inbox.take(wanted, 1) if wanted else None
         if isinstance(answer, dict):
             [(group_id, group)] = answer.items()
             wanted.discard(group_id)
@@ -327,24 +280,24 @@ class RolloutStream:
     def _borrow(self, scorer: GroupScorer | None) -> "Group | Future[None] | None":
         """The next group for training, with the rewards of this scorer if there is one. It stays outstanding until it
         is removed from the inbox, and must be put back if it is not used."""
-        while isinstance(group := self._inbox.next(), list):
+        while isinstance(group := self.inbox.next(), list):
             group_id = group[0].group_id
             try:
                 if scorer is None or self._scoring.has_rewards(group, scorer):
                     return self._with_text(group)
             except BaseException:
-                self._inbox.put_back([group_id])
+                self.inbox.put_back([group_id])
                 raise
-            self._inbox.hold(group_id)
+            self.inbox.hold(group_id)
             self._scoring.start(group, scorer)
         return group
 
     def _wait_for_next(self, scorer: GroupScorer) -> Group | None:
         while isinstance(answer := self._borrow(scorer), Future):
             with span("wait for rollouts"):
-                if self._sharing is not None:
+                if self.sharing is not None:
                     while not wait([answer], timeout=_CHECK_S).done:
-                        self._sharing.check()
+                        self.sharing.check()
                 answer.result()  # as long as generation takes: the inbox asks whether the engine is there
         return answer
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from io import BufferedRWPair
 from typing import Any, BinaryIO
 
 import msgspec
@@ -41,12 +42,12 @@ def encode_rollouts(rollouts: list[Any]) -> bytes:
     return encode(headers, [arrays_of(rollout) for rollout in rollouts])
 
 
-def write_message(file: BinaryIO, data: bytes) -> None:
+def write_message(file: BinaryIO | BufferedRWPair, data: bytes) -> None:
     file.write(_LENGTH.pack(len(data)) + data)
     file.flush()
 
 
-def read_message(file: BinaryIO) -> bytes | None:
+def read_message(file: BinaryIO | BufferedRWPair) -> bytes | None:
     """The next message, or None at the end."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:

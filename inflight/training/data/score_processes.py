@@ -3,12 +3,11 @@ interpreter with the trainer."""
 
 import json
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,11 +17,12 @@ import msgspec
 from inflight.core.child import command
 from inflight.core.errors import ScoreError
 from inflight.core.rollout import Rollout
-from inflight.training.data.score_process import Answer, encode_rollouts, write_message
+from inflight.training.data.score_process import Answer, encode_rollouts, read_message, write_message
 
 _START_S = 120.0
 """A process may take this long to start and to import the function."""
-_LENGTH_BYTES = 8
+_EXIT_S = 2.0
+"""A process that answers no more may take this long to end by itself."""
 
 
 class ProcessTimeout(Exception):
@@ -104,30 +104,28 @@ class _Process:
     """One process, which answers one call after another."""
 
     def __init__(self, arguments: tuple[str, ...]):
-        self._process = subprocess.Popen(
-            command("inflight.training.data.score_process", *arguments, kernels=False),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is the trainer's
-        )
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command("inflight.training.data.score_process", *arguments, kernels=False),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                process_group=0,  # Ctrl-C is the trainer's
+            )
+        self._file = self._socket.makefile("rwb")
         self._started = False
 
     def ask(self, data: bytes, timeout_s: float) -> Answer:
         """What the function returned or raised. Raises ScoreError and ProcessTimeout; then it must be ended."""
-        assert self._process.stdin is not None
         if not self._started:
             try:
-                error = self._read(_START_S).error
+                error = self._exchange(None, _START_S).error
             except ProcessTimeout as late:
                 raise ScoreError(f"a process could not import the score function within {_START_S:g} s") from late
             if error:
                 raise ScoreError(error)
             self._started = True
-        try:
-            write_message(self._process.stdin, data)  # type: ignore[arg-type]
-        except OSError as error:
-            raise ScoreError(self._how_it_ended()) from error
-        return self._read(timeout_s)
+        return self._exchange(data, timeout_s)
 
     def kill(self) -> None:
         """Kill it, and programs that the function started."""
@@ -137,30 +135,26 @@ class _Process:
     def end(self) -> None:
         self.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # what it had not read cannot be written any more
-                    continue
+        with suppress(OSError):  # what it had not read cannot be written any more
+            self._file.close()
+        self._socket.close()
 
-    def _read(self, timeout_s: float) -> Answer:
-        deadline = time.monotonic() + timeout_s
-        size = int.from_bytes(self._read_bytes(_LENGTH_BYTES, deadline), "little")
-        return msgspec.msgpack.decode(self._read_bytes(size, deadline), type=Answer)
-
-    def _read_bytes(self, count: int, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        answers, poll, parts, left = self._process.stdout.fileno(), select.poll(), [], count
-        poll.register(answers, select.POLLIN)
-        while left:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise ProcessTimeout
-            parts.append(os.read(answers, left))
-            if not parts[-1]:
-                raise ScoreError(self._how_it_ended())
-            left -= len(parts[-1])
-        return b"".join(parts)
-
-    def _how_it_ended(self) -> str:
-        return f"the process of the score function has ended with {self._process.wait()}; standard error may say why"
+    def _exchange(self, data: bytes | None, timeout_s: float) -> Answer:
+        """What it says next, after it was told `data`, if that is given. It may keep silent for `timeout_s`."""
+        self._socket.settimeout(timeout_s)
+        try:
+            if data is not None:
+                write_message(self._file, data)
+            answer = read_message(self._file)
+        except TimeoutError as late:
+            raise ProcessTimeout from late
+        except OSError:  # it did not read all
+            answer = None
+        if answer is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_S)
+            self.kill()  # if it only let go of its files, as a function may
+            raise ScoreError(
+                f"the process of the score function has ended with {self._process.wait()}; standard error may say why"
+            )
+        return msgspec.msgpack.decode(answer, type=Answer)

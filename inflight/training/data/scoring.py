@@ -8,7 +8,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ Score = Callable[[Rollout], Reward] | Callable[[Rollout], Awaitable[Reward]]
 Rewards = Sequence[Reward]
 BatchScore = Callable[[Sequence[Rollout]], Rewards] | Callable[[Sequence[Rollout]], Awaitable[Rewards]]
 """A function that returns the rewards of a group's rollouts, in their order."""
+Prepare = Callable[[Group], object]
+"""A function that is called with a group before it is scored."""
 
 _TOO_LATE = float("nan")
 """The reward of a rollout whose score took too long."""
@@ -44,9 +46,7 @@ class GroupScorer(ABC):
     """What scores groups: a `Scorer`, or several as `Rewards`."""
 
     @abstractmethod
-    def start(
-        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
-    ) -> "Future[list[Reward]]":
+    def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         """Begin to score a group; the future gives the rewards, None for a rollout that has none, or raises what the
         function raised. prepare: called first, in the event loop's thread."""
 
@@ -108,20 +108,20 @@ class Scorer(GroupScorer):
         self.num_timeouts = 0
         """Number of calls that took longer than `timeout_s`."""
 
-    def start(
-        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
-    ) -> "Future[list[Reward]]":
+    def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         async def rewards() -> list[Reward]:
             return [None if r is None or math.isnan(r) else r for r in await self._score_group(group, prepare)]
 
-        return asyncio.run_coroutine_threadsafe(rewards(), self._running_loop())
+        return self.run(rewards())
 
-    def start_part(
-        self, group: list[Rollout], *, prepare: Callable[[list[Rollout]], object] = lambda group: None
-    ) -> "Future[list[Reward]]":
+    def start_part(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         """The same, of one of several score functions: None stands for a rollout that does not concern it, NaN for one
         to which it gave a number that is not finite, or took too long."""
-        return asyncio.run_coroutine_threadsafe(self._score_group(group, prepare), self._running_loop())
+        return self.run(self._score_group(group, prepare))
+
+    def run(self, rewards: Coroutine[Any, Any, list[Reward]]) -> "Future[list[Reward]]":
+        """Have the event loop await these rewards."""
+        return asyncio.run_coroutine_threadsafe(rewards, self._running_loop())
 
     def close(self) -> None:
         with self._lock:
@@ -139,7 +139,7 @@ class Scorer(GroupScorer):
                 threading.Thread(target=_run, args=(self._loop,), name="inflight-scores", daemon=True).start()
             return self._loop
 
-    async def _score_group(self, group: list[Rollout], prepare: Callable[[list[Rollout]], object]) -> list[Reward]:
+    async def _score_group(self, group: Group, prepare: Prepare) -> list[Reward]:
         prepare(group)
         if self._batched:
             rewards = await self._call(self._function, group)
@@ -158,7 +158,7 @@ class Scorer(GroupScorer):
         """Whether handing a call to a thread would cost more than the call itself, judged by the last calls."""
         return not self._is_async and len(self._seconds) == _REMEMBERED and median(self._seconds) < _QUICK_S
 
-    async def _score_in_turn(self, group: list[Rollout]) -> list[Any]:
+    async def _score_in_turn(self, group: Group) -> list[Any]:
         """Call the function for one rollout after another in one thread. Returns the rewards of all of them, or up to
         the call that took too long."""
         rewards: list[Any] = []
@@ -263,7 +263,7 @@ class GroupScoring:
     scorings began, however long each takes.
     """
 
-    def __init__(self, *, prepare: Callable[[Group], object], ready: Callable[[Group], bool], in_order: bool = False):
+    def __init__(self, *, prepare: Prepare, ready: Callable[[Group], bool], in_order: bool = False):
         self._prepare, self._ready, self._in_order = prepare, ready, in_order
         self._lock = threading.Lock()
         self._turn = threading.Lock()
@@ -347,9 +347,7 @@ class GroupScoring:
         return scoring
 
     def _begin(self, scoring: _Scoring) -> None:
-        with self._lock:
-            wanted = self._is_last(scoring)
-        if wanted and _gets_rewards(scoring.group):
+        if self._is_last(scoring) and _gets_rewards(scoring.group):
             rewards = scoring.scorer.start(scoring.group, prepare=self._prepare)
             rewards.add_done_callback(partial(self._end, scoring))
         else:  # it waits for its turn alone
@@ -374,9 +372,7 @@ class GroupScoring:
                 self._tell(self._queue.popleft())
 
     def _tell(self, scoring: _Scoring) -> None:
-        with self._lock:
-            wanted = self._is_last(scoring)
-        if wanted and not self._ready(scoring.group):
+        if self._is_last(scoring) and not self._ready(scoring.group):
             self.forget([scoring.group[0].group_id])
 
     def _is_last(self, scoring: _Scoring) -> bool:

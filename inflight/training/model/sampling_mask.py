@@ -66,11 +66,10 @@ def pack_masks(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> Pack
     counts, ids, cut_from = (np.concatenate(column) for column in zip(*parts, strict=True))
     if not counts.any():
         return None
-    recorded_by_cut = any(r.sampling_mask is not None and r.sampling_mask.cut_from is not None for r in rollouts)
     return PackedSamplingMask(
         torch.from_numpy(ids.astype(np.int64)),
         torch.from_numpy(np.cumsum([0, *counts])),
-        torch.from_numpy(cut_from) if recorded_by_cut else None,
+        torch.from_numpy(cut_from) if cut_from.any() else None,
     )
 
 

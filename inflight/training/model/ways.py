@@ -39,7 +39,7 @@ def scoring_way(model: nn.Module, batch: PackedBatch, try_way: TryWay) -> Way:
     """
     if model not in _ways:
         _ways[model] = _find(model, try_way)
-    way, config = _ways[model], model.config
+    way, config = _ways[model], getattr(model, "config", None)
     if not isinstance(config, PretrainedConfig):
         return way
     length, row = length_limit(config.get_text_config()), row_limit(config.get_text_config())

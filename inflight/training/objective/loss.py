@@ -1,6 +1,7 @@
 """The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and summed."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import nn
 from inflight.core.errors import NonFiniteLossError
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
-from inflight.training.objective import observers
 from inflight.training.objective.aggregation import token_weights
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective, loglinear_proximal, resolve
@@ -18,6 +18,12 @@ from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 CLIPPED_TOLERANCE = 1e-4
 """A token counts as clipped if its gradient differs from that without bounds by more than this share."""
+Observer = Callable[[PackedBatch, torch.Tensor, torch.Tensor], None]
+"""Is called with a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n], on
+the device that computed the loss and right after it was read from there."""
+
+observers: list[Observer] = []
+"""Who looks at the ratios of every loss of this process, beside those who asked for it."""
 
 
 def policy_loss(
@@ -155,7 +161,8 @@ def _statistics(
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
     if not math.isfinite(total):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
-    observers.show(batch, rows, tokens.log_behavior_ratios)
+    for observer in tuple(observers):  # of which one may leave
+        observer(batch, rows, tokens.log_behavior_ratios)
     clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
     unknown, mismatch, stale, sequences = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(4))
     return LossStats(

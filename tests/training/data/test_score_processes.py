@@ -32,6 +32,9 @@ def start_a_program(rollout):
     time.sleep(60)
 
 def text_or_trouble(rollout):
+    if rollout.text == "let go":
+        os.closerange(3, 100)
+        time.sleep(60)
     if rollout.text == "hang":
         time.sleep(60)
     if rollout.text == "die":
@@ -84,10 +87,14 @@ def test_a_group_arrives_whole_and_what_hangs_raises_or_dies_costs_its_own_call(
     for rollout, text in zip(rollouts, ("fine", "none", "inf"), strict=True):
         rollout.text = text
     assert scorer.start(rollouts).result(60) == [1.0, None, None]
-    for text, message in (("raise", "(?s)failed in its process.*no such answer"), ("die", "has ended with 7")):
+    for text, message in (
+        ("raise", "(?s)failed in its process.*no such answer"),
+        ("die", "has ended with 7"),
+        ("let go", "has ended with -9"),
+    ):
         rollouts[0].text = text
         with pytest.raises(ScoreError, match=message):
-            scorer.start(rollouts[:1]).result(60)
+            scorer.start(rollouts[:1]).result(30)
     rollouts[0].text = "hang"
     assert scorer.start(rollouts[:1]).result(60) == [None]
     assert scorer.num_timeouts == 1

@@ -2,6 +2,7 @@
 are scored all the same."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,3 +175,21 @@ def test_an_adapter_of_the_head_counts(head, scored_before):
     with adapted.disable_adapter():
         disabled = score_tokens(adapted, make_batch(rollouts)).logprobs
     torch.testing.assert_close(disabled, base.logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_module_that_only_takes_tokens_and_gives_logits_is_scored_in_rows():
+    class Bare(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+
+        def forward(self, input_ids, use_cache):
+            return SimpleNamespace(logits=self.table(input_ids))
+
+    rollouts = make_rollouts(masked=False)
+    model, batch = Bare(), pack(rollouts, [0.0] * len(rollouts))
+    logits = model.table(batch.input_ids[batch.drawn - 1]) / batch.temperatures[batch.drawn, None]
+    expected = torch.log_softmax(logits, -1)
+    torch.testing.assert_close(
+        score_tokens(model, batch).logprobs, expected.gather(1, batch.input_ids[batch.drawn][:, None])[:, 0]
+    )

@@ -1,11 +1,11 @@
-"""What a swap costs the generator, by a clock that is set by hand."""
+"""What a swap costs the generator, and for how long it did what, by a clock that is set by hand."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from inflight.core.layout import WeightLayout
-from inflight.engine.stall import StallClock
+from inflight.engine.clocks import StallClock, StateClock
 from inflight.weights.slot_table import SlotTable
 
 WEIGHTS, ADAPTERS = (SlotTable(WeightLayout.build([]), []) for _ in range(2))
@@ -14,7 +14,7 @@ WEIGHTS, ADAPTERS = (SlotTable(WeightLayout.build([]), []) for _ in range(2))
 @pytest.fixture
 def time(monkeypatch) -> SimpleNamespace:
     time = SimpleNamespace(ns=1000)
-    monkeypatch.setattr("inflight.engine.stall.now_ns", lambda: time.ns)
+    monkeypatch.setattr("inflight.engine.clocks.now_ns", lambda: time.ns)
     return time
 
 
@@ -43,3 +43,14 @@ def test_messages_about_adapters_do_not_count_for_a_swap_of_weights(time):
     clock.handled(ADAPTERS, since_ns=900)
     assert clock.swapped(WEIGHTS, began_ns=990) == 10
     assert clock.swapped(ADAPTERS, began_ns=990) == 110
+
+
+def test_time_is_added_up_by_state_and_that_of_the_present_one_counts(time):
+    time.ns = 0
+    clock = StateClock("idle")
+    for at_s, state in ((1, "generating"), (4, "generating"), (5, "waits for weights"), (7, "generating")):
+        time.ns = at_s * 10**9
+        clock.enter(state)
+    time.ns = 10 * 10**9
+    assert clock.seconds() == {"idle": 1.0, "generating": 7.0, "waits for weights": 2.0}
+    assert clock.seconds() == {"idle": 1.0, "generating": 7.0, "waits for weights": 2.0}
