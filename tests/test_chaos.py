@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 CHAOS = Path(__file__).parent.parent / "benchmarks" / "chaos.py"
 
 
 def chaos(file: Path, *options: str) -> tuple[int, dict]:
     """The exit status, and what was written."""
-    done = subprocess.run([sys.executable, CHAOS, file, *options], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, CHAOS, file, *options], capture_output=True, text=True, timeout=PATIENCE_S)
     assert file.exists(), done.stderr[-3000:]
     return done.returncode, json.loads(file.read_text())
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
@@ -79,10 +80,7 @@ def test_a_task_that_is_cancelled_cancels_its_prompts(engine):
 
     outcomes = asyncio.run(work())
     assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
-    deadline = time.monotonic() + 20
-    while (status := engine.status()).num_running + status.num_waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert status.num_running + status.num_waiting == 0
+    wait_until(lambda: not (status := engine.status()).num_running + status.num_waiting)
     assert engine.stream.outstanding == []
 
 

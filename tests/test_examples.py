@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -20,7 +20,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "2", "COLUMNS": "160"}
 
 def run_program(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240, **options
+        [sys.executable, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE_S, **options
     )
 
 
@@ -159,14 +159,11 @@ def test_control_c_ends_both_processes_and_keeps_what_was_written(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
     )
     steps = tmp_path / "steps.jsonl"
-    for _ in range(600):
-        if steps.exists() and len(steps.read_text().splitlines()) >= 2:
-            break
-        time.sleep(0.1)
+    wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) >= 2)
     children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
     assert children
     demo.send_signal(signal.SIGINT)
-    out, err = demo.communicate(timeout=60)
+    out, err = demo.communicate(timeout=PATIENCE_S)
     assert demo.returncode == 130
     assert "Traceback" not in err
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import ApertusConfig, AutoModelForCausalLM
+from waiting import PATIENCE_S
 
 import inflight
 from inflight.core.options import EngineOptions
@@ -48,7 +49,7 @@ def run_with(diff: str, program: str, directory: Path) -> str:
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=directory, check=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(directory), *filter(None, sys.path)])}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

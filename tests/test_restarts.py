@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from truth_teller import make_truth_teller, teach
+from waiting import wait_until
 
 import inflight
 from inflight import supervisor
@@ -21,13 +22,9 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3]]
 
 def kill_after(engine, tokens: int, number: int = signal.SIGKILL, but_not: int = 0) -> int:
     """End the engine's process, or its successor that is not `but_not`, when so many more tokens have come."""
-    while engine.pid == but_not:
-        time.sleep(0.001)
+    wait_until(lambda: engine.pid != but_not)
     seen = engine.stream.num_tokens
-    deadline = time.monotonic() + 60
-    while engine.stream.num_tokens < seen + tokens:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: engine.stream.num_tokens >= seen + tokens)
     os.kill(engine.pid, number)
     return engine.pid
 
@@ -74,10 +71,7 @@ def test_calls_wait_for_the_successor_and_ids_go_on():
         assert [rollout.group_id for rollout in group] == [4, 4]
         engine.pause()
         os.kill(engine.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while engine.stream.state != "paused":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: engine.stream.state == "paused")
         assert engine.status().paused
         engine.resume()
         assert {key[0] for key in rollouts_of(engine)} == {0, 1, 2, 3}
@@ -263,10 +257,7 @@ def test_an_engine_that_publishers_gave_up_does_not_live_on_with_old_weights(tmp
             publisher.publish()
             os.kill(first, signal.SIGSTOP)
             time.sleep(0.1)
-        deadline = time.monotonic() + 20
-        while not publisher.lost and engine.pid == first:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: publisher.lost or engine.pid != first)
         with contextlib.suppress(ProcessLookupError):
             os.kill(first, signal.SIGCONT)
         engine.wait_for_version(4)

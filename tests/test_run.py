@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from truth_teller import make_truth_teller, teach
+from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, RunFileError
@@ -37,10 +38,7 @@ def submit_all(engine) -> None:
 
 
 def wait_for_tokens(engine, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while engine.stream.num_tokens < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: engine.stream.num_tokens >= count)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +223,7 @@ def test_a_killed_trainer_goes_on_with_the_step_after_its_checkpoint(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     done = subprocess.run(
-        [*command, "--resume", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+        [*command, "--resume", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in lines()] == list(range(1, 9))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
@@ -32,13 +33,12 @@ def launch(model_dir):
 
 def wait_for_tokens(engine, group_id, count):
     """The group's samples once the first of them has drawn so many tokens."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def drawn():
         rollouts = engine.partial(group_id)
-        if rollouts and len(rollouts[0].token_ids) >= count:
-            return rollouts
-        time.sleep(0.005)
-    raise AssertionError("no tokens arrived")
+        return rollouts if rollouts and len(rollouts[0].token_ids) >= count else None
+
+    return wait_until(drawn, "no tokens arrived")
 
 
 def collect(engine, *group_ids):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 from inflight.bench.peer_worker import Job, Setup, random_requests
 from inflight.bench.peers import Worker, interpreter
@@ -19,7 +20,7 @@ TINY = ("--model", "tiny", "--device", "cpu")
 
 def bench(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "inflight.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE_S)
 
 
 def last_line(done: subprocess.CompletedProcess) -> dict:

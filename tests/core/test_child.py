@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 import inflight
 from inflight.core import child
@@ -20,7 +21,7 @@ LAUNCH = (
 
 
 def run(*arguments: str, **options) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from inflight.core.errors import InflightError
 from inflight.demo.run import _prepare
@@ -16,7 +17,9 @@ from inflight.observability.environment import write_json
 
 def demo(out: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "inflight.cli", "demo", "--steps", "1", "--warmup-steps", "0", "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"COLUMNS": "300"})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | {"COLUMNS": "300"}
+    )
 
 
 def test_a_directory_that_cannot_be_written_to_is_told_before_the_run(tmp_path):

@@ -14,6 +14,7 @@ import zmq
 from made_frames import make_frame
 from tiny_models import VOCABULARY, make_model
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Qwen3NextConfig
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -315,10 +316,7 @@ def test_publishers_come_and_go_without_leaving_files_open(engine):
     before = open_files()
     for _ in range(5):
         engine.publisher(make_model("qwen3")).close()
-    end = time.monotonic() + 5  # sockets close behind our back
-    while open_files() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert open_files() <= before
+    wait_until(lambda: open_files() <= before, "files stay open")  # sockets close behind our back
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 import zmq
 from made_frames import make_frame, with_header
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -153,10 +154,8 @@ def test_a_flood_of_garbage_leaves_the_log_short(engine, socket):
             socket.recv()
     time.sleep(1.1)
     ask(socket, b"once more")
-    deadline = time.monotonic() + 20  # the answer may be one to a message before
-    while "messages before this one were left out" not in log_of(engine).read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert "messages before this one were left out" in log_of(engine).read_text()
+    # The answer may be one to a message before.
+    wait_until(lambda: "messages before this one were left out" in log_of(engine).read_text())
     assert log_of(engine).stat().st_size < size + 200_000
 
 
@@ -273,10 +272,7 @@ def test_one_client_too_many_is_refused_until_another_one_leaves_and_changes_not
     assert "the engine has 2 clients" in refused.message
     assert isinstance(answer_to(first), Result)
     second.close()
-    deadline = time.monotonic() + 20
-    while isinstance(answer_to(third), Failed):
-        assert time.monotonic() < deadline, "the place of a client that left is not given away"
-        time.sleep(0.02)
+    wait_until(lambda: not isinstance(answer_to(third), Failed), "the place of a client that left is not given away")
     assert isinstance(answer_to(first), Result)
     for client in clients:
         client.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import EngineHungError, KeysError, ListenError, ProtocolError
@@ -305,10 +306,8 @@ def test_a_connection_that_breaks_loses_no_token(lent, keys, proxies):
     with inflight.attach(f"tcp://{Proxy.HOST}:{ports(lent)[0]}", keys=str(keys)) as client:
         groups = client.submit([[1, 2, 3]] * 8, LONG)
         for _ in range(3):
-            before, end = client.stream.num_tokens, time.monotonic() + 20
-            while client.stream.num_tokens == before and client.stream.num_tokens < 1600:
-                assert time.monotonic() < end, "no token comes any more"
-                time.sleep(0.01)
+            before = client.stream.num_tokens
+            wait_until(lambda before=before: client.stream.num_tokens > before or before == 1600, "no token comes")
             for proxy in proxies:
                 proxy.cut()
         rollouts = [rollout for group in client.stream.groups(groups) for rollout in group]
@@ -351,7 +350,7 @@ def test_a_friend_that_sends_a_gibibyte_is_disconnected_too(engine, goes_on, key
         disconnected = friend.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         friend.connect(f"tcp://127.0.0.1:{ports(engine)[which]}")
         friend.send(bytes(1 << 30))
-        end = time.monotonic() + 30  # it encrypts all of that first
+        end = time.monotonic() + 120  # it encrypts all of that first
         while not disconnected.poll(20):
             assert resident_mib(engine.pid) < before + 100
             assert time.monotonic() < end, "it is still connected"

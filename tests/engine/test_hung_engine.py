@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from waiting import PATIENCE_S
 
 import inflight
 from inflight.core import waiting
@@ -262,6 +263,6 @@ def test_a_script_that_ends_beside_a_stopped_engine_ends():
         "os.kill(engine.pid, signal.SIGSTOP)\n"
         "print(engine._launcher.directory)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.strip()).exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from engine_files import directory_of, slots_of
+from waiting import wait_until
 
 import inflight
 from inflight.engine.directory import make_directory, remove_orphan_directories
@@ -24,13 +25,6 @@ LAUNCH = "import inflight\nengine = inflight.launch('tiny', max_sequences=4, thr
 def start(program: str, arguments: Sequence[str] = (), **options) -> subprocess.Popen:
     command = [sys.executable, "-u", "-c", program, *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
-
-
-def wait_until(condition, what: str, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def ended(pid: int) -> bool:

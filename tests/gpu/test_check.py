@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
+from waiting import PATIENCE_S
 
 from inflight.cli import app
 from inflight.engine.launcher import _environment
@@ -210,7 +211,7 @@ def test_the_rehearsal_makes_claims(tmp_path):
     group = "loss,staleness,trace"
     environment = os.environ | {"RESULTS": str(tmp_path), "PART": group, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, FOLDER / "check.py", "--rehearse"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout
     told = summary(tmp_path, group.replace(",", "-"))
     assert [part["part"] for part in told["parts"]] == ["preflight", *group.split(",")]

@@ -19,6 +19,7 @@ import torch
 from inflight_kernels import _sampling_triton, unrounded_linear
 from made_batches import make_batch
 from tiny_models import VOCABULARY, make_model, publish
+from waiting import PATIENCE_S
 
 from inflight.core.messages import LIVE_VERSION, Prompt, SlotReady
 from inflight.core.options import EngineOptions
@@ -330,7 +331,7 @@ def every_kind_of_draw_is_compiled_at_start() -> None:
 def run_with_gpu(directory: Path, *programs: Callable[[], None]) -> None:
     command = [sys.executable, __file__, str(directory), *(program.__name__ for program in programs)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_models import make_model
 from typer.testing import CliRunner
+from waiting import PATIENCE_S
 
 import inflight
 from inflight.bench.trace import busy, overlap, summarize, work_in
@@ -366,7 +367,7 @@ def test_the_benchmark_prints_its_keys_and_writes_the_trace(tmp_path):
     out = tmp_path / "trace.json.gz"
     command = [sys.executable, "-m", "inflight.cli", "bench", "trace", "--device", "cpu", "--sequences", "4"]
     options = ["--tokens", "16", "--seconds", "1", "--warmup-steps", "1", "--out", str(out)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["bench"] == "trace"

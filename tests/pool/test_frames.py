@@ -46,7 +46,7 @@ def engines(tmp_path, merged):
 
 def receive(merged: MergedFrames, engines: list[Engine], count: int) -> list[tuple[str, int]]:
     """The engines and the numbers of so many frames."""
-    received, deadline = [], time.monotonic() + 20
+    received, deadline = [], time.monotonic() + 120
     while len(received) < count:
         assert time.monotonic() < deadline, f"only {received} came"
         for engine in engines:
@@ -104,7 +104,7 @@ def test_what_an_engine_sent_before_it_ended_is_read_while_another_is_busy(merge
     a.frames.leave()
     assert sorted(receive(merged, engines, 60)) == [(name, i) for name in "ab" for i in range(30)]
     assert not a.frames.read.is_set()  # the last one may still be in somebody's hands
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not a.frames.read.is_set():
         assert time.monotonic() < deadline
         b.send(1)
@@ -120,7 +120,7 @@ def receive_nothing(merged: MergedFrames, engines: list[Engine]) -> None:
 
 
 def until_read(merged: MergedFrames, engine: Engine) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not engine.frames.read.is_set():
         assert time.monotonic() < deadline
         merged.receive(1)

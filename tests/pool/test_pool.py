@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller, teach
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
@@ -30,17 +31,10 @@ LAST_VERSION = 8000
 GREEDY = SamplingParams(n=2, max_tokens=150, temperature=0.0)
 
 
-def until(true) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true within 60 s"
-        time.sleep(0.002)
-
-
 def kill_after(pool, tokens: int, index: int = 0, number: int = signal.SIGKILL) -> None:
     """End an engine's process when so many more tokens have come."""
     seen = pool.stream.num_tokens
-    until(lambda: pool.stream.num_tokens >= seen + tokens)
+    wait_until(lambda: pool.stream.num_tokens >= seen + tokens)
     os.kill(pool.engines[index].pid, number)
 
 
@@ -105,7 +99,7 @@ def trainer(random_dir):
 def pool(trainer):
     """Two engines that serve, with nothing in flight."""
     pool = trainer[0]
-    until(lambda: len(pool.statuses()) == 2)
+    wait_until(lambda: len(pool.statuses()) == 2)
     assert not pool.stream.outstanding
     return pool
 
@@ -170,7 +164,7 @@ def test_versions_are_those_of_the_weights_that_drew_each_token(pool, publisher,
     pool.wait_for_version(publisher.publish())
     for _ in range(50):
         submitted.update(pool.submit(PROMPTS[: 6 - len(pool.stream.outstanding)], GREEDY))
-        until(lambda version=version: publisher.sent_version == version)
+        wait_until(lambda version=version: publisher.sent_version == version)
         version += 1
         teach(model, version, version - 1)
         assert publisher.publish() == version
@@ -185,7 +179,7 @@ def test_a_prompt_that_is_refused_is_named_and_no_other_is_accepted(pool):
     with pytest.raises(InvalidRequestError, match=r"^prompt 3 has token id 9999; the vocabulary is"):
         pool.submit([*PROMPTS[:3], [9999], *PROMPTS[3:]], PARAMS)
     assert not pool.stream.outstanding
-    until(lambda: not pool.status().num_running + pool.status().num_waiting)
+    wait_until(lambda: not pool.status().num_running + pool.status().num_waiting)
     [group_id] = pool.submit([[1]], PARAMS)
     assert {key[0] for key in rollouts_of(pool)} == {group_id}
 
@@ -194,7 +188,7 @@ def test_partial_fork_and_cancel_reach_the_engine_that_has_the_group(pool):
     long = SamplingParams(max_tokens=240, ignore_eos=True)
     first, second = pool.submit(PROMPTS[:2], long)
     for group_id in (first, second):
-        until(lambda group_id=group_id: pool.partial(group_id) and len(pool.partial(group_id)[0].token_ids) > 5)
+        wait_until(lambda group_id=group_id: pool.partial(group_id) and len(pool.partial(group_id)[0].token_ids) > 5)
         [sample] = pool.partial(group_id)
         fork = pool.fork(sample, at=3, params=SamplingParams(max_tokens=4, ignore_eos=True))
         [[child]] = pool.stream.collect([fork])
@@ -214,7 +208,7 @@ def test_all_engines_pause_and_go_on(pool):
     steps = [status.step for status in pool.statuses().values()]
     time.sleep(0.1)
     assert steps == [status.step for status in pool.statuses().values()]
-    until(lambda: pool.stream.state == "paused")
+    wait_until(lambda: pool.stream.state == "paused")
     pool.resume()
     assert len(rollouts_of(pool)) == 12
 
@@ -258,7 +252,7 @@ def test_rollouts_of_an_engine_that_is_killed_go_on_at_the_other_token_for_token
     assert by_submission(ids, rollouts) == undisturbed
     assert all(rollout.finish_reason == "length" for rollout in rollouts.values())
     assert all((np.diff(rollout.sampled_at_ns) >= 0).all() for rollout in rollouts.values())
-    until(lambda: len(pool.statuses()) == 2)
+    wait_until(lambda: len(pool.statuses()) == 2)
     assert pool.engines[0].pid != killed
     ids = pool.submit(PROMPTS, PARAMS)
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
@@ -266,12 +260,12 @@ def test_rollouts_of_an_engine_that_is_killed_go_on_at_the_other_token_for_token
 
 def test_rollouts_of_an_engine_that_is_removed_go_on_and_it_can_be_used_alone(pool, undisturbed):
     ids = pool.submit(PROMPTS, PARAMS)
-    until(lambda: pool.stream.num_tokens and all(pool.partial(group_id) for group_id in ids))
+    wait_until(lambda: pool.stream.num_tokens and all(pool.partial(group_id) for group_id in ids))
     engine, other = pool.engines
     pool.remove(engine)
     assert pool.engines == [other]
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
-    until(lambda: not engine.status().num_running)
+    wait_until(lambda: not engine.status().num_running)
     [group] = engine.generate(PROMPTS[:1], PARAMS)
     assert [rollout.token_ids.tolist() for rollout in group] == [undisturbed[0, 0], undisturbed[0, 1]]
     with pytest.raises(ValueError, match="none of the pool's"):
@@ -327,7 +321,7 @@ def test_engines_that_are_being_started_at_ctrl_c_are_closed_once_they_have():
     assert early.closed
     assert not late.closed
     interrupted.set()
-    until(lambda: late.closed)
+    wait_until(lambda: late.closed)
 
 
 def test_engines_are_closed_if_one_does_not_start():
@@ -353,7 +347,7 @@ def test_when_no_engine_is_left_the_error_tells_of_all_deaths(random_dir):
         pids = [engine.pid for engine in pool.engines]
         pool.submit(PROMPTS, SamplingParams(max_tokens=240, ignore_eos=True))
         kill_after(pool, 20)
-        until(lambda: len(pool.engines) == 1)
+        wait_until(lambda: len(pool.engines) == 1)
         assert pool.engines[0].pid == pids[1]
         kill_after(pool, 20)
         with pytest.raises(EngineDiedError, match=f"(?s)all engines.*process {pids[0]}: .*-9.*process {pids[1]}: .*-9"):
@@ -384,7 +378,7 @@ def test_ranks_of_a_trainer_share_the_batches_of_a_pool(random_dir, monkeypatch)
     launched = threading.Barrier(2)
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
     threads[0].start()
-    until(lambda: store)
+    wait_until(lambda: store)
     threads[1].start()
     for thread in threads:
         thread.join()
@@ -409,7 +403,7 @@ def test_a_run_goes_on_with_another_pool(pool, publisher, random_dir, undisturbe
     ids = pool.submit(PROMPTS, PARAMS)
     [finished] = pool.submit([[4]], SamplingParams(max_tokens=2, ignore_eos=True), train=False)
     seen = pool.stream.num_tokens
-    until(lambda: pool.stream.num_tokens > seen + 300)
+    wait_until(lambda: pool.stream.num_tokens > seen + 300)
     inflight.Run(pool, publisher).save(tmp_path)
     first = pool.stream.collect([finished])
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
@@ -433,7 +427,7 @@ def test_an_engine_that_hangs_counts_as_one_that_has_ended(random_dir, undisturb
         ids = pool.submit(PROMPTS, PARAMS)
         kill_after(pool, 100, number=signal.SIGSTOP)
         assert by_submission(ids, rollouts_of(pool)) == undisturbed
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
 
 
 @pytest.mark.slow
@@ -443,11 +437,11 @@ def test_rollouts_go_on_only_with_weights_that_are_not_older(truth_dir):
     with inflight.launch_pool([EngineOptions(truth_dir, **OPTIONS)] * 2) as pool, pool.publisher(model) as publisher:
         first, second = pool.engines
         pool.submit(PROMPTS, GREEDY)
-        until(lambda: pool.stream.num_tokens > 50)
+        wait_until(lambda: pool.stream.num_tokens > 50)
         os.kill(second.pid, signal.SIGSTOP)
         teach(model, 1, 0)
         publisher.publish()
-        until(lambda: first.status().version == 1)
+        wait_until(lambda: first.status().version == 1)
         kill_after(pool, 50)
         time.sleep(1)
         os.kill(second.pid, signal.SIGCONT)
@@ -464,8 +458,8 @@ def test_an_engine_that_comes_back_is_paused_if_the_others_are_and_has_their_wei
     pool.wait_for_version(version)
     pool.pause()
     os.kill(pool.engines[1].pid, signal.SIGKILL)
-    until(lambda: len(pool.statuses()) == 1)
-    until(lambda: len(pool.statuses()) == 2)
+    wait_until(lambda: len(pool.statuses()) == 1)
+    wait_until(lambda: len(pool.statuses()) == 2)
     assert [status.paused for status in pool.statuses().values()] == [True, True]
     assert [status.version for status in pool.statuses().values()] == [version, version]
     pool.resume()
@@ -483,7 +477,7 @@ def test_what_is_pinned_ends_as_an_error_where_no_engine_has_its_version(truth_d
         pool.pause()
         pool.cancel([ids[1]])
         pool.resume()
-        until(lambda: 0 not in pool.engines[1].status().versions)
+        wait_until(lambda: 0 not in pool.engines[1].status().versions)
         kill_after(pool, 10)
         rollouts = rollouts_of(pool)
         assert rollouts[ids[0], 0].finish_reason == "error"
@@ -518,7 +512,7 @@ def test_ten_kills_lose_and_misattribute_nothing(truth_dir):
             time.sleep(0.03)
         rollouts += [rollout for group in groups for rollout in group]
         pool.wait_for_version(before)
-        until(lambda: len(pool.statuses()) == 2)
+        wait_until(lambda: len(pool.statuses()) == 2)
     assert {(r.group_id, r.sample) for r in rollouts} == {(group_id, i) for group_id in submitted for i in range(2)}
     assert len(rollouts) == 2 * len(submitted)
     for rollout in rollouts:

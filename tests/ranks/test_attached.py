@@ -3,9 +3,9 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import RankLostError
@@ -25,15 +25,10 @@ def test_prompts_of_an_attached_process_are_in_the_batches_that_both_see():
         seen = []
         looking = threading.Thread(target=lambda: seen.extend(attached.stream.batches()), daemon=True)
         looking.start()
-        deadline = time.monotonic() + 60
-        while not engine._hub._asking:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: engine._hub._asking)
         batches = engine.stream.batches(rollouts=8, score=lambda rollout: float(len(rollout.text)))
         own = [next(batches)]
-        while not seen:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: seen)
         assert next(batches, None) is None
         looking.join(60)
         assert len(own) == len(seen) == 1

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 from made_batches import make_rollouts
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InflightError, InvalidRequestError, ListenError, ProtocolError, RankLostError
@@ -156,13 +157,6 @@ def test_who_looks_on_gets_whole_batches_from_the_next_on(trainer):
     with pytest.raises(AttributeError, match="generate is not there on an engine that rank 0 launched"):
         evaluator.generate([[1]])
     evaluator.close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_keeps_rank_0_from_a_batch_is_raised_on_every_rank_and_they_go_on_after_it(trainer):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from inflight.core.errors import InvalidRequestError, ModelLoadError, RankLostError
 from inflight.core.options import EngineOptions
@@ -29,7 +30,7 @@ def test_the_average_gradient_of_the_ranks_is_that_of_one(tmp_path, size):
         )
         for rank in range(size)
     ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors[-1500:] for _, errors in outputs)
     assert [output for output, _ in outputs] == ["the gradients are those of one rank\n"] * size
 
@@ -177,6 +178,6 @@ def run_ranks(program: Path, verb: str, directory: Path) -> list:
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-2500:] for _, errors in outputs)
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from waiting import PATIENCE_S, wait_until
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from truth_load import Load, save_model
@@ -24,13 +24,6 @@ from inflight.ray import EnginePool, Placement
 
 PROGRAMS = Path(__file__).parents[1] / "helpers"
 LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
-
-
-def until(true, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"it did not come true within {seconds:g} s"
-        time.sleep(0.02)
 
 
 def runs(pid: int) -> bool:
@@ -107,25 +100,25 @@ def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, 
     with EnginePool([options] * 2, [anywhere, LEFT], allow_unencrypted=True) as pool:
         load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
         lost, joined = pool.engines[0].process, pool.launch(placement=LEFT)
-        until(lambda: joined.status().num_tokens > 0)
+        wait_until(lambda: joined.status().num_tokens > 0)
         assert all(status.num_swaps and status.num_tokens for status in pool.statuses().values())
 
         cluster.remove_node(cluster.right, allow_graceful=False)  # kills its raylet
-        until(lambda: "leaves the pool" in caplog.text)
+        wait_until(lambda: "leaves the pool" in caplog.text)
         tokens = pool.stream.num_tokens
-        until(lambda: pool.stream.num_tokens > tokens + 500)
-        until(lambda: len(pool.statuses()) == 3)  # another one was placed where there was room
+        wait_until(lambda: pool.stream.num_tokens > tokens + 500)
+        wait_until(lambda: len(pool.statuses()) == 3)  # another one was placed where there was room
         assert pool.engines[0].process is not lost
         assert not runs(lost.pid)
 
         pool.remove(joined)
         joined.close()
         assert not runs(joined.process.pid)
-        until(lambda: pool.stream.num_tokens > tokens + 2000)
+        wait_until(lambda: pool.stream.num_tokens > tokens + 2000)
         assert versions_told(load) > 10
         pids = [engine.process.pid for engine in pool.engines]
     assert len(pids) == 2
-    until(lambda: not any(held().values()))
+    wait_until(lambda: not any(held().values()))
     assert not any(map(runs, pids))
 
 
@@ -137,7 +130,7 @@ def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
     )
     with EnginePool([options, on_vllm], LEFT, allow_unencrypted=True) as pool:
         load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
-        until(lambda: all(status.num_swaps > 3 and status.num_tokens > 500 for status in pool.statuses().values()))
+        wait_until(lambda: all(status.num_swaps > 3 and status.num_tokens > 500 for status in pool.statuses().values()))
         assert versions_told(load) > 3
 
 
@@ -161,7 +154,7 @@ def test_what_keeps_ray_from_placing_an_engine_is_said(cluster, options):
         EnginePool([options], Placement(scheduling_strategy=NodeAffinitySchedulingStrategy("0" * 56, soft=False)))
     with pytest.raises(ModelLoadError, match="/no/such/model"):
         EnginePool([msgspec.structs.replace(options, model="/no/such/model")])
-    until(lambda: not any(held().values()))
+    wait_until(lambda: not any(held().values()))
 
 
 @pytest.mark.ray
@@ -185,15 +178,15 @@ def test_a_trainer_that_is_no_ray_program_is_killed_and_leaves_nothing(cluster, 
             assert held()["left"] == 1
         finally:
             trainer.send_signal(signal.SIGKILL)
-    until(lambda: not any(map(runs, engines)))
-    until(lambda: not any(held().values()))
+    wait_until(lambda: not any(map(runs, engines)))
+    wait_until(lambda: not any(held().values()))
     assert not any(map(os.path.exists, slots))
 
 
 @pytest.mark.ray
 def test_every_rank_under_ray_train_takes_its_share(cluster, options):
     with program("ray_train_ranks.py", cluster.address, options.model) as trainer:
-        output, _ = trainer.communicate(timeout=200)
+        output, _ = trainer.communicate(timeout=PATIENCE_S)
     assert trainer.returncode == 0
     shares = json.loads(output.splitlines()[-1])
     assert [share["rank"] for share in shares] == [0, 1]
@@ -204,7 +197,7 @@ def test_every_rank_under_ray_train_takes_its_share(cluster, options):
     assert not groups[0] & groups[1]
     assert groups[0] | groups[1] == set(range(8))
     assert all(share["version"] == 2 for share in shares)
-    until(lambda: not any(held().values()))
+    wait_until(lambda: not any(held().values()))
 
 
 @pytest.mark.ray
@@ -213,6 +206,6 @@ def test_ray_has_to_be_initialised_and_may_end_before_the_pool(cluster, options)
         [engine] = pool.engines
         ray.shutdown()
     assert not ray.is_initialized()
-    until(lambda: not runs(engine.process.pid))
+    wait_until(lambda: not runs(engine.process.pid))
     with pytest.raises(InflightError, match=r"call ray\.init\(\) first, or name the cluster"):
         EnginePool([options])

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from http_calls import answered, call
 from safetensors.torch import load_file, save_file
 from tiny_adapters import error, with_adapters
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import WeightFileError
@@ -283,10 +283,3 @@ def unload_all(server):
     for card in call(server, "GET", "/v1/models")[1]["data"]:
         if card["parent"] is not None:
             assert call(server, "POST", "/v1/unload_lora_adapter", {"lora_name": card["id"]})[0] == 200
-
-
-def wait_until(is_true, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from http_calls import call
+from waiting import PATIENCE_S
 
 from inflight.server.command import ServedModel
 
@@ -43,7 +44,7 @@ def test_the_command_serves_until_it_is_told_to_end(scripted_dir):
         status, answer = call(Address(found[0]), "POST", "/v1/completions", {"prompt": "<answer>"})
         assert (status, answer["choices"][0]["text"][:5]) == (200, "Hello")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

@@ -5,7 +5,6 @@ import asyncio
 import copy
 import hashlib
 import threading
-import time
 
 import openai
 import pytest
@@ -15,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_adapters import error
 from truth_teller import make_truth_teller, teach
+from waiting import wait_until
 
 import inflight
 from inflight.integrations.directory import DirectoryTransfer
@@ -356,10 +356,3 @@ def test_a_trainer_that_publishes_keeps_its_place(truth):
             other.submit([[5]], inflight.SamplingParams(max_tokens=2))
             assert draw(server, 2)["token_ids"] == [2, 2]
             assert [len(group) for group in other.stream.groups()] == [1], "only what was submitted for training"
-
-
-def wait_until(is_true, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

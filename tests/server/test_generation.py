@@ -4,8 +4,10 @@ import asyncio
 
 import numpy as np
 import pytest
+from made_frames import make_frame
 
 import inflight
+from inflight.core.frames import Finish, GroupStart
 from inflight.server.generation import Bell, Generation
 
 LONG = inflight.SamplingParams(max_tokens=150, n=3, ignore_eos=True, seed=1, top_logprobs=2, return_entropy=True)
@@ -53,23 +55,28 @@ def test_a_rare_bell_makes_fewer_parts(served):
     assert sum(map(len, few.values())) < sum(map(len, many.values()))
 
 
-def test_samples_that_end_before_the_others_are_told_at_once(served):
+def test_samples_that_end_before_the_others_are_told_at_once(wire):
     """Their last part does not wait for the group."""
 
     async def work():
-        bell = Bell(served.engine.stream.inbox, 0.0)
-        params = inflight.SamplingParams(n=8, max_tokens=200, seed=3, logit_bias={256: 5.0})
-        ids = await served.engine.asubmit([[1]], params)
-        generation = Generation(served.engine.stream, bell, ids, lambda *_: None)
-        order = [(index, part.finish_reason) async for index, part in generation.parts()]
+        bell = Bell(wire.stream.inbox, 0.0)
+        generation = Generation(wire.stream, bell, [0], lambda *_: None)
+        wire.stream.expect([0])
+        group = GroupStart(0, 0, [1], inflight.SamplingParams(n=2))
+        wire.send(make_frame(2, 0, groups=[group], finishes=[Finish(0, "stop", 1)]))
+        parts = generation.parts()
+        first = [await asyncio.wait_for(anext(parts), 60) for _ in range(2)]
+        wire.send(make_frame(2, 1, finishes=[Finish(1, "length", 2)]))
+        rest = [part async for part in parts]
         generation.end()
         bell.close()
-        return order
+        return [
+            [(index, part.token_ids.tolist(), part.finish_reason) for index, part in some] for some in (first, rest)
+        ]
 
-    order = asyncio.run(work())
-    ends = [place for place, (_, reason) in enumerate(order) if reason]
-    assert len(ends) == 8
-    assert ends[0] < len(order) - 8
+    first, rest = asyncio.run(work())
+    assert sorted(first) == [(0, [100], "stop"), (1, [101], "")]
+    assert rest == [(1, [101], "length")]
 
 
 def test_an_end_before_the_end_cancels(served):

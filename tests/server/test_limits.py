@@ -11,17 +11,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from http_calls import call
+from waiting import wait_until
 
 import inflight
 from inflight.server import connections
 from inflight.server.command import allow_files
-
-
-def wait_until(is_true, timeout_s=30):
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from http_calls import call
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from truth_teller import make_truth_teller, teach
+from waiting import PATIENCE_S
 
 import inflight
 
@@ -32,7 +33,7 @@ def answers_of(program: str, *arguments: str) -> list[dict]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from made_frames import ends, make_frame, starts
+from waiting import wait_until
 
 from inflight.core.errors import StreamGapError
 from inflight.core.frames import Finish, TokenFrame
@@ -167,14 +168,6 @@ def test_who_waits_for_named_groups_that_are_lost_is_told(wire):
         wire.stream.collect([1])
 
 
-def notices(wire):
-    """Whether the stream has seen all frames that were sent."""
-    deadline = time.monotonic() + 20
-    while not wire.stream.inbox._errors and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(wire.stream.inbox._errors)
-
-
 def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for(wire):
     """Another thread submitted it, and had not been answered yet when the gap was noticed."""
     from inflight.core.errors import StreamGapError
@@ -182,7 +175,7 @@ def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for
     wire.stream.expect([0])
     arrive(wire, [0], 0)
     wire.send(make_frame(0, 5, next_group_id=2))
-    assert notices(wire)
+    wait_until(lambda: wire.stream.inbox._errors)
     with pytest.raises(StreamGapError):
         wire.stream.collect([0])
     wire.stream.expect([1])
@@ -194,8 +187,7 @@ def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finishe
         group_ids = list(range(10 * sequence, 10 * sequence + 10))
         wire.stream.expect(group_ids)
         arrive(wire, group_ids, sequence)
-        while not wire.stream.inbox._finished.keys() >= set(group_ids):
-            time.sleep(0.001)
+        wait_until(lambda group_ids=group_ids: wire.stream.inbox._finished.keys() >= set(group_ids))
         wire.stream.collect(group_ids)
     assert len(wire.stream.inbox._ready) < 100
     wire.stream.expect([300])

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch
 from made_batches import make_batch, make_rollouts
 from made_frames import make_frame
 from tiny_models import make_model
+from waiting import wait_until
 
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.frames import Swap
@@ -208,9 +208,9 @@ def test_the_engine_is_asked_once_in_a_while_and_its_time_is_shared_out(monkeypa
     engine = MadeEngine()
     engine.seconds = {"generating": 3.0, "idle": 1.0}
     with RunRecorder(engine, tmp_path) as recorder:
-        wait_for(lambda: any(isinstance(event, Engine) for event in read_events(tmp_path)))
+        wait_until(lambda: any(isinstance(event, Engine) for event in read_events(tmp_path)))
         engine.error = EngineDiedError("it has ended")
-        wait_for(lambda: {"silent": 1.0} in [e.states for e in read_events(tmp_path) if isinstance(e, Engine)])
+        wait_until(lambda: {"silent": 1.0} in [e.states for e in read_events(tmp_path) if isinstance(e, Engine)])
         recorder.log(1, {"reward": 1.0})
     first = next(event for event in read_events(tmp_path) if isinstance(event, Engine))
     assert first.states == {"generating": 0.75, "idle": 0.25}
@@ -300,7 +300,7 @@ def test_an_engine_that_does_not_answer_does_not_hold_up_the_record(monkeypatch,
     with RunRecorder(engine, tmp_path) as recorder:
         assert asked.wait(10)
         recorder.log(1, {"reward": 1.0})
-        wait_for(lambda: any(isinstance(event, Step) for event in read_events(tmp_path)))
+        wait_until(lambda: any(isinstance(event, Step) for event in read_events(tmp_path)))
     assert isinstance(list(read_events(tmp_path))[-1], Ended)
     answer.set()
     recorder._asker.join(10)
@@ -314,18 +314,11 @@ def test_a_full_disk_ends_the_record_and_not_the_run(monkeypatch, tmp_path, capl
     monkeypatch.setattr(recording, "_WRITE_EVERY_S", 0.01)
     monkeypatch.setattr(recording, "_WAITING_EVENTS", 3)
     with caplog.at_level(logging.WARNING), RunRecorder(MadeEngine(), tmp_path) as recorder:
-        wait_for(lambda: not recorder._thread.is_alive())
+        wait_until(lambda: not recorder._thread.is_alive())
         for step in range(10):
             recorder.log(step, {})
         assert len(recorder._events) <= 3
     assert "the run goes on without a record: cannot write events.jsonl: No space left" in caplog.text
-
-
-def wait_for(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 11, 2048])

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import urllib.request
 
+from waiting import PATIENCE_S
+
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import Began
 
@@ -23,7 +25,7 @@ def test_a_run_is_served_until_ctrl_c(tmp_path):
         with urllib.request.urlopen(found[1] + "/events", timeout=10) as answer:
             assert b'"title":"a run"' in answer.read()
         os.kill(command.pid, signal.SIGINT)
-        assert command.wait(20) == 130
+        assert command.wait(PATIENCE_S) == 130
     finally:
         command.kill()
 
@@ -42,6 +44,6 @@ def test_a_run_that_is_not_there_yet_is_told(tmp_path):
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
-    refused = subprocess.run([*WATCH, "ftp://host"], capture_output=True, text=True, timeout=60)
+    refused = subprocess.run([*WATCH, "ftp://host"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert refused.returncode == 2
     assert "error: expected http://HOST:PORT, got 'ftp://host'" in refused.stderr

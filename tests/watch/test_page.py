@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from browser import chromium, expect
+from waiting import PATIENCE_S
 
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import (
@@ -285,7 +286,7 @@ def test_the_demo_is_shown_and_the_one_after_it_takes_its_place(shown, tmp_path)
         try:
             expect(page.locator("#facts")).to_contain_text(f"step {steps}", timeout=90_000)
             expect(page.locator("h1")).to_have_text("letters.jsonl, 0.6 M parameters, inflight")
-            output, _ = demo.communicate(timeout=120)
+            output, _ = demo.communicate(timeout=PATIENCE_S)
         finally:
             demo.kill()
         assert demo.returncode == 0

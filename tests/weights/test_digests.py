@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from truth_teller import make_truth_teller, teach
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import ProtocolError
@@ -39,11 +40,7 @@ def table():
 
 
 def answered(digester: Digester, least: int):
-    deadline = time.monotonic() + 20
-    while not (found := digester.ask(least)):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return found[0]
+    return wait_until(lambda: digester.ask(least))[0]
 
 
 def test_they_are_those_of_the_tensors_and_any_bit_shows(table):
@@ -121,7 +118,7 @@ def test_what_an_engine_or_a_pool_tells_is_of_the_version_that_it_names(count, t
         assert engine.digests().tensors == expected[0]
         thread = threading.Thread(target=publish)
         thread.start()
-        found, deadline = {}, time.monotonic() + 30
+        found, deadline = {}, time.monotonic() + 120
         try:
             while len(found) < 5:
                 assert time.monotonic() < deadline

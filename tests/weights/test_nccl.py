@@ -16,6 +16,7 @@ import nccl_trainer
 import pytest
 import torch
 from nccl_trainer import NcclTrainer, announced, packed, pickled_id
+from waiting import PATIENCE_S
 
 from inflight.core.errors import BackendError, BroadcastError, InvalidRequestError
 from inflight.weights.nccl import library, rendezvous
@@ -347,4 +348,4 @@ def test_vllms_own_code_is_understood(stand_in, limit):
         for (name, mine), (_, theirs) in zip(group.receive(described(sent)), sent, strict=True):
             assert torch.equal(mine, theirs), name
         group.close()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0

@@ -9,6 +9,7 @@ import pytest
 import raw_files
 import torch
 from tiny_models import make_model
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import ChecksumError, ProtocolError, WeightFileError
@@ -26,14 +27,15 @@ def engine(model_dir):
 
 def refusal_of(publisher: inflight.Publisher) -> Exception:
     """What the publisher has to tell, as soon as it has."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
+
+    def told() -> Exception | None:
         try:
             publisher.check()
         except inflight.InflightError as error:
             return error
-        time.sleep(0.02)
-    raise AssertionError("nothing was refused")
+        return None
+
+    return wait_until(told, "nothing was refused")
 
 
 def test_versions_reach_an_engine_over_it(engine, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from waiting import PATIENCE_S
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.weights.sharded import ShardGroup, is_sharded
@@ -40,7 +41,7 @@ def test_every_version_is_bit_identical_to_the_model_put_together(tmp_path, mode
         )
         for rank in range(size)
     ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors[-1500:] for _, errors in outputs)
     assert outputs[0][0].splitlines() == [f"version {step} is bit-identical" for step in (1, 2, 3)]
 
@@ -116,6 +117,6 @@ def test_the_policy_loss_of_a_spread_model_has_the_gradient_of_a_plain_one(tmp_p
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors[-1500:] for _, errors in outputs)
     assert all("the gradient is that of a plain model" in output for output, _ in outputs)

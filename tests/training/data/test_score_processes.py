@@ -3,11 +3,11 @@ own rollouts alone."""
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from made_batches import make_rollouts
+from waiting import wait_until
 
 from inflight.core.errors import ScoreError
 from inflight.training.data.scoring import Scorer
@@ -69,10 +69,7 @@ def test_calls_run_at_the_same_time_in_processes_that_are_kept_and_end_with_the_
     assert set(second) <= set(first)
     assert os.getpid() not in first
     scorer.close()
-    deadline = time.monotonic() + 20
-    while any(alive(int(pid)) for pid in first) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(alive(int(pid)) for pid in first)
+    wait_until(lambda: not any(alive(int(pid)) for pid in first))
 
 
 def test_a_group_arrives_whole_and_what_hangs_raises_or_dies_costs_its_own_call(functions):
@@ -110,10 +107,7 @@ def test_programs_that_a_function_starts_read_nothing_and_end_with_its_call(func
     rollout.metadata = {"file": str(tmp_path / "pid")}
     assert scorer.start([rollout]).result(60) == [None]
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 20
-    while alive(pid) and "zombie" not in Path(f"/proc/{pid}/status").read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not alive(pid) or "zombie" in Path(f"/proc/{pid}/status").read_text()
+    wait_until(lambda: not alive(pid) or "zombie" in Path(f"/proc/{pid}/status").read_text())
     scorer.close()
     with pytest.raises(ScoreError, match="was closed"):
         scorer.start([rollout]).result(60)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from made_frames import Wire, ends, make_frame, starts
+from waiting import wait_until
 
 from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
@@ -82,10 +83,7 @@ def test_scores_are_computed_at_the_same_time_and_while_the_trainer_is_busy(wire
     wire.send(make_frame(7, 1, groups=starts(6), finishes=ends(6), next_group_id=7))
     next(iterator)
     wire.send(make_frame(8, 2, groups=starts(7), finishes=ends(7), next_group_id=8))
-    deadline = time.monotonic() + 20
-    while seen != [6, 7] and time.monotonic() < deadline:  # nobody asks for the next batch
-        time.sleep(0.005)
-    assert seen == [6, 7]
+    wait_until(lambda: seen == [6, 7])  # nobody asks for the next batch
     assert len(list(iterator)) == 1
 
 
@@ -310,9 +308,7 @@ def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_ma
         scoring.start_if_wanted(group)
         scoring._lock = SlowAfterwards()
         scorer = scoring.score_with(lambda rollout: 1.0)  # which closes the first scorer
-        deadline = time.monotonic() + 20
-        while not ready and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: ready)
         assert ready == [1.0]
         assert scoring.has_rewards(group, scorer)
     finally:
