@@ -1,6 +1,9 @@
 """Measures what the C kernels and the sampler's filters take beside what PyTorch has for the same, on one core.
 
-    python benchmarks/cpu_kernels.py [FILE]
+    python benchmarks/cpu_kernels.py [FILE [PROCESSOR]]
+
+PROCESSOR: an older one that this one can act as, as compilers name it (haswell, which has AVX2; skylake-avx512, which
+has no products of bfloat16). oneDNN and PyTorch are kept to what it has, too; products alone are measured then.
 
 Products go over all weights of `small`, which no cache holds; attention is that of one of its layers, one query per
 sequence; filters take the logits of 32 sequences over the vocabulary of Qwen3. What is compared takes turns. Figures
@@ -10,6 +13,8 @@ are medians, of milliseconds of processor time (others on the machine count less
 import itertools
 import json
 import math
+import os
+import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -62,10 +67,26 @@ def compare(rounds: Iterable[Functions], repeats: int, calls: int = 1) -> Figure
 
 
 def raise_limit_of_rows(directory: str) -> None:
-    """Let the C product take more rows of bfloat16 than it does, to see where it stops paying."""
-    source = _cpu.SOURCE.read_text()
+    """Let the C product take more rows than it does, to see where it stops paying."""
+    source, limit = _cpu.SOURCE.read_text(), " || tokens > (bf ? MOST_BF16 : MOST_FLOATS)"
+    assert limit in source
     _cpu.SOURCE = Path(directory, "_cpu.c")
-    _cpu.SOURCE.write_text(source.replace(" || (bf && tokens > MOST_BF16)", ""))
+    _cpu.SOURCE.write_text(source.replace(limit, ""))
+
+
+ISAS = {"haswell": ("AVX2", "avx2"), "skylake-avx512": ("AVX512_CORE", "avx512")}
+"""Maps a processor to what oneDNN, and MKL and PyTorch, call what it has."""
+
+
+def act_as(processor: str) -> None:
+    """Before anything is computed."""
+    isa, capability = ISAS[processor]
+    os.environ |= {
+        "ONEDNN_MAX_CPU_ISA": isa,
+        "MKL_ENABLE_INSTRUCTIONS": capability.upper(),
+        "ATEN_CPU_CAPABILITY": capability,
+    }
+    _cpu._FLAGS = tuple(f"-march={processor}" if flag.startswith("-march=") else flag for flag in _cpu._FLAGS)
 
 
 def weights_of_small(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -91,12 +112,12 @@ def products(weights: list[torch.Tensor], rows: int) -> Functions:
     def by_onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
-    torch.testing.assert_close(in_c(inputs[0], weights[0]), by_onednn(inputs[0], weights[0]), atol=0.05, rtol=0.05)
-    return {
-        "C": lambda: deque(map(in_c, inputs, weights), 0),
-        "oneDNN": lambda: deque(map(by_onednn, inputs, weights), 0),
-        "F.linear": lambda: deque(map(F.linear, inputs, weights), 0),
-    }
+    ways = {"C": in_c, "oneDNN": by_onednn, "F.linear": F.linear}
+    if weights[0].dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        del ways["oneDNN"]
+    for way in ways.values():
+        torch.testing.assert_close(in_c(inputs[0], weights[0]), way(inputs[0], weights[0]), atol=0.05, rtol=0.05)
+    return {name: lambda way=way: deque(map(way, inputs, weights), 0) for name, way in ways.items()}
 
 
 def attention(dtype: torch.dtype, sequences: int, tokens: int) -> Functions:
@@ -135,6 +156,8 @@ def filtering(params: SamplingParams, spread: float, select: Callable[[torch.Ten
 
 @torch.inference_mode()
 def main() -> None:
+    if older := sys.argv[2:]:
+        act_as(*older)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     results: dict[str, list[dict]] = {"products": [], "attention": [], "filters": []}
@@ -149,12 +172,12 @@ def main() -> None:
             name, weights = str(dtype).removeprefix("torch."), weights_of_small(dtype)
             for rows in ROWS:
                 add("products", compare([products(weights, rows)], 15), dtype=name, rows=rows)
-            for sequences, tokens in CONTEXTS:
+            for sequences, tokens in CONTEXTS if not older else ():
                 figures = compare((attention(dtype, sequences, tokens) for _ in range(10)), 3, calls=4)
                 add("attention", figures, dtype=name, sequences=sequences, tokens=tokens)
-    for name, what in FILTERS.items():
+    for name, what in FILTERS.items() if not older else ():
         add("filters", compare((filtering(*what) for _ in range(3)), 3), filter=name)
-    finish("cpu-kernels", results)
+    finish("cpu-kernels", {kind: figures for kind, figures in results.items() if figures})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,19 @@ typedef uint32_t vu __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t bf16;
 
+// Vectors as wide as the registers, where wider ones would go through memory.
+#if defined(__AVX512F__)
+#define NATIVE 16
+#elif defined(__AVX__)
+#define NATIVE 8
+#else
+#define NATIVE 4
+#endif
+
+typedef float nf __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
+typedef uint32_t nu __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
+typedef uint16_t nh __attribute__((vector_size(2 * NATIVE), aligned(2), may_alias));
+
 static inline float load1(const void *base, int is_bf16, ptrdiff_t i) {
     if (!is_bf16) return ((const float *)base)[i];
     uint32_t bits = (uint32_t)((const bf16 *)base)[i] << 16;
@@ -239,10 +252,11 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 // ---- products with weights as they lie in a slot -----------------------------------------------------------------
 //
 // y [T, N] = x [T, K] . w [N, K]^T (+ bias). Both operands are read along K, so nothing is packed or transposed: a tile
-// of TILE x TILE results is that many vectors of partial sums, which are added up across their lanes at the end. What a
+// of ROWS x TILE results is that many vectors of partial sums, which are added up across their lanes at the end. What a
 // product of few rows waits for is w, so the rows of it to come are fetched ahead: line by line while as many are read,
 // or, where each line has more to be multiplied by, a few at a time. A row of y is the same, bit for bit, whatever rows
-// are beside it. In bfloat16 more than MOST_BF16 rows are refused: packing pays then, and AMX sooner.
+// are beside it. More rows than MOST_FLOATS or MOST_BF16 are refused: packing pays then, and AMX sooner. Where pairs of
+// bfloat16 cannot be multiplied, nobody else is quicker with any number of rows.
 
 #define TILE 4
 #define PANEL 8           // rows of w that stay in the first-level cache while all rows of x pass by
@@ -250,16 +264,28 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 #define GROUP_TOKENS 48   // rows of x that pass by together
 #define X_BYTES (1 << 20) // of x, all of which passes by one panel before the next
 #define FEW_TOKENS 8      // rows of x for which w is fetched line by line
-#ifdef __AMX_BF16__
-#define MOST_BF16 8
+#ifdef __AVX512F__
+#define MOST_FLOATS INT64_MAX
 #else
+#define MOST_FLOATS GROUP_TOKENS
+#endif
+#if defined(__AMX_BF16__)
+#define MOST_BF16 8
+#elif defined(__AVX512BF16__)
 #define MOST_BF16 GROUP_TOKENS
+#else
+#define MOST_BF16 INT64_MAX
 #endif
 
-#ifdef __AVX512F__
-
-#define KEEP(x) __asm__("" : "+v"(x))  // in a register: GCC would load it again for each product
 #define MERGE __builtin_shufflevector
+
+#if defined(__AVX512F__)
+
+#define ROWS 4  // so that the sums, ROWS vectors of x and one of w have registers
+#define TILE_FUNCTION static inline __attribute__((always_inline))
+#define KEEP(x) __asm__("" : "+v"(x))  // in a register: GCC would load it again for each product
+
+static inline nu high_halves(nu x) { return x & 0xffff0000u; }
 
 // Lane i of the result is the sum over the lanes of acc[i]; within 128 bits first, as that is cheap.
 static inline vf sums_of(vf acc[16]) {
@@ -276,55 +302,119 @@ static inline vf sums_of(vf acc[16]) {
            MERGE(acc[0], acc[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 
-static inline __attribute__((always_inline)) vf multiply_add(vf sum, vf a, vf b, const int bf) {
+#elif defined(__AVX2__) && defined(__FMA__)
+
+#define ROWS 3
+#define TILE_FUNCTION static __attribute__((noinline))  // or what one keeps in registers is kept from the others
+#define KEEP(x) __asm__("" : "+x"(x))
+
+static inline nu high_halves(nu x) {
+#define HIGH 0xffff0000u
+    static const nu mask = {HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH, HIGH};
+    __asm__("vpand %1, %0, %0" : "+x"(x) : "m"(mask));  // no register is left for it
+    return x;
+}
+
+static inline vf sums_of(nf acc[12]) {
+    float sums[LANES] __attribute__((aligned(64))) = {0};
+    for (int i = 0; i < 12; i += 4) {
+        nf pair[2];
+        for (int j = 0; j < 2; j++)
+            pair[j] = MERGE(acc[i + 2 * j], acc[i + 2 * j + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                      MERGE(acc[i + 2 * j], acc[i + 2 * j + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        const nf halves = MERGE(pair[0], pair[1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                          MERGE(pair[0], pair[1], 2, 3, 10, 11, 6, 7, 14, 15);
+        for (int j = 0; j < 4; j++) sums[i + j] = halves[j] + halves[4 + j];
+    }
+    return *(vf *)sums;
+}
+
+#endif
+
+#ifdef ROWS
+
+// Without products of pairs of bfloat16, every second one is read as floats at a time.
 #ifdef __AVX512BF16__
-    if (bf) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#define PASSES(bf) 1
+#else
+#define PASSES(bf) ((bf) ? 2 : 1)
+#endif
+
+static inline __attribute__((always_inline)) nf operand(const char *at, const int pass, const int bf) {
+    nu bits = *(const nu *)at;
+    if (PASSES(bf) == 2 && pass) bits = high_halves(bits);
+    else if (PASSES(bf) == 2) bits <<= 16;
+    return (nf)bits;
+}
+
+static inline __attribute__((always_inline)) nf multiply_add(nf sum, nf a, nf b, const int bf) {
+#ifdef __AVX512BF16__
+    if (bf) return (nf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #endif
     return sum + a * b;
+}
+
+// acc[TILE i + j] += products of what x[i] and w[j] have at so many bytes
+static inline __attribute__((always_inline)) void multiply_vectors(nf acc[ROWS * TILE], const char *const *x,
+        const char *const *w, int at, const int pass, int64_t distance, const int bf) {
+    nf a[ROWS];
+    for (int i = 0; i < ROWS; i++) {
+        a[i] = operand(x[i] + at, pass, bf);
+        KEEP(a[i]);
+    }
+    for (int j = 0; j < TILE; j++) {
+        nf b = operand(w[j] + at, pass, bf);
+        KEEP(b);
+        if (distance) __builtin_prefetch(w[j] + at + distance, 0, 2);
+        for (int i = 0; i < ROWS; i++) acc[TILE * i + j] = multiply_add(acc[TILE * i + j], a[i], b, bf);
+    }
 }
 
 // Lane TILE i + j of the result is x[i] . w[j] over so many bytes. What lies so far behind w is fetched, if not 0.
 static inline __attribute__((always_inline)) vf multiply_tile(const char *const *x, const char *const *w, int bytes,
         int64_t distance, const int bf) {
-    vf acc[TILE * TILE];
-    for (int i = 0; i < TILE * TILE; i++) acc[i] = (vf){0};
-    for (int at = 0; at < bytes; at += 64) {
-        vf a[TILE];
-        for (int i = 0; i < TILE; i++) {
-            a[i] = *(const vf *)(x[i] + at);
-            KEEP(a[i]);
+    nf acc[ROWS * TILE];
+    for (int i = 0; i < ROWS * TILE; i++) acc[i] = (nf){0};
+    for (int at = 0; at < bytes; at += 64)
+#pragma GCC unroll 2
+        for (int part = 0; part < 64; part += (int)sizeof(nf)) {
+            multiply_vectors(acc, x, w, at + part, 0, part ? 0 : distance, bf);
+            if (PASSES(bf) == 2) multiply_vectors(acc, x, w, at + part, 1, 0, bf);
         }
-        for (int j = 0; j < TILE; j++) {
-            vf b = *(const vf *)(w[j] + at);
-            KEEP(b);
-            if (distance) __builtin_prefetch(w[j] + at + distance, 0, 2);
-            for (int i = 0; i < TILE; i++) acc[TILE * i + j] = multiply_add(acc[TILE * i + j], a[i], b, bf);
-        }
-    }
     return sums_of(acc);
 }
 
-// sums[i][j]: tile of the rows TILE i ... of x and the rows TILE j ... of w.
+#define TILE_FUNCTIONS(dtype, bf) \
+    TILE_FUNCTION vf tile_of_##dtype(const char *const *x, const char *const *w, int bytes) { \
+        return multiply_tile(x, w, bytes, 0, bf); \
+    } \
+    TILE_FUNCTION vf fetching_tile_of_##dtype(const char *const *x, const char *const *w, int bytes, int64_t distance) { \
+        return multiply_tile(x, w, bytes, distance, bf); \
+    }
+TILE_FUNCTIONS(floats, 0)
+TILE_FUNCTIONS(bf16, 1)
+
+// sums[i][j]: tile of the rows ROWS i ... of x and the rows TILE j ... of w.
 static inline __attribute__((always_inline)) void multiply_panel(const char *x, int64_t x_bytes, int64_t rows,
         const char *w, int64_t columns, int64_t bytes, int fetch, vf (*sums)[PANEL / TILE], const int bf) {
     const char *next = w + PANEL * bytes;
-    const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + TILE - 1) / TILE);
+    const int64_t steps = ((bytes + DEPTH_BYTES - 1) / DEPTH_BYTES) * ((rows + ROWS - 1) / ROWS);
     const int line_by_line = rows <= FEW_TOKENS;
     const int64_t ahead = fetch && !line_by_line ? (PANEL * bytes / 64 + steps - 1) / steps : 0;
     for (int64_t from = 0; from < bytes; from += DEPTH_BYTES) {
         const int depth = bytes - from < DEPTH_BYTES ? (int)(bytes - from) : DEPTH_BYTES;
-        for (int64_t m = 0; m < rows; m += TILE) {
+        for (int64_t m = 0; m < rows; m += ROWS) {
             for (int64_t i = 0; i < ahead; i++) __builtin_prefetch(next + 64 * i, 0, 2);
             next += 64 * ahead;
             const int64_t distance = fetch && line_by_line && m == 0 ? PANEL * bytes : 0;
-            const char *x_rows[TILE];  // beyond the last one it is repeated
-            for (int i = 0; i < TILE; i++) x_rows[i] = x + (m + i < rows ? m + i : rows - 1) * x_bytes + from;
+            const char *x_rows[ROWS];  // beyond the last one it is repeated
+            for (int i = 0; i < ROWS; i++) x_rows[i] = x + (m + i < rows ? m + i : rows - 1) * x_bytes + from;
             for (int64_t n = 0; n < columns; n += TILE) {
                 const char *w_rows[TILE];
                 for (int j = 0; j < TILE; j++) w_rows[j] = w + (n + j < columns ? n + j : columns - 1) * bytes + from;
-                const vf tile = distance ? multiply_tile(x_rows, w_rows, depth, distance, bf)
-                                         : multiply_tile(x_rows, w_rows, depth, 0, bf);
-                vf *sum = &sums[m / TILE][n / TILE];
+                const vf tile = distance ? (bf ? fetching_tile_of_bf16 : fetching_tile_of_floats)(x_rows, w_rows, depth, distance)
+                                         : (bf ? tile_of_bf16 : tile_of_floats)(x_rows, w_rows, depth);
+                vf *sum = &sums[m / ROWS][n / TILE];
                 *sum = tile + (from ? *sum : (vf){0});
             }
         }
@@ -338,10 +428,10 @@ static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL /
         const int64_t real = columns - n < TILE ? columns - n : TILE;
         vf shift = {0};
         for (int i = 0; bias && i < LANES; i++) shift[i] = i % TILE < real ? load1(bias, bf, first + n + i % TILE) : 0;
-        for (int64_t m = 0; m < rows; m += TILE) {
+        for (int64_t m = 0; m < rows; m += ROWS) {
             char tile[LANES * 4] __attribute__((aligned(64)));
-            store(tile, bf, 0, sums[m / TILE][n / TILE] + shift);
-            for (int64_t i = 0; i < TILE && m + i < rows; i++) {
+            store(tile, bf, 0, sums[m / ROWS][n / TILE] + shift);
+            for (int64_t i = 0; i < ROWS && m + i < rows; i++) {
                 char *to = (char *)y + ((m + i) * y_stride + first + n) * size;
                 if (real == TILE) memcpy(to, tile + i * TILE * size, TILE * size);
                 else memcpy(to, tile + i * TILE * size, real * size);
@@ -354,17 +444,14 @@ static inline __attribute__((always_inline)) void store_panel(vf (*sums)[PANEL /
 int linear(const void *x, int64_t x_stride, const void *w, const void *bias, void *y, int bf, int64_t tokens,
         int64_t outputs, int64_t inputs, int threads) {
     const int64_t size = bf ? 2 : 4, bytes = inputs * size;
-#ifndef __AVX512BF16__
-    if (bf) return 1;
-#endif
-    if (bytes % 64 || tokens < 1 || (bf && tokens > MOST_BF16)) return 1;
+    if (bytes % 64 || tokens < 1 || tokens > (bf ? MOST_BF16 : MOST_FLOATS)) return 1;
     const int64_t groups = X_BYTES / (GROUP_TOKENS * bytes), block = GROUP_TOKENS * (groups > 1 ? groups : 1);
 #pragma omp parallel num_threads(threads)
     for (int64_t first = 0; first < tokens; first += block) {
         const int64_t end = tokens - first < block ? tokens : first + block;
 #pragma omp for schedule(static)
         for (int64_t n = 0; n < outputs; n += PANEL) {
-            vf sums[GROUP_TOKENS / TILE][PANEL / TILE] __attribute__((aligned(64)));
+            vf sums[GROUP_TOKENS / ROWS][PANEL / TILE] __attribute__((aligned(64)));
             const int64_t columns = outputs - n < PANEL ? outputs - n : PANEL;
             const char *panel = (const char *)w + n * bytes;
             for (int64_t t = first; t < end; t += GROUP_TOKENS) {
@@ -388,9 +475,13 @@ int linear(const void *x, int64_t x_stride, const void *w, const void *bias, voi
 
 int linear(const void *x, int64_t x_stride, const void *w, const void *bias, void *y, int bf, int64_t tokens,
         int64_t outputs, int64_t inputs, int threads) {
-    return 1;  // the sums of a tile need 16 registers of 64 bytes
+    return 1;  // the sums of a tile need 12 registers of 32 bytes at least
 }
 
+#endif
+
+#ifndef KEEP
+#define KEEP(x)
 #endif
 
 // ---- low-rank adapters -------------------------------------------------------------------------------------------
@@ -415,21 +506,11 @@ typedef struct {
     float *shrunk;  // [count, ranks]
 } Group;
 
-// Vectors of this section are as wide as the registers: wider ones would go through memory.
-#if defined(__AVX512F__)
-#define NATIVE 16
+#ifdef __AVX512F__
 #define SIDE 4  // a tile is SIDE rows of x by SIDE rows of A, or SIDE rows of y by WIDTH columns
-#elif defined(__AVX__)
-#define NATIVE 8
-#define SIDE 2
 #else
-#define NATIVE 4
 #define SIDE 2
 #endif
-
-typedef float nf __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
-typedef uint32_t nu __attribute__((vector_size(4 * NATIVE), aligned(4), may_alias));
-typedef uint16_t nh __attribute__((vector_size(2 * NATIVE), aligned(2), may_alias));
 
 static inline nf load_native(const void *base, int is_bf16, ptrdiff_t i) {
     if (!is_bf16) return *(const nf *)((const float *)base + i);
@@ -455,8 +536,6 @@ static inline void transpose(const float *from, ptrdiff_t stride, float (*to)[WI
 }
 
 #else
-
-#define KEEP(x)
 
 static inline void add_lanes(nf acc[SIDE * SIDE], float *sums) {
     for (int i = 0; i < SIDE * SIDE; i++) {

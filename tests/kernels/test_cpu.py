@@ -1,8 +1,5 @@
 """The C kernels equal what they stand for, and what they cannot do goes to PyTorch."""
 
-import os
-import subprocess
-import sys
 from unittest.mock import patch
 
 import numpy as np
@@ -18,11 +15,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 PRECISION = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
 DTYPES = st.sampled_from(list(TOLERANCE))
 
-
-@pytest.fixture(autouse=True, scope="module")
-def compiled():
-    """Without the kernels these tests would compare PyTorch with itself."""
-    assert _cpu.library() is not None
+pytestmark = pytest.mark.usefixtures("processor")
 
 
 @given(
@@ -109,8 +102,8 @@ def test_a_row_does_not_depend_on_the_number_of_rows_beside_it(inputs, dtype):
         if _cpu.call("linear", x, inputs, weight, None, out, is_bf16, rows, 100, inputs)
     ]
     if not numbers:
-        pytest.skip("a processor without AVX-512 leaves products to oneDNN, which promises nothing of the kind")
-    assert numbers[-1] == 300 if dtype == torch.float32 else numbers[-1] in (8, 48), "it takes what it says"
+        pytest.skip("a processor without AVX2 leaves products to oneDNN, which promises nothing of the kind")
+    assert numbers[-1] in ((48, 300) if dtype == torch.float32 else (8, 48, 300)), "it takes what it says"
     most = numbers[-1]
     x = x[:most]
     together = linear(x, weight)
@@ -140,46 +133,6 @@ def test_norms_of_any_width_equal_their_reference(width, dtype):
         results = add_rms_norm(x, residual, norm)
         for result, expected in zip(results, add_rms_norm_reference(x, residual, norm), strict=True):
             torch.testing.assert_close(result, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-SCRIPT = """
-import logging, torch
-logging.basicConfig(level=logging.WARNING)
-from inflight_kernels import Norm, _cpu, gated_activation, linear, rms_norm
-from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
-torch.manual_seed(0)
-keys, values = empty_cache_for_cpu(3, 2, 32, 32, torch.float32)
-keys.normal_()
-values.normal_()
-query, x, weight = torch.randn(2, 4, 32), torch.randn(5, 64), torch.randn(64)
-table, starts, contexts = (torch.tensor(ids, dtype=torch.int32) for ids in ([[1, 2]], [0, 2], [20]))
-results = [
-    paged_attention(query, keys, values, table, starts, contexts, scale=0.2),
-    linear(x, torch.randn(8, 64)),
-    rms_norm(x, Norm(weight, 1e-6)),
-    gated_activation(x, "silu"),
-]
-print(_cpu.library() is not None, [round(float(r.sum()), 3) for r in results])
-"""
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        pytest.param({"INFLIGHT_NO_C": "1"}, "", marks=pytest.mark.slow),
-        ({"CC": "/bin/false"}, "no C kernels"),
-        pytest.param({"CC": "/no/such/gcc"}, "no C kernels", marks=pytest.mark.slow),
-    ],
-)
-def test_without_a_compiler_pytorch_computes_the_same(tmp_path, environment, message):
-    base = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    runs = [
-        subprocess.run([sys.executable, "-c", SCRIPT], env=base | more, capture_output=True, text=True, check=True)
-        for more in ({}, environment)
-    ]
-    assert runs[0].stdout.startswith("True")
-    assert runs[1].stdout == runs[0].stdout.replace("True", "False", 1)
-    assert message in runs[1].stderr
 
 
 @given(

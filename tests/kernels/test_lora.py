@@ -5,17 +5,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight_kernels import _cpu, add_lora
+from inflight_kernels import add_lora
 from inflight_kernels.lora import add_lora_reference
 
 PRECISION = {torch.float32: 4e-6, torch.bfloat16: 2**-8}
 WIDTHS = [(1,), (16,), (64, 32, 32), (7, 3), (70, 20, 45)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled():
-    """Without the kernel these tests would compare PyTorch with itself."""
-    assert _cpu.library() is not None
+pytestmark = pytest.mark.usefixtures("processor")
 
 
 def problem(dtype, tokens, inputs, widths, rank, adapters, seed=0):
