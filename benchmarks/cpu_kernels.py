@@ -36,7 +36,7 @@ Functions = Mapping[str, Callable[[], object]]
 Figures = dict[str, dict[str, float]]
 
 SMALL, VOCABULARY = SHAPES["small"], SHAPES["qwen3-0.6b"].vocabulary
-ROWS = (1, 8, 16, 32, 48, 64, 128, 512)
+ROWS = (1, 4, 8, 16, 32, 48, 64, 128, 512)
 CONTEXTS = ((32, 96), (64, 160))
 """The (sequences, tokens of each) that attention is measured with."""
 TOP_P = SamplingParams(top_p=0.95)

@@ -267,7 +267,7 @@ int paged_attention(const void *q, const void *k, const void *v, void *out, int 
 #ifdef __AVX512F__
 #define MOST_FLOATS INT64_MAX
 #else
-#define MOST_FLOATS GROUP_TOKENS
+#define MOST_FLOATS 32
 #endif
 #if defined(__AMX_BF16__)
 #define MOST_BF16 8

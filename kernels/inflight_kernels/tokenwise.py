@@ -20,7 +20,7 @@ Activation = Literal["silu", "gelu_tanh"]
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K], weight [N, K], bias [N] → [T, N], by the fastest product there is for weights as they lie in a slot.
 
-    On a CPU few rows go to a kernel of our own, which needs AVX2: with AVX-512 any number of float32, else 48; with
+    On a CPU few rows go to a kernel of our own, which needs AVX2: with AVX-512 any number of float32, else 32; with
     products of bfloat16, 48 of these, or 8 where there is AMX, and without them any number. Each row of its result is
     the same, bit for bit, whatever rows are beside it: a sequence that goes on elsewhere, or whose keys are computed
     again, goes on with the same tokens. All else goes to oneDNN, in one of few numbers of rows, which in fp32 takes
