@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import finish, median_ratio
 
-HERE, PAIRS = Path(__file__).parents[1], 5
+HERE, PAIRS = Path(__file__).parents[1], 7
 RUNS = {
     "throughput tiny": ("throughput --model tiny --sequences 64 --tokens 256 --pairs 7", ["tokens_per_s"]),
     "throughput small": ("throughput --model small --sequences 16 --tokens 96 --pairs 3", ["tokens_per_s"]),
@@ -24,7 +24,7 @@ RUNS = {
         "swap --model small --sequences 16 --tokens 256 --publishes 10",
         ["stall_ms.p50", "swap_ms.p50", "forward_ms.p50", "copy_gb_s"],
     ),
-    "loss": ("loss --tokens 1024 --hidden 512 --vocab 16384 --pairs 2", ["ours_ms"]),
+    "loss": ("loss --tokens 1024 --hidden 512 --vocab 16384 --pairs 6", ["ours_ms"]),
 }
 
 

@@ -79,9 +79,16 @@ async def main(url: str, directory: str, *checkpoints: str) -> None:
 
     clients = [manager.get_client(), manager.get_client(FullyAsyncLLMServerClient)]
     await asyncio.gather(*(draw(index, clients[index % 2]) for index in range(2)))
-    drawing = [asyncio.create_task(draw(index, clients[index % 2])) for index in range(16)]
+    updated = asyncio.Event()
+
+    async def keep_drawing(index: int) -> None:
+        while not updated.is_set():
+            await draw(index, clients[index % 2])
+
+    drawing = [asyncio.create_task(keep_drawing(index)) for index in range(16)]
     for step in range(1, len(checkpoints) + 1):
         await asyncio.to_thread(asyncio.run, _update(updates, step))
+    updated.set()
     await asyncio.gather(*drawing)
     await asyncio.gather(*(draw(index, clients[index % 2]) for index in range(2)))
     asked = {"sampling_params": {}, "prompt_ids": [5, 6]}

@@ -162,7 +162,8 @@ def test_verl_updates_while_nothing_stops(truth, tmp_path):
     begin_again(server, checkpoints[0])
     swaps = engine.status().num_swaps_in_flight
     told = answers_of("verl_client.py", server.url, str(tmp_path), *checkpoints[1:])
-    answers, refused = told[:20], [answer["refused"] for answer in told[20:]]
+    answers, refused = told[:-4], [answer["refused"] for answer in told[-4:]]
+    assert len(answers) >= 20
     for answer in answers:
         steps, told = proclaimed(answer["token_ids"]), answer["extra_fields"]
         assert told["min_global_steps"] == min(steps)
