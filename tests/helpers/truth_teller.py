@@ -177,10 +177,11 @@ def _publish_until_killed(endpoints: str, pipe: int, rng: random.Random, device:
     else:
         threading.Thread(target=_die_during_a_publish, args=(publisher, rng), daemon=True).start()
     before = 0
-    while True:
+    while publisher.version < VOCABULARY - 100:  # as far as a token can tell
         publisher.wait_copied()
         teach(model, publisher.version + 1, before)
         before = publisher.publish()
+    time.sleep(600)  # until it is killed, which is soon
 
 
 def _kill_publishers(endpoints: str, count: int, seed: int, device: str, transport: str) -> None:

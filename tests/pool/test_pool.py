@@ -443,7 +443,7 @@ def test_rollouts_go_on_only_with_weights_that_are_not_older(truth_dir):
         teach(model, 1, 0)
         publisher.publish()
         wait_until(lambda: first.status().version == 1)
-        kill_after(pool, 50)
+        os.kill(first.pid, signal.SIGKILL)
         time.sleep(1)
         os.kill(second.pid, signal.SIGCONT)
         rollouts = rollouts_of(pool)
