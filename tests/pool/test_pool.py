@@ -24,7 +24,7 @@ from inflight.ranks.launching import TrainerRanks
 from inflight.stream.assembler import Assembler
 from inflight.training.schedules import Example
 
-OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 2048, "threads": 1}
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2], [6], [5, 3, 5], [8, 9, 7, 9, 3], [2, 3]]
 PARAMS = SamplingParams(n=2, max_tokens=100, seed=7, ignore_eos=True)
 LAST_VERSION = 8000
@@ -186,7 +186,7 @@ def test_a_prompt_that_is_refused_is_named_and_no_other_is_accepted(pool):
 
 
 def test_partial_fork_and_cancel_reach_the_engine_that_has_the_group(pool):
-    long = SamplingParams(max_tokens=240, ignore_eos=True)
+    long = SamplingParams(max_tokens=2000, ignore_eos=True)  # so that they last
     first, second = pool.submit(PROMPTS[:2], long)
     for group_id in (first, second):
         wait_until(lambda group_id=group_id: pool.partial(group_id) and len(pool.partial(group_id)[0].token_ids) > 5)
@@ -346,7 +346,7 @@ def test_others_of_this_machine_see_the_batches_of_a_pool(pool):
 def test_when_no_engine_is_left_the_error_tells_of_all_deaths(random_dir):
     with inflight.launch_pool([EngineOptions(random_dir, **OPTIONS)] * 2) as pool:
         pids = [engine.pid for engine in pool.engines]
-        pool.submit(PROMPTS, SamplingParams(max_tokens=240, ignore_eos=True))
+        pool.submit(PROMPTS, SamplingParams(max_tokens=2000, ignore_eos=True))
         kill_after(pool, 20)
         wait_until(lambda: len(pool.engines) == 1)
         assert pool.engines[0].pid == pids[1]
@@ -471,7 +471,7 @@ def test_what_is_pinned_ends_as_an_error_where_no_engine_has_its_version(truth_d
     model = make_truth_teller()
     options = EngineOptions(truth_dir, **OPTIONS, slots=3)
     with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
-        params = SamplingParams(max_tokens=240, temperature=0.0)
+        params = SamplingParams(max_tokens=2000, temperature=0.0)
         ids = pool.submit(PROMPTS[:2], params, version=-1)  # one for each engine
         teach(model, 1, 0)
         pool.wait_for_version(publisher.publish())
