@@ -416,10 +416,10 @@ class Inbox:
             held, unfinished = self._held, self._assembler.num_unfinished_tokens
             if engine_id is not None:
                 held, unfinished = self._held_of[engine_id], self._assembler.num_unfinished_tokens_at[engine_id]
-            follows = bool(self._listeners) or any(waiter.wanted for waiter in self._waiters)
             return Held(
                 num_tokens, num_rollouts, held.num_tokens + unfinished, held.num_rollouts, held.oldest,
-                waits=bool(self._waiters), follows=follows,
+                waits=bool(self._waiters), follows=bool(self._listeners),
+                awaits_ends=any(waiter.wanted for waiter in self._waiters),
             )  # fmt: skip
 
     def _ask(self, silent_s: float) -> None:

@@ -37,7 +37,9 @@ class Held(msgspec.Struct, frozen=True):
     waits: bool = True
     """Somebody waits for rollouts."""
     follows: bool = False
-    """Somebody takes tokens as they come, as a server does, or waits for certain groups and may then ask for more."""
+    """Somebody takes tokens as they come, as a server does."""
+    awaits_ends: bool = False
+    """Somebody waits until certain groups have ended, and may then ask for more."""
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

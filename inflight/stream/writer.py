@@ -41,9 +41,10 @@ _FLUSH_SHARE = 0.005
 _MOST_HELD_BACK_NS = 100_000_000
 _MOST_FOLLOWED_NS = 25_000_000
 _MOST_ENDED_NS = 5_000_000
-"""Frames that follow each other closely are sent together, so that sending them takes about this share of the
-generator's time; but none waits for longer than this: the second, where somebody follows the tokens, and then the
-third, where it tells of the end of a request, after which that one may ask again."""
+"""Frames that follow each other closely are sent together. Those that somebody waits for, as they tell of the end of a
+request or as he follows the tokens, are sent often enough that this takes about such a share of the generator's time.
+None waits for longer than this: the second, where somebody follows the tokens, and then or where somebody waits for
+certain groups the third, where it tells of an end, after which that one may ask again."""
 
 
 class StreamWriter:
@@ -72,6 +73,8 @@ class StreamWriter:
         self._held_back: deque[TokenFrame] = deque()
         self._due_ns = 0
         """When these are sent at the latest."""
+        self._rested_ns = 0
+        """When sending again takes no more than the share of the time."""
         self._frame_ns = 0
         """When the last frame came."""
 
@@ -92,8 +95,9 @@ class StreamWriter:
         self._held_back.append(frame)
         came_ns = now_ns()
         next_ns, self._frame_ns = 2 * came_ns - self._frame_ns, came_ns  # if passes take as long as the last one
-        if frame.header.finishes and self.trainer.follows:
-            self._due_ns = min(self._due_ns, came_ns + _MOST_ENDED_NS)
+        if frame.header.finishes:
+            asks_again = self.trainer.follows or self.trainer.awaits_ends
+            self._due_ns = min(self._due_ns, came_ns + _MOST_ENDED_NS if asks_again else self._rested_ns)
         if at_once or not frame.header.num_tokens or next_ns >= self._due_ns:
             self.flush()
         if at_once:
@@ -108,9 +112,11 @@ class StreamWriter:
             self.kept.append(frame.encode())
         self._exchange()
         if num_tokens:
-            ended_ns = now_ns()
-            most_ns = _MOST_FOLLOWED_NS if self.trainer.follows else _MOST_HELD_BACK_NS
-            self._due_ns = ended_ns + min(int((ended_ns - began_ns) / _FLUSH_SHARE), most_ns)
+            ended_ns, follows = now_ns(), self.trainer.follows
+            self._rested_ns = ended_ns + int((ended_ns - began_ns) / _FLUSH_SHARE)
+            self._due_ns = ended_ns + (_MOST_FOLLOWED_NS if follows else _MOST_HELD_BACK_NS)
+            if follows:
+                self._due_ns = min(self._due_ns, self._rested_ns)
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a reader says something, at the latest after so long."""

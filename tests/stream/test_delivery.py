@@ -165,19 +165,31 @@ def test_a_reader_of_whom_tokens_are_followed_gets_them_sooner(writer, monkeypat
         assert numbers(reader, 4) == [2, 3, 4, None]
 
 
-def test_the_end_of_a_request_that_somebody_waits_for_is_told_soon(writer, monkeypatch):
+def test_tokens_that_nobody_follows_wait_although_sending_them_costs_little(writer, reader_of_held_back, monkeypatch):
+    """The reader would have to wake for them; the end of a request is told, with what came before it."""
+    monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e12)
+    for number in range(3):
+        writer.send(make_frame(3, number), at_once=False)
+    assert numbers(reader_of_held_back, 2) == [0, None]
+    writer.send(make_frame(3, 3, finishes=[Finish(0, "stop", 3)]), at_once=False)
+    writer.send(make_frame(3, 4), at_once=False)
+    assert numbers(reader_of_held_back, 4) == [1, 2, 3, None]
+
+
+@pytest.mark.parametrize("waits", ["follows", "awaits_ends"])
+def test_the_end_of_a_request_that_somebody_waits_for_is_told_soon(writer, monkeypatch, waits):
     monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e-12)
     for name in ("_MOST_HELD_BACK_NS", "_MOST_FOLLOWED_NS"):
         monkeypatch.setattr(writer_module, name, 600_000_000_000)
     monkeypatch.setattr(writer_module, "_MOST_ENDED_NS", 0)
-    end, follows = [Finish(0, "stop", 3)], []
-    with closing(StreamReader(writer.endpoint, held=lambda *_: Held(follows=bool(follows)))) as reader:
+    end, told = [Finish(0, "stop", 3)], []
+    with closing(StreamReader(writer.endpoint, held=lambda *_: Held(**dict.fromkeys(told, True)))) as reader:
         until(lambda: reader.receive(0) or writer._reader, writer)
         for number in range(2):
             writer.send(make_frame(3, number, finishes=end), at_once=False)
         assert numbers(reader, 2) == [0, None]
-        follows.append("a caller of generate")
-        until(lambda: (reader.receive(10), writer.trainer.follows)[1], writer)
+        told.append(waits)
+        until(lambda: (reader.receive(10), getattr(writer.trainer, waits))[1], writer)
         for number in range(2, 6):
             writer.send(make_frame(3, number, finishes=end if number == 4 else []), at_once=False)
         assert numbers(reader, 4) == [2, 3, 4, None]

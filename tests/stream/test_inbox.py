@@ -207,13 +207,13 @@ def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
     inbox = wire.stream.inbox
     wire.stream.expect([0, 1])
     any_group = inbox.next()
-    assert (inbox.held_of("a", 0, 0).waits, inbox.held_of("a", 0, 0).follows) == (True, False)
+    assert (inbox.held_of("a", 0, 0).waits, inbox.held_of("a", 0, 0).awaits_ends) == (True, False)
     certain = inbox.take([1])
-    assert inbox.held_of("a", 0, 0).follows
+    assert (inbox.held_of("a", 0, 0).awaits_ends, inbox.held_of("a", 0, 0).follows) == (True, False)
     arrive(wire, [0, 1], 0)
     certain.result(timeout=10)
     any_group.result(timeout=10)
-    assert not inbox.held_of("a", 0, 0).follows
+    assert not inbox.held_of("a", 0, 0).awaits_ends
 
 
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
