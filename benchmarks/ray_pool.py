@@ -2,7 +2,9 @@
 
     python benchmarks/ray_pool.py [FILE]
 
-throughput: tokens/s of one engine and of two, of one thread each, in alternation; the ratio is the median over pairs.
+throughput: tokens/s of one engine and of two, of one thread each, in alternation; the ratio is the median over pairs. A
+loop keeps twice as many groups in flight as the engines draw at a time, as a training loop does: it submits another
+prompt for each group that has ended. Tokens count by when they were drawn, over seconds in which all engines have work.
 machine_ratio: the same of two engines in processes of their own that draw for nobody, without Ray, a pool or a stream:
 what the cores allow.
 publish: milliseconds that the trainer waits for a publish (`publish()` and `wait_copied()`) to one engine and to three,
@@ -28,14 +30,18 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
 import inflight
+from inflight.core.clock import now_ns
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
 from inflight.ray import EnginePool, PlacedEngine, Placement
 
-MODEL, SEQUENCES, PROMPT, TOKENS, PAIRS, PUBLISHES = "small", 32, 32, 128, 7, 15
-PARAMS = inflight.SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1)
+MODEL, SEQUENCES, GROUP, PROMPT, PAIRS, PUBLISHES = "small", 32, 8, 32, 7, 15
+TOKENS = 64, 192
+"""The fewest and the most of an answer."""
+FIRST_S, WINDOW_S = 1.0, 4.0
+"""Seconds before tokens count, and for which they do."""
 LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
 
 
@@ -65,16 +71,35 @@ def keep(pool: EnginePool, engines: list[PlacedEngine]) -> None:
             pool.remove(engine)
 
 
+def make_prompt(numbers: random.Random) -> tuple[list[int], inflight.SamplingParams]:
+    prompt = [numbers.randrange(1, 500) for _ in range(PROMPT)]
+    return prompt, inflight.SamplingParams(n=GROUP, max_tokens=numbers.randint(*TOKENS), ignore_eos=True, seed=1)
+
+
 def draw(pool: EnginePool) -> float:
-    """Tokens per second of twice as many sequences as one engine draws at a time."""
-    numbers = random.Random(0)
-    prompts = [[numbers.randrange(1, 500) for _ in range(PROMPT)] for _ in range(2 * SEQUENCES)]
-    begin = time.perf_counter()
-    groups = pool.generate(prompts, PARAMS)
-    seconds = time.perf_counter() - begin
-    num_tokens = sum(len(rollout.token_ids) for group in groups for rollout in group)
-    assert num_tokens == 2 * SEQUENCES * TOKENS, "some tokens are lost"
-    return num_tokens / seconds
+    """Tokens per second while the engines always have something to begin."""
+    numbers, outstanding, num_tokens = random.Random(0), set[int](), 0
+
+    def submit() -> None:
+        prompt, params = make_prompt(numbers)
+        outstanding.update(pool.submit([prompt], params))
+
+    begin = now_ns() + int(1e9 * FIRST_S)
+    end = begin + int(1e9 * WINDOW_S)
+    for _ in range(len(pool.engines) * 2 * SEQUENCES // GROUP):
+        submit()
+    for group in pool.stream.groups():
+        outstanding.remove(group[0].group_id)
+        for rollout in group:
+            cut = rollout.finish_reason == "cancelled"
+            assert cut or len(rollout.token_ids) == rollout.params.max_tokens, "some tokens are lost"
+            num_tokens += int(((rollout.sampled_at_ns >= begin) & (rollout.sampled_at_ns < end)).sum())
+        if now_ns() < end:
+            submit()
+        elif not cut:
+            pool.cancel(list(outstanding))
+    assert not outstanding, "some groups are lost"
+    return num_tokens / WINDOW_S
 
 
 def measure_throughput(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str, Any]:
@@ -86,23 +111,33 @@ def measure_throughput(pool: EnginePool, engines: list[PlacedEngine]) -> dict[st
             if pair:  # the first ones warm up
                 rates[count].append(rate)
     return {
-        "model": MODEL, "sequences_per_engine": SEQUENCES, "tokens": TOKENS, "threads_per_engine": 1,
+        "model": MODEL, "sequences_per_engine": SEQUENCES, "group": GROUP, "tokens": TOKENS, "threads_per_engine": 1,
+        "window_s": WINDOW_S,
         "tokens_per_s": {"one": median(rates[1]), "two": median(rates[2])},
         "ratio": median_ratio(rates[2], rates[1]),
     }  # fmt: skip
 
 
 def draw_alone(pipe: Connection) -> None:
-    """A process that draws what an engine of the pool draws whenever it is told to, and says how long that took."""
+    """A process that draws what an engine of the pool draws, whenever it is told to, and says how many tokens."""
     options = EngineOptions(MODEL, device="cpu", dtype="float32", threads=1, max_sequences=SEQUENCES)
     torch.set_num_threads(1)
     with Engine(options) as engine:
         while pipe.recv():
-            begin = time.perf_counter()
-            engine.submit([Prompt([1 + index] * PROMPT, PARAMS) for index in range(SEQUENCES)])
+            numbers = random.Random(0)
+            group_ids = engine.submit([Prompt(*make_prompt(numbers)) for _ in range(2 * SEQUENCES // GROUP)])
+            begin, before, num_ended = time.perf_counter(), 0, 0
+            while (passed := time.perf_counter() - begin) < FIRST_S + WINDOW_S:
+                before = engine.num_tokens if passed < FIRST_S else before
+                frame = engine.step()
+                num_ended += 0 if frame is None else len(frame.header.finishes)
+                for _ in range(num_ended // GROUP):
+                    group_ids += engine.submit([Prompt(*make_prompt(numbers))])
+                num_ended %= GROUP
+            pipe.send(engine.num_tokens - before)
+            engine.cancel(group_ids)
             while engine.has_work:
                 engine.step()
-            pipe.send(time.perf_counter() - begin)
 
 
 def measure_machine() -> float:
@@ -114,18 +149,18 @@ def measure_machine() -> float:
         pipes.append(ours)
         processes.append(context.Process(target=draw_alone, args=(theirs,), daemon=True))
         processes[-1].start()
-    seconds: dict[int, list[float]] = {1: [], 2: []}
+    drawn: dict[int, list[float]] = {1: [], 2: []}
     for pair in range(PAIRS + 1):
-        for count in seconds:
+        for count in drawn:
             for pipe in pipes[:count]:
                 pipe.send(True)
-            took = max(pipe.recv() for pipe in pipes[:count])
+            num_tokens = sum(pipe.recv() for pipe in pipes[:count])
             if pair:
-                seconds[count].append(took)
+                drawn[count].append(num_tokens)
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(False)
         process.join(20)
-    return 2 * median_ratio(seconds[1], seconds[2])
+    return median_ratio(drawn[2], drawn[1])
 
 
 def measure_publishes(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str, Any]:
