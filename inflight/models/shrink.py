@@ -36,6 +36,7 @@ _WIDTH = re.compile(
     r".*expansion_dim|lru_width|shared_intermediate_size|feed_forward_size|.*_embd)$"
 )
 _LAYER_COUNT = re.compile(r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers)$")
+_SECTION = re.compile(r"n(um)?_(?!kv_shared)\w+_layers$")
 _EXPERT_COUNT = re.compile(r"(n_routed_experts|num_experts|num_local_experts|moe_num_experts|n_experts)$")
 _CHOSEN_EXPERTS = re.compile(
     r"(num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k|top_k_experts|experts_per_tok(en)?|moe_num_active_.*)$"
@@ -101,7 +102,7 @@ def _changed(
         else:
             fields[name] = _map_numbers(rule, name, value)
     if layers is not None:
-        _renumber(small, count, layers)
+        _renumber(small, count, layers, _sections(config, count))
     return small
 
 
@@ -187,8 +188,9 @@ def _kept_layers(config: PretrainedConfig) -> list[int] | None:
     if not count:
         return None
     lists = [(n, v) for n, v in vars(config).items() if isinstance(v, (list, tuple))]
-    members = [[i in v for i in range(count)] for n, v in lists if _are_indices(n, v)]
+    members: list[list[Any]] = [[i in v for i in range(count)] for n, v in lists if _are_indices(n, v)]
     members += [list(v) for n, v in lists if len(v) == count and not _are_indices(n, v)]
+    members.append(_sections(config, count))
     kinds = [str([v[i] for v in members]) for i in range(count)]
     needed = max(kinds.index(kind) for kind in kinds) + 1
     multiple = 1
@@ -204,6 +206,15 @@ def _kept_layers(config: PretrainedConfig) -> list[int] | None:
     return sorted(chosen)[: 2 * _MAX_LAYERS]
 
 
+def _sections(config: PretrainedConfig, count: int) -> list[str]:
+    """The field that counts each layer, where some fields count those of one part of the decoder after the other; else
+    "" for each."""
+    fields = [(n, v) for n, v in vars(config).items() if _SECTION.match(n) and _is_count(v)]
+    others = (_LAYER_COUNT, _LAYER_PATTERN)
+    sections = [name for name, value in fields if not any(o.search(name) for o in others) for _ in range(value)]
+    return sections if len(sections) == count and len(set(sections)) > 1 else [""] * count
+
+
 def _are_indices(name: str, value: Any) -> bool:
     """Whether a field lists the layers that are of one kind, and does not tell something of every layer."""
     if not _LAYER_LIST.search(name) or not isinstance(value, (list, tuple)) or not all(map(_is_count, value)):
@@ -211,11 +222,13 @@ def _are_indices(name: str, value: Any) -> bool:
     return list(value) == sorted(set(value))
 
 
-def _renumber(small: PretrainedConfig, count: int, layers: list[int]) -> None:
-    """Counts of layers."""
+def _renumber(small: PretrainedConfig, count: int, layers: list[int], sections: list[str]) -> None:
+    """Counts of layers. sections: what counts each of those that there were."""
     fields, kept = vars(small), len(layers)
+    for name in dict.fromkeys(filter(None, sections)):
+        fields[name] = sum(sections[i] == name for i in layers)
     for name, value in list(fields.items()):
-        if not _is_count(value) or value <= 0:
+        if not _is_count(value) or value <= 0 or name in sections:
             continue
         if _LAYER_COUNT.match(name) and count % value == 0:
             fields[name] = max(1, kept * value // count)

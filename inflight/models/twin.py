@@ -6,9 +6,11 @@ weights that are large enough for every part to show, sequences longer than ever
 there would be wrong in every dtype, and what is right there differs elsewhere by rounding only.
 """
 
+import copy
 import logging
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ _MAX_TWINS = 16
 _WEIGHT_STD = 0.2
 _STEP = 0.3
 """Standard deviation of what is added to norms' weights, biases and other parameters that are not matrices."""
+_CHAOTIC = TOLERANCE / 4
+"""A model whose rounding errors grow to this part of its logits cannot be told from a wrong one."""
 
 
 class NoTwinError(Exception):
@@ -80,9 +84,10 @@ def twin_of(model: nn.Module) -> Twin:
 
 
 def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
-    """The class that the model's `forward` is of, without the ones that FSDP derives from it."""
-    kind = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
-    return kind if issubclass(kind, PreTrainedModel) else type(model)  # pyright: ignore
+    """The class that says how the model is made or run, without the ones that FSDP derives from it."""
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel))
+    made = (kind for kind in kinds if not vars(kind).keys().isdisjoint(("__init__", "forward")))
+    return next(made, type(model))  # pyright: ignore
 
 
 def row_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -125,22 +130,41 @@ def first_line(error: BaseException) -> str:
 
 def _make(kind: type[PreTrainedModel], config: PretrainedConfig) -> Twin | str:
     """The twin, or why there is none."""
-    reasons = []
+    reasons, chaotic = [], []
     with torch.random.fork_rng(devices=[]):
-        for make_small in (shrink, shrink_lengths):
+        for make_small, relative in product((shrink, shrink_lengths), (False, True)):
             try:
                 plain = _build(kind, make_small(config), "eager")
-                _randomize(plain)
+                _randomize(plain, relative=relative)
                 sequences, logits = try_sequences(plain)
                 is_causal = _is_causal(plain, sequences[0], logits[0])
             except Exception as error:  # whatever a foreign model raises
                 reasons.append(f"{type(error).__name__}: {first_line(error)}")
                 continue
-            if all(bool(one.isfinite().all()) for one in logits):
-                return Twin(plain, sequences, logits, is_causal)
-            reasons.append("its logits are not finite")
+            if not all(bool(one.isfinite().all()) for one in logits):
+                reasons.append("its logits are not finite")
+                continue
+            twin = Twin(plain, sequences, logits, is_causal)
+            if not _is_chaotic(twin):
+                return twin
+            chaotic.append(twin)
+    if chaotic:
+        return chaotic[0]
     logger.debug("no twin of %s: %s", kind.__name__, "; ".join(reasons))
     return f"a small {kind.__name__} cannot be built from its configuration ({reasons[0]})"
+
+
+def _is_chaotic(twin: Twin) -> bool:
+    """Whether rounding decides what the model computes, as its float64 logits tell; False where it has none."""
+    precise = copy.deepcopy(twin.plain)
+    nn.Module.to(precise, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            logits = [precise(input_ids=ids[None], use_cache=False).logits[0] for ids in twin.sequences]
+    except Exception as error:  # a foreign model may know one dtype alone
+        logger.debug("%s does not run in float64: %s", type(precise).__name__, first_line(error))
+        return False
+    return max(map(relative_error, twin.logits, logits)) > _CHAOTIC
 
 
 @torch.no_grad()
@@ -171,8 +195,9 @@ class _SmallOnly(TorchFunctionMode):
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module) -> None:
-    """Weights of which each shows: no norm's is 1, no bias 0."""
+def _randomize(model: nn.Module, *, relative: bool) -> None:
+    """Weights of which each shows: no norm's is 1, no bias 0. relative: what is no matrix changes by a part of what it
+    is; a few models (nGPT) multiply such parameters by large numbers, and are chaotic otherwise."""
     generator = torch.Generator().manual_seed(0)
     state = model.state_dict(keep_vars=True)
     floats = [b for name, b in model.named_buffers() if name in state and b.is_floating_point() and b.ndim == 1]
@@ -181,4 +206,5 @@ def _randomize(model: nn.Module) -> None:
         if tensor.ndim >= 2:
             tensor.copy_(noise * _WEIGHT_STD)
         else:
-            tensor.add_(noise * _STEP)
+            size = float(tensor.abs().mean()) if relative else 0.0
+            tensor.add_(noise * _STEP * (size or 1.0))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import wraps
 from math import isfinite
@@ -156,16 +156,16 @@ class RunRecorder:
             )
         )
         spans.start_adding_up()  # it refuses a second recorder, before that one removes the file of the first
-        try:
+        with ExitStack() as undo:
+            undo.callback(spans.stop_adding_up)
             self._file = EventFile(self.directory, keep=resumed_after_step is not None, max_bytes=max_bytes)
+            undo.callback(self._file.close)
             if resumed_after_step is not None:
                 self._earlier = _lives_of(self.directory)
+            undo.callback(self._closing.set)
             self._thread.start()
             self._asker.start()
-        except BaseException:
-            self._closing.set()
-            spans.stop_adding_up()
-            raise
+            undo.pop_all()
         self._meter.listener = self
         observers.append(self._observe)
 

@@ -22,6 +22,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "deepseek_v32": _SPARSE,
     "deepseek_v4": {**_SPARSE, "head_dim": 64},
+    "dory": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
         **_SPARSE,
@@ -256,7 +258,3 @@ CANNOT_BE_BUILT: dict[str, str] = {
     "musicgen_melody": "as musicgen",
 }
 """Registered as causal language models, and Transformers 5.23 itself cannot make one; the engine refuses them."""
-
-ROUNDING_DECIDES = {"dory"}
-"""The layers of its twin run in loops that amplify a rounding error a thousandfold, so that it depends on the processor
-whether its trainer is refused; the engine refuses it everywhere."""

@@ -12,6 +12,9 @@ distributions over tokens are peaked."""
 
 MAX_PARAMETERS = 30_000_000
 
+SCALED = {"dory"}
+"""Their vectors begin small and are multiplied by up to 56 (nGPT): far from where they begin rounding decides."""
+
 
 def make_model(family: Family, *, large: bool = True) -> PreTrainedModel:
     """The family's model in fp32, in eval mode, with eager attention. large: with weights as described above, in place
@@ -42,7 +45,8 @@ def randomize(model: torch.nn.Module) -> None:
         elif tensor.ndim >= 2:
             tensor.normal_(std=GAIN * tensor.shape[-1] ** -0.5)
         else:
-            tensor.add_(torch.randn_like(tensor).clamp_(-2, 2) * 0.3)
+            step = torch.randn_like(tensor).clamp_(-2, 2) * 0.3
+            tensor.add_(step * tensor if model.config.model_type in SCALED else step)
     for name, buffer in model.named_buffers():
         if "bias" in name and buffer.is_floating_point() and name in model.state_dict():
             buffer.normal_(std=0.1)  # of routers

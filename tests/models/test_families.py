@@ -7,7 +7,7 @@ import pytest
 import transformers
 from family_check import FUSED, GOOD, NOT_BUILT, REFUSED, RIGHT, UNFUSED, check_family
 from family_configs import Family, all_families, causal_families
-from family_overrides import CANNOT_BE_BUILT, ROUNDING_DECIDES
+from family_overrides import CANNOT_BE_BUILT
 from transformers.utils.logging import disable_progress_bar
 
 MOST_USED = (
@@ -44,7 +44,7 @@ def test_a_family_is_right_or_refused_by_name(family: Family):
     if f"Transformers {transformers.__version__} " in TABLE:
         engine, trainer = DOCUMENTED[family.name]
         assert result.engine.kind == engine, "docs/families.md says otherwise"
-        assert result.trainer.kind == trainer or family.name in ROUNDING_DECIDES, "docs/families.md says otherwise"
+        assert result.trainer.kind == trainer, "docs/families.md says otherwise"
 
 
 def _others():

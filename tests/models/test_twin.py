@@ -23,6 +23,7 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
@@ -37,6 +38,7 @@ import inflight.engine.fused as fused
 import inflight.training.model.packing as packing
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
+from inflight.engine.agreement import check_model
 from inflight.engine.attention import hook
 from inflight.engine.attention.backend import LayerShape
 from inflight.engine.engine import Engine
@@ -225,6 +227,73 @@ def test_packed_training_that_ignores_the_window_is_not_used(monkeypatch, caplog
     scores = score_tokens(model, batch)
     assert "PhimoeForCausalLM feeds its sequences in padded rows: packed, with logits, log-probabilities" in caplog.text
     torch.testing.assert_close(scores.logprobs, expected, atol=1e-4, rtol=1e-4)
+
+
+class Scaled(nn.Module):
+    """A product of what is scaled by numbers that are stored small and multiplied on use, as those of nGPT."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear
+        self.scale = nn.Parameter(torch.full((linear.in_features,), 0.002))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.sin(hidden * (self.scale / 0.002).square()))
+
+
+class ScaledLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.down_proj = Scaled(layer.mlp.down_proj)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if not isinstance(module, Scaled):
+            super()._init_weights(module)
+
+
+def test_a_twin_is_one_that_rounding_does_not_decide_about(monkeypatch):
+    """With scales as far from where they begin as other vectors are, a rounding error would grow 20,000 times."""
+    model = ScaledLlama(CONFIGS["llama"]())
+    found = twin_of(model)
+    assert found.is_causal
+    assert not twin._is_chaotic(found)
+    scale = found.plain.model.layers[0].mlp.down_proj.scale
+    assert 0.001 < scale.mean() < 0.003
+    assert scale.std() > 0.0002
+    norm = found.plain.model.norm.weight
+    assert norm.std() > 0.1
+    check_model(model, fused=False)
+    lengths, right = [len(ids) for ids in found.sequences], Scaled.forward
+    monkeypatch.setattr(Scaled, "forward", lambda self, x: right(self, x) * (1 if x.shape[1] in lengths else 1.01))
+    with pytest.raises(UnsupportedModelError, match=r"where sequences share a pass .* off by \d"):
+        check_model(model, fused=False)
+
+
+def test_a_model_that_runs_in_one_dtype_alone_has_a_twin(monkeypatch):
+    model = make_known("llama")
+    plain = type(model).forward
+
+    def forward(self, *args, **kwargs):
+        assert self.dtype == torch.float32
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", forward)
+    assert twin_of(model).is_causal
+
+
+def test_layers_that_are_counted_by_parts_are_kept_of_each_part():
+    """A decoder whose middle runs in a loop, with layers of two kinds in each part."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 12
+    sections = {"n_input_layers": 9, "n_recurrent_layers": 18, "n_output_layers": 9}
+    small = shrink(LlamaConfig(num_hidden_layers=36, layer_types=kinds, num_dense_layers=2, **sections))
+    assert small.num_hidden_layers == len(small.layer_types) == sum(getattr(small, name) for name in sections) <= 16
+    end = 0
+    for name in sections:
+        begin, end = end, end + getattr(small, name)
+        assert set(small.layer_types[begin:end]) == set(kinds), name
+    small = shrink(LlamaConfig(num_hidden_layers=36, n_input_layers=9, n_output_layers=9))
+    assert small.num_hidden_layers == 3, "these count no parts"
 
 
 def test_a_model_without_a_twin_is_tried_itself(tmp_path, monkeypatch, caplog):

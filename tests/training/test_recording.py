@@ -234,6 +234,23 @@ def test_one_recorder_at_a_time(recorded, tmp_path):
     RunRecorder(engine, tmp_path / "other").close()
 
 
+def test_a_recorder_that_cannot_go_on_leaves_nothing_open(recorded, tmp_path, monkeypatch):
+    engine, recorder, _ = recorded
+    recorder.close()
+
+    def fail(directory):
+        raise RunError(f"{directory} is no run")
+
+    before = threading.active_count()
+    monkeypatch.setattr(recording, "_lives_of", fail)
+    with pytest.raises(RunError, match="is no run"):
+        RunRecorder(engine, tmp_path / "run", resumed_after_step=1)
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert str(tmp_path / "run" / "events.jsonl") not in opened
+    assert threading.active_count() == before
+    RunRecorder(engine, tmp_path / "other").close()
+
+
 def test_log_ratios_that_are_not_finite_are_left_out(recorded):
     _, recorder, events = recorded
     batch = make_batch()

@@ -5,6 +5,7 @@ The model sees one row of F fed tokens, [1, F]; everything but attention treats 
 attend there. D head dimension.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,6 +204,8 @@ def packed_attention(model: nn.Module) -> Iterator[None]:
     config: Any = model.config
     replacing = config._attn_implementation != ATTENTION_NAME
     if replacing:
+        if id(config) not in _replaced:
+            weakref.finalize(config, _replaced.pop, id(config), None)
         _replaced[id(config)] = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
     token = _packing.set(True)
