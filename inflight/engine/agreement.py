@@ -80,7 +80,7 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory)
     if not agrees_with(ours, theirs, model.dtype):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes something else over these weights ({model.dtype} on {theirs.device}) "
-            f"than Transformers: its logits are off by {100 * relative_error(ours, theirs):.2g}%"
+            f"than Transformers: its logits are off by {100 * relative_error(ours, theirs):.3g}%"
         )
     return ours
 
@@ -149,7 +149,7 @@ def _compare(
                 "where sequences share a pass or go on from cached keys and values (it does not place tokens by "
                 "position_ids, or mixes them outside of its attention)"
             )
-        raise UnsupportedModelError(f"{name} cannot be run: {where}, its logits are off by {100 * error:.2g}%")
+        raise UnsupportedModelError(f"{name} cannot be run: {where}, its logits are off by {100 * error:.3g}%")
 
     def fused_agrees() -> bool:
         layout = layout_of(model)

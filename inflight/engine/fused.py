@@ -183,7 +183,11 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     head_dim = int(_part(module, "head_dim", int))
     names = next((names for names in ATTENTION if hasattr(module, names.out)), ATTENTION[0])
     parts = (names.whole,) if hasattr(module, names.whole) else names.parts
-    qkv = _linear(*(_part(module, name, nn.Linear) for name in parts))
+    products, out = [_part(module, name, nn.Linear) for name in parts], _part(module, names.out, nn.Linear)
+    qkv = _linear(*products)
+    if len(products) > 1 and products[0].out_features != out.in_features:  # gates beside the queries, for example
+        rows = f"{products[0].out_features} rows where {names.out} takes {out.in_features}"
+        raise UnknownPartError(f"{type(module).__name__} has a {parts[0]} of {rows}")
     norms = None
     if hasattr(module, "q_norm"):
         norms = _norm(_part(module, "q_norm", nn.Module)), _norm(_part(module, "k_norm", nn.Module))
@@ -193,7 +197,7 @@ def _attention(module: nn.Module, ropes: "_Ropes") -> _Attention:
     return _Attention(
         index=int(_part(module, "layer_idx", int)),
         qkv=qkv,
-        out=_linear(_part(module, names.out, nn.Linear)),
+        out=_linear(out),
         rope=ropes.of(module),
         head_norms=norms if per_head else None,
         whole_norms=None if per_head else norms,

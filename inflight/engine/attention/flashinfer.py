@@ -93,7 +93,7 @@ def why_not_flashinfer(layers: list[LayerShape], device: torch.device) -> str | 
     except Exception as error:  # no compiler, no cache of compiled kernels, a version that fits nothing else
         reason = f"its kernels cannot be compiled or run: {type(error).__name__}: {first_line(error)}"
     else:
-        reason = f"its results are off by {100 * difference:.2g}%" if not difference < _TOLERANCE else None
+        reason = f"its results are off by {100 * difference:.3g}%" if not difference < _TOLERANCE else None
     if reason is not None:
         logger.warning("FlashInfer is not used: %s", reason)
     return reason
