@@ -13,47 +13,71 @@ _S_PER_PART = 0.0005
 takes about a tenth of a millisecond."""
 
 
-class Bell:
-    """Wakes the tasks of one event loop when frames have come, at most once per `interval_s`, and less often if they
-    are many."""
+class _Pace:
+    """Wakes its followers, tasks of one event loop, when frames have come: at most once per `interval_s`."""
 
-    def __init__(self, inbox: Inbox, interval_s: float):
-        self._inbox, self._interval_s = inbox, interval_s
+    def __init__(self, interval_s: Callable[[], float]):
+        self._interval_s = interval_s
         self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
         self._last_s = 0.0
         self._is_due = False
-        self.num_listeners = 0
-        """Tasks that follow some group; while there are none, frames cost nothing."""
-        inbox.listen(self._frame)
+        self.followers: set[asyncio.Event] = set()
 
-    async def wait(self) -> None:
-        """Return when it rings next."""
-        await self._rung.wait()
+    def frame(self) -> None:
+        """A frame has come; called by the thread that reads the stream."""
+        if self.followers and not self._is_due:
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._ring_in_time)
 
-    def ring(self) -> None:
-        """Wake all who wait."""
+    def _ring_in_time(self) -> None:
+        left_s = self._last_s + self._interval_s() - self._loop.time()
+        if left_s > 0:
+            self._loop.call_later(left_s, self._ring)
+        else:
+            self._ring()
+
+    def _ring(self) -> None:
         self._is_due = False
         self._last_s = self._loop.time()
-        self._rung.set()
-        self._rung.clear()
+        for follower in self.followers:
+            follower.set()
+
+
+class Bell:
+    """Wakes those who follow answers when frames have come: who has nothing yet soon, and others at most once per
+    `interval_s`; and all less often if they are many."""
+
+    def __init__(self, inbox: Inbox, interval_s: float):
+        self._inbox = inbox
+        self._first = _Pace(lambda: len(self._first.followers) * _S_PER_PART)
+        self._later = _Pace(lambda: max(interval_s, self._num_followers * _S_PER_PART))
+        inbox.listen(self._frame)
+
+    @property
+    def _num_followers(self) -> int:
+        return len(self._first.followers) + len(self._later.followers)
+
+    def join(self, follower: asyncio.Event) -> None:
+        """Set this event whenever there may be news."""
+        self._first.followers.add(follower)
+
+    def has_begun(self, follower: asyncio.Event) -> None:
+        """The first news of this one have come; more come with those of others."""
+        if follower in self._first.followers:
+            self._first.followers.remove(follower)
+            self._later.followers.add(follower)
+
+    def leave(self, follower: asyncio.Event) -> None:
+        """Nobody waits for this event any more."""
+        self._first.followers.discard(follower)
+        self._later.followers.discard(follower)
 
     def close(self) -> None:
         self._inbox.unlisten(self._frame)
 
     def _frame(self) -> None:
-        """A frame has come; called by the thread that reads the stream."""
-        if self.num_listeners and not self._is_due:
-            self._is_due = True
-            self._loop.call_soon_threadsafe(self._ring_in_time)
-
-    def _ring_in_time(self) -> None:
-        interval_s = max(self._interval_s, self.num_listeners * _S_PER_PART)
-        left_s = self._last_s + interval_s - self._loop.time()
-        if left_s > 0:
-            self._loop.call_later(left_s, self.ring)
-        else:
-            self.ring()
+        self._first.frame()
+        self._later.frame()
 
 
 class Generation:
@@ -88,8 +112,9 @@ class Generation:
     async def parts(self) -> AsyncIterator[tuple[int, Rollout]]:
         """The index of a choice and what is new of it, until all have ended; the last part of each has its
         finish_reason."""
+        news = asyncio.Event()
         final = asyncio.ensure_future(self._stream.acollect(self.group_ids))
-        final.add_done_callback(self._all_drawn)
+        final.add_done_callback(lambda _: self._all_drawn(news))
         seen: list[dict[int, int]] = [{} for _ in self.group_ids]
         ended: set[tuple[int, int]] = set()
 
@@ -103,22 +128,24 @@ class Generation:
                     parts.append((index * part.params.n + part.sample, part))
             return parts
 
-        self._bell.num_listeners += 1
+        self._bell.join(news)
         try:
             while not final.done():
+                news.clear()
                 for index, group_id in enumerate(self.group_ids):
                     for part in take(index, self._stream.inbox.news(group_id, seen[index])):
+                        self._bell.has_begun(news)
                         yield part
                 if not final.done():
-                    await self._bell.wait()
+                    await news.wait()
             groups, self._taken = final.result(), True
             for index, group in enumerate(groups):
                 for part in take(index, [r.since(seen[index].get(r.request_id, 0)) for r in group]):
                     yield part
         finally:
-            self._bell.num_listeners -= 1
+            self._bell.leave(news)
             final.cancel()
 
-    def _all_drawn(self, _: object) -> None:
+    def _all_drawn(self, news: asyncio.Event) -> None:
         self.drawn = True
-        self._bell.ring()
+        news.set()

@@ -44,7 +44,7 @@ class ServerOptions:
         panel="Server",
     )
     stream_interval_ms: float = option(
-        20.0, "The least time between two parts of a streamed answer.", min=0, panel="Server"
+        20.0, "The least time between two parts of a streamed answer, behind the first.", min=0, panel="Server"
     )
     max_body_mib: float = option(32.0, "Requests with a larger body are refused.", min=0.001, panel="Server")
     max_connections: int = option(4096, "Connections at a time; one more is answered with 503.", min=1, panel="Server")

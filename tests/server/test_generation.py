@@ -1,10 +1,12 @@
 """Tokens as they come, from the stream of a running engine."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 from made_frames import make_frame
+from waiting import PATIENCE_S
 
 import inflight
 from inflight.core.frames import Finish, GroupStart
@@ -77,6 +79,46 @@ def test_samples_that_end_before_the_others_are_told_at_once(wire):
     first, rest = asyncio.run(work())
     assert sorted(first) == [(0, [100], "stop"), (1, [101], "")]
     assert rest == [(1, [101], "length")]
+
+
+def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
+    """Of two answers whose later parts come rarely: once each bell has rung, the next time is in ten minutes."""
+
+    async def work():
+        bell = Bell(wire.stream.inbox, 600.0)
+        told: list[list[tuple[list[int], str]]] = [[], []]
+
+        async def follow(which: int) -> None:
+            generation = Generation(wire.stream, bell, [which], lambda *_: None)
+            async for _, part in generation.parts():
+                told[which].append((part.token_ids.tolist(), part.finish_reason))
+
+        async def until(num_parts: list[int]) -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while [len(parts) for parts in told] != num_parts:
+                assert time.monotonic() < deadline, told
+                await asyncio.sleep(0.01)
+
+        wire.stream.expect([0, 1])
+        tasks = [asyncio.create_task(follow(which)) for which in range(2)]
+        one, other = (GroupStart(i, i, [1], inflight.SamplingParams()) for i in range(2))
+        while bell._num_followers < 2:
+            await asyncio.sleep(0.01)
+        wire.send(make_frame(1, 0, groups=[one, other]))
+        await until([1, 0])
+        wire.send(make_frame(2, 1))  # rings for the one that has begun for the first and last time
+        await until([2, 1])
+        wire.send(make_frame(2, 2))
+        wire.send(make_frame(1, 3, finishes=[Finish(0, "stop", 4)]))
+        await asyncio.wait_for(tasks[0], PATIENCE_S)
+        await asyncio.sleep(0.3)
+        assert told == [[([100], ""), ([100], ""), ([100, 100], "stop")], [([101], "")]]
+        wire.send(make_frame(2, 4, finishes=[Finish(1, "stop", 3)]))
+        await asyncio.wait_for(tasks[1], PATIENCE_S)
+        bell.close()
+        return told[1]
+
+    assert asyncio.run(work()) == [([101], ""), ([101, 101], "stop")]
 
 
 def test_an_end_before_the_end_cancels(served):
