@@ -31,7 +31,9 @@ class PlacedProcess(EngineAttachment):
 
     def __init__(self, options: EngineOptions, placement: Placement, closing: threading.Event):
         self._over = threading.Lock()
-        """Is taken when the actor has been ended."""
+        """Is taken by the thread that ends the actor."""
+        self._is_over = threading.Event()
+        """The actor has been ended."""
         public, secret = zmq.curve_keypair()
         self._actor = placement.place(EngineHost, closing)
         try:
@@ -81,12 +83,18 @@ class PlacedProcess(EngineAttachment):
             raise EngineHungError(f"an engine that Ray has placed did not start in time: {error}") from error
 
     def _end_by(self, method: str) -> None:
-        """End the engine by a method of its launcher, which has a few seconds, and then the actor."""
-        if not self._over.acquire(blocking=False) or not ray.is_initialized():
+        """End the engine by a method of its launcher, which has a few seconds, and then the actor; or wait until
+        another thread has done so."""
+        if not self._over.acquire(blocking=False):
+            self._is_over.wait(_END_S + _CONNECT_S)
             return
-        with contextlib.suppress(RayError):  # it is gone
-            ray.wait([self._actor.end.remote(method)], timeout=_END_S)
-        self._end_actor()
+        try:
+            if ray.is_initialized():
+                with contextlib.suppress(RayError):  # it is gone
+                    ray.wait([self._actor.end.remote(method)], timeout=_END_S)
+                self._end_actor()
+        finally:
+            self._is_over.set()
 
     def _end_actor(self) -> None:
         actor: Any = self._actor

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -132,6 +133,20 @@ def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
         load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
         wait_until(lambda: all(status.num_swaps > 3 and status.num_tokens > 500 for status in pool.statuses().values()))
         assert versions_told(load) > 3
+
+
+@pytest.mark.slow
+def test_who_ends_an_engine_that_somebody_ends_waits_for_its_end(cluster, options):
+    """As a pool does, beside the thread that sees to the engine."""
+    with EnginePool([options], LEFT, allow_unencrypted=True) as pool:
+        process = pool.engines[0].process
+        os.kill(process.pid, signal.SIGSTOP)  # so that its end takes seconds
+        first = threading.Thread(target=process.close)
+        first.start()
+        wait_until(process._over.locked)
+        process.close()
+        assert not runs(process.pid)
+        first.join(PATIENCE_S)
 
 
 class Other:
