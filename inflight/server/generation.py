@@ -20,13 +20,14 @@ class _Pace:
         self._interval_s = interval_s
         self._loop = asyncio.get_running_loop()
         self._last_s = 0.0
-        self._is_due = False
+        self.is_due = False
+        """Frames have come, and the followers will be woken."""
         self.followers: set[asyncio.Event] = set()
 
     def frame(self) -> None:
         """A frame has come; called by the thread that reads the stream."""
-        if self.followers and not self._is_due:
-            self._is_due = True
+        if self.followers and not self.is_due:
+            self.is_due = True
             self._loop.call_soon_threadsafe(self._ring_in_time)
 
     def _ring_in_time(self) -> None:
@@ -37,7 +38,7 @@ class _Pace:
             self._ring()
 
     def _ring(self) -> None:
-        self._is_due = False
+        self.is_due = False
         self._last_s = self._loop.time()
         for follower in self.followers:
             follower.set()
@@ -66,6 +67,8 @@ class Bell:
         if follower in self._first.followers:
             self._first.followers.remove(follower)
             self._later.followers.add(follower)
+            if self._first.is_due:  # for a frame that came after its news were read
+                self._later.frame()
 
     def leave(self, follower: asyncio.Event) -> None:
         """Nobody waits for this event any more."""

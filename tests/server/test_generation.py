@@ -121,6 +121,18 @@ def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
     assert asyncio.run(work()) == [([101], ""), ([101, 101], "stop")]
 
 
+def test_a_frame_that_comes_while_the_first_news_are_read_wakes_again(wire):
+    async def work():
+        bell, news = Bell(wire.stream.inbox, 0.0), asyncio.Event()
+        bell.join(news)
+        bell._frame()
+        bell.has_begun(news)
+        await asyncio.wait_for(news.wait(), 60)
+        bell.close()
+
+    asyncio.run(work())
+
+
 def test_an_end_before_the_end_cancels(served):
     async def work():
         bell = Bell(served.engine.stream.inbox, 0.0)
