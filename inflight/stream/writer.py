@@ -41,10 +41,12 @@ _FLUSH_SHARE = 0.005
 _MOST_HELD_BACK_NS = 100_000_000
 _MOST_FOLLOWED_NS = 25_000_000
 _MOST_ENDED_NS = 5_000_000
-"""Frames that follow each other closely are sent together. Those that somebody waits for, as they tell of the end of a
-request or as he follows the tokens, are sent often enough that this takes about such a share of the generator's time.
-None waits for longer than this: the second, where somebody follows the tokens, and then or where somebody waits for
-certain groups the third, where it tells of an end, after which that one may ask again."""
+"""Frames that follow each other closely are sent together, so that sending them takes about this share of the
+generator's time; but none waits for longer than this: the second, where somebody follows the tokens, and then or where
+somebody waits for certain groups the third, where it tells of an end, after which that one may ask again."""
+_PASSES_PER_MESSAGE = 5
+"""Where nobody follows the tokens, a message has at least so many passes, unless it tells of an end: it wakes the
+reader."""
 
 
 class StreamWriter:
@@ -75,8 +77,8 @@ class StreamWriter:
         """When these are sent at the latest."""
         self._rested_ns = 0
         """When sending again takes no more than the share of the time."""
-        self._frame_ns = 0
-        """When the last frame came."""
+        self._frame_ns = self._pass_ns = 0
+        """When the last frame came, and how long after the one before it."""
 
     def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
         """Have `bind` bind the socket to another endpoint, which is returned."""
@@ -94,7 +96,8 @@ class StreamWriter:
         after one that is sent at once does not wait either: it may have the first token of who asks again."""
         self._held_back.append(frame)
         came_ns = now_ns()
-        next_ns, self._frame_ns = 2 * came_ns - self._frame_ns, came_ns  # if passes take as long as the last one
+        self._pass_ns, self._frame_ns = came_ns - self._frame_ns, came_ns
+        next_ns = came_ns + self._pass_ns  # if passes take as long as the last one
         if frame.header.finishes:
             asks_again = self.trainer.follows or self.trainer.awaits_ends
             self._due_ns = min(self._due_ns, came_ns + _MOST_ENDED_NS if asks_again else self._rested_ns)
@@ -113,10 +116,10 @@ class StreamWriter:
         self._exchange()
         if num_tokens:
             ended_ns, follows = now_ns(), self.trainer.follows
-            self._rested_ns = ended_ns + int((ended_ns - began_ns) / _FLUSH_SHARE)
-            self._due_ns = ended_ns + (_MOST_FOLLOWED_NS if follows else _MOST_HELD_BACK_NS)
-            if follows:
-                self._due_ns = min(self._due_ns, self._rested_ns)
+            rest_ns = int((ended_ns - began_ns) / _FLUSH_SHARE)
+            most_ns = _MOST_FOLLOWED_NS if follows else _MOST_HELD_BACK_NS
+            least_ns = 0 if follows else _PASSES_PER_MESSAGE * self._pass_ns
+            self._rested_ns, self._due_ns = ended_ns + rest_ns, ended_ns + min(max(rest_ns, least_ns), most_ns)
 
     def wait(self, timeout_ms: int) -> None:
         """Return when a reader says something, at the latest after so long."""

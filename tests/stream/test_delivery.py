@@ -168,6 +168,7 @@ def test_a_reader_of_whom_tokens_are_followed_gets_them_sooner(writer, monkeypat
 def test_tokens_that_nobody_follows_wait_although_sending_them_costs_little(writer, reader_of_held_back, monkeypatch):
     """The reader would have to wake for them; the end of a request is told, with what came before it."""
     monkeypatch.setattr(writer_module, "_FLUSH_SHARE", 1e12)
+    monkeypatch.setattr(writer_module, "_PASSES_PER_MESSAGE", 1 << 30)
     for number in range(3):
         writer.send(make_frame(3, number), at_once=False)
     assert numbers(reader_of_held_back, 2) == [0, None]
