@@ -22,6 +22,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_adapters import error as adapter_error
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from truth_teller import make_truth_teller
+from waiting import wait_until
 
 import inflight
 from inflight.core.errors import (
@@ -214,16 +215,30 @@ def test_samples_end_where_they_should(engine):
     assert len(full.token_ids) == 28  # where the context ends
 
 
+def draw_some(engine: inflight.LaunchedEngine, group_id: int) -> list[inflight.Rollout]:
+    """Let an engine that is paused draw a few tokens of a group, in a few steps at a time, so that it does not end
+    meanwhile. Returns what has come of it."""
+
+    def drawn() -> list[inflight.Rollout]:
+        partial = engine.stream.partial(group_id)
+        if partial and len(partial[0].token_ids) >= 5:
+            return partial
+        engine.resume()
+        time.sleep(0.01)
+        engine.pause()
+        wait_until(lambda: engine.stream.num_tokens == engine.status().num_tokens)
+        return []
+
+    return wait_until(drawn, "no token comes")
+
+
 def test_cancel_pause_and_fork(engine):
     params = inflight.SamplingParams(max_tokens=100, ignore_eos=True, seed=3)
     engine.pause()
     group, other = engine.submit([[1, 2, 3], [4, 5, 6]], params, train=False)
     assert engine.status().num_tokens == engine.status().num_tokens
     engine.cancel([other])
-    while not (partial := engine.stream.partial(group)) or len(partial[0].token_ids) < 5:
-        engine.resume()  # a few steps at a time, so that it does not end meanwhile
-        time.sleep(0.02)
-        engine.pause()
+    partial = draw_some(engine, group)
     fork = engine.fork(partial[0], 4, inflight.SamplingParams(max_tokens=6, ignore_eos=True))
     engine.resume()
     [whole], [[ended], [forked]] = engine.stream.collect([group]), engine.stream.collect([other, fork])
@@ -265,9 +280,10 @@ def test_what_vllm_cannot_do_is_refused_by_name(engine, backend):
 
 def test_a_sleeping_engine_goes_on_where_it_was(engine, trainer):
     params = inflight.SamplingParams(max_tokens=100, ignore_eos=True, seed=3, n=2)
+    engine.pause()
     [group] = engine.submit([[1, 2, 3]], params)
-    while not (partial := engine.stream.partial(group)) or len(partial[0].token_ids) < 5:
-        time.sleep(0.01)
+    draw_some(engine, group)
+    engine.resume()
     engine.sleep()
     status = engine.status()
     assert (status.asleep, status.kv_blocks_used, status.num_running) == (True, 0, 0)
@@ -334,10 +350,11 @@ def test_adapters_change_while_requests_run(adapted_engine):
             taken_over.append(rollout.prefix_tokens > 0)
         assert taken_over == [False, True, False, False, True]
         long = inflight.SamplingParams(max_tokens=120, ignore_eos=True, seed=0)
+        engine.pause()
         [group] = engine.submit([[5, 6]], long, adapter="second")
-        while not (partial := engine.stream.partial(group)) or len(partial[0].token_ids) < 3:
-            time.sleep(0.01)
+        draw_some(engine, group)
         version = publisher.publish()
+        engine.resume()
         [[rollout]] = engine.stream.collect([group], timeout_s=120)
         engine.wait_for_version(version)
         assert set(rollout.weight_versions) == {version - 1, version}
