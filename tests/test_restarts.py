@@ -223,11 +223,13 @@ def test_what_is_pinned_to_a_version_that_died_ends_as_an_error(tmp_path):
     model.save_pretrained(tmp_path)
     options = {**OPTIONS, "slots": 3}
     with inflight.launch(str(tmp_path), **options, restarts=1) as engine, engine.publisher(model) as publisher:
+        engine.pause()  # so that they do not end before
         [pinned] = engine.submit([[1]], SamplingParams(max_tokens=200, temperature=0.0), version=0)
         [free] = engine.submit([[1]], SamplingParams(max_tokens=200, temperature=0.0))
         teach(model, 1, 0)
         engine.wait_for_version(publisher.publish())
-        kill_after(engine, 10)
+        engine.resume()
+        kill_after(engine, 2)  # the versions take turns
         rollouts = rollouts_of(engine)
         assert rollouts[pinned, 0].finish_reason == "error"
         assert 0 < len(rollouts[pinned, 0].token_ids) < 200
