@@ -41,8 +41,8 @@ class GRPOConfig:
     skipped either way."""
     scale_lr_by_ess: float = 0.0
     """The learning rate of each step is multiplied by √(min(1, ESS / this)), with the effective sample size of the
-    step's sequences as a share of their number (VCPO, `step.ess_factor`). 1, or what the share is on-policy where
-    numerics differ; 0: it is not scaled."""
+    step's sequences that have an advantage, as a share of their number (VCPO, `step.ess_factor`). 1, or what the share
+    is on-policy where numerics differ; 0: it is not scaled."""
     advantages: str | Advantages = "grpo"
     """How rewards become advantages: a name in `advantages.ADVANTAGES` ("grpo", "dr_grpo", "rloo", "maxrl",
     "reinforce++", "reinforce++_baseline"), or a function of the step's groups of rollouts that returns an advantage for

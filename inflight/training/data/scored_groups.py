@@ -159,34 +159,36 @@ class ScoredGroups:
                 f"the advantages' function returned {len(values)} for {len(rollouts)} rollouts; it returns one for "
                 "every rollout, groups concatenated"
             )
-        counted = dict.fromkeys(self._without_gradient(values, skip_uniform, mask_truncated))
-        kept = [index for index in range(len(rollouts)) if index not in counted]
-        included = take_out_stale([rollouts[i] for i in kept], staleness, trainer_version, now_ns(), self.dropped)
-        if not included:
+        # Staleness rules see every rollout, so that totals and counts do not depend on what is skipped after them.
+        included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
+        without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
+        kept = [index for index in included if index not in without_gradient]
+        if not kept:
             return None
         batch = pack(
-            [rollouts[kept[index]] for index in included],
-            [values[kept[index]] for index in included],
-            included=list(included.values()) if staleness else None,
+            [rollouts[index] for index in kept],
+            [values[index] for index in kept],
+            included=[included[index] for index in kept] if staleness else None,
             trainer_version=trainer_version,
         )
-        batch.totals = _totals_with(batch, [rollouts[index] for index in counted])
+        batch.totals = _totals_with(batch, [rollouts[index] for index in sorted(without_gradient)])
         return batch
 
     def _without_gradient(
         self, advantages: Sequence[float | np.ndarray], skip_uniform: bool, mask_truncated: bool
-    ) -> list[int]:
-        """The rollouts, by index, that are left out of the forward pass and count in the totals."""
-        indices, found = iter(range(len(advantages))), list[int]()
+    ) -> set[int]:
+        """Indices of the rollouts that are left out of the forward pass. They count in the totals, unless a staleness
+        rule rejects them."""
+        indices, found = iter(range(len(advantages))), set[int]()
         for group in self.groups:
             members = [next(indices) for _ in group]
             if skip_uniform and not any(np.any(advantages[index]) for index in members):
                 self.dropped.num_uniform_groups += 1
-                found += members
+                found.update(members)
             elif mask_truncated:
                 truncated = [i for i, rollout in zip(members, group, strict=True) if rollout.finish_reason == "length"]
                 self.dropped.num_truncated_rollouts += len(truncated)
-                found += truncated
+                found.update(truncated)
         return found
 
 

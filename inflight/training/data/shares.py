@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import msgspec
 import numpy as np
+import torch
 
 from inflight.core.errors import ProtocolError
 from inflight.core.rollout import Rollout
@@ -24,6 +25,9 @@ class ShareInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Drawn tokens of the whole batch per rank, as `StepTotals` holds it; so are the next two."""
     num_sequences: float
     num_groups: float
+    group_tokens: list[int]
+    """Drawn tokens of each group of this share, in order of appearance. Tokens of rollouts that were left out of the
+    batch are counted too."""
     trainer_version: int | None
     is_filler: bool = False
     """No group was left for this rank: its rollouts are another rank's, and have no part in the loss."""
@@ -66,6 +70,7 @@ class Share:
             num_tokens=info.num_tokens,
             num_sequences=info.num_sequences,
             num_groups=info.num_groups,
+            group_tokens=torch.tensor(info.group_tokens),
         )
         if info.is_filler:
             packed.rollouts = ()
@@ -96,6 +101,7 @@ def split(batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan
         num_tokens=totals.num_tokens / num_ranks,
         num_sequences=totals.num_sequences / num_ranks,
         num_groups=(totals.num_groups or len(totals.group_tokens)) / num_ranks,
+        group_tokens=[],
         trainer_version=batch.trainer_version,
         last_reward=last_reward,
         dropped=asdict(dropped),
@@ -112,6 +118,8 @@ def split(batch: PackedBatch, num_ranks: int, *, last_reward: float = float("nan
 def _take(batch: PackedBatch, sequences: Sequence[int], info: ShareInfo) -> Share:
     starts = batch.cu_seqlens.tolist()
     rollouts = [batch.rollouts[sequence] for sequence in sequences]
+    groups = dict.fromkeys(batch.groups[list(sequences)].tolist())
+    info = msgspec.structs.replace(info, group_tokens=[int(batch.totals.group_tokens[group]) for group in groups])
     answers = [
         slice(starts[s] + len(rollout.prompt_token_ids), starts[s + 1])
         for s, rollout in zip(sequences, rollouts, strict=True)

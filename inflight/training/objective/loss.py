@@ -156,7 +156,8 @@ def _statistics(
         classes = torch.where(batch.weight_versions[rows] >= batch.trainer_version, 1, 2)
     of_sequences = tokens.sequence_sums(tokens.log_behavior_ratios)
     sums = ratio_sums(tokens.log_behavior_ratios, classes)
-    sums = torch.cat([sums, ratio_sums(of_sequences, torch.where(tokens.lengths > 0, 0, 1))[:1]])
+    has_gradient = tokens.sequence_sums(tokens.advantages.abs()) > 0
+    sums = torch.cat([sums, ratio_sums(of_sequences, torch.where(has_gradient, 0, 1))[:1]])
     numbers = [loss, *(value for value in optional if value is not None)]
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
     if not math.isfinite(total):

@@ -93,7 +93,9 @@ class LossStats:
     sum_reference_kl: float | None = None
     """None without a KL penalty."""
     sequences: RatioStats = RatioStats()
-    """Ratios of the sequences that have a token in the loss: the product over these tokens."""
+    """Ratios of the sequences that have a token with an advantage in the loss: the product over their tokens in it.
+    Sequences without an advantage do not count, so that the effective sample size does not depend on whether groups of
+    equal rewards were skipped."""
 
     @property
     def num_tokens(self) -> int:

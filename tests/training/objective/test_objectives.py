@@ -187,14 +187,18 @@ def test_statistics_are_numbers_under_flat_names():
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_the_effective_sample_size_of_sequences_is_that_of_products_of_their_tokens_ratios(seed):
-    """Also of parts that are added up, and whatever the correction bounds."""
+    """Also of parts that are added up, and whatever the correction bounds. Sequences without an advantage do not
+    count."""
     case = make_case(seed)
     _, stats = loss_of_scores(PRESETS["tis"], case.batch, case.scores())
     products: dict[int, float] = {}
     drawn = case.batch.loss_mask
-    columns = (case.batch.sequence_ids[drawn], case.logprobs, case.batch.behavior_logprobs[drawn])
+    sequences = case.batch.sequence_ids[drawn]
+    with_advantage = set(sequences[case.batch.advantages[drawn] != 0].tolist())
+    columns = (sequences, case.logprobs, case.batch.behavior_logprobs[drawn])
     for sequence, ours, behavior in zip(*(column.tolist() for column in columns), strict=True):
-        products[sequence] = products.get(sequence, 1.0) * math.exp(ours - behavior)
+        if sequence in with_advantage:
+            products[sequence] = products.get(sequence, 1.0) * math.exp(ours - behavior)
     weights = list(products.values())
     ess = math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
     assert stats.sequences.num_tokens == len(weights) < case.batch.num_sequences
