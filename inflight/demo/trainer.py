@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.core.errors import ModelLoadError
+from inflight.engine.checkpoints import load_checkpoint
 from inflight.engine.loading import load_config, load_tokenizer
 from inflight.engine.shapes import SHAPES
 from inflight.training.schedules import Example
@@ -64,7 +65,7 @@ def load_trainer(name: str, device: torch.device) -> PreTrainedModel:
         with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, trust_remote_code=False)
+        model = load_checkpoint(name, config, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
     nn.Module.to(model, device)

@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedMod
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.attention.hook import ATTENTION_NAME
+from inflight.engine.checkpoints import brings_its_model, load_checkpoint, model_class
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.models.lengths import length_limit, row_limit
 from inflight.models.twin import first_line
@@ -90,7 +90,7 @@ def refuse_remote_code(model: str, error: Exception) -> None:
 def refuse_other_models(config: PretrainedConfig) -> None:
     """Raise UnsupportedModelError if Transformers has no causal language model for this kind of configuration, nor was
     the code of one loaded with it."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or _brings_its_model(config):
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or brings_its_model(config):
         return
     kind = config.model_type
     if getattr(config, "text_config", None) is not None:
@@ -149,18 +149,20 @@ def load_model(
                     config, dtype=dtype or torch.float32, attn_implementation=ATTENTION_NAME
                 )
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, trust_remote_code=trust
+            loaded = load_checkpoint(
+                model, config, dtype=dtype or "auto", attn_implementation=ATTENTION_NAME, trust_remote_code=trust
             )
             nn.Module.to(loaded, device)
+    except ModelLoadError:
+        raise
     except Exception as error:  # whatever the libraries below raise, the caller's news is the same
         refuse_remote_code(model, error)
         if ATTENTION_NAME in str(error):  # looked up among the attentions that the family knows
             raise UnsupportedModelError(
-                f"{_model_class(config)} does not take its attention from Transformers' attention interface, through "
+                f"{model_class(config)} does not take its attention from Transformers' attention interface, through "
                 "which the engine runs it"
             ) from error
-        raise ModelLoadError(f"cannot load model {model!r} ({_model_class(config)}): {first_line(error)}") from error
+        raise ModelLoadError(f"cannot load model {model!r} ({model_class(config)}): {first_line(error)}") from error
     return loaded.eval().requires_grad_(False)
 
 
@@ -196,15 +198,3 @@ def eos_token_ids(*configs: GenerationConfig | PretrainedConfig | None) -> froze
         if (ids := getattr(config, "eos_token_id", None)) is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-def _brings_its_model(config: PretrainedConfig) -> bool:
-    """Whether the class of a config is code of the model's repository, as that of the model is then."""
-    return type(config).__module__.startswith("transformers_modules.") and "AutoModelForCausalLM" in config.auto_map
-
-
-def _model_class(config: PretrainedConfig) -> str:
-    if _brings_its_model(config):
-        return config.auto_map["AutoModelForCausalLM"]
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return (found[0] if isinstance(found, tuple) else found).__name__

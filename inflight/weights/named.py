@@ -95,7 +95,7 @@ def copy_named(
         num_pairs += 1
         if name.endswith("rotary_emb.inv_freq"):
             continue  # old checkpoints hold it; the model computes it
-        place = places.get(name) or places.get(_unwrapped(name))
+        place = places.get(name) or places.get(unwrapped(name))
         problem = _problem(place, tensor, missing)
         if problem is not None:
             wrong.append(f"{name}: {problem}")
@@ -162,7 +162,7 @@ def _places(views: Mapping[str, torch.Tensor], aliases: Sequence[Alias]) -> dict
     return places
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     """Remove what DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT put around a model's names."""
     plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return plain.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -21,6 +21,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import MAX_TOP_LOGPROBS
 from inflight.engine.adapters import PROJECTIONS, SLOTS, adapter_layout
 from inflight.engine.aliases import aliases_of
+from inflight.engine.checkpoints import compare_checkpoint
 from inflight.engine.device import memory_left, resolve_device
 from inflight.engine.loading import context_limit, eos_token_ids, load_config, resolve_dtype
 from inflight.engine.on_vllm import worker
@@ -416,6 +417,9 @@ def _set_environment(options: EngineOptions) -> None:
 def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.dtype, directory: Path) -> str:
     """What vLLM loads: the model as it was named, or a built-in shape as a directory."""
     if options.model not in SHAPES:
+        compare_checkpoint(
+            options.model, config, trust=options.trust_remote_code
+        )  # vLLM misses parts of joined tensors
         return options.model
     torch.manual_seed(options.seed)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)

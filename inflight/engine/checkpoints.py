@@ -1,0 +1,249 @@
+"""Loads checkpoints by Transformers, and refuses those whose tensors are not the model's.
+
+Transformers gives random values to tensors that a checkpoint lacks, and ignores those that the model lacks. Here the
+first is an error, and so is the second where it would change the model's output: a bias, scale or adapter in a layer
+that the model has. Parts of other models (vision towers, layers for multi-token prediction, value heads) are ignored
+with a warning.
+"""
+
+import copy
+import inspect
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import CONFIG_NAME, cached_file
+
+from inflight.core.errors import ModelLoadError
+from inflight.weights.named import unwrapped
+
+logger = logging.getLogger("inflight.engine")
+
+_SHOWN = 3
+"""Names of each kind that an error contains."""
+_OF_QUANTIZATION = re.compile(r"(scale|scales|scale_inv|zero_point|zeros|amax)$")
+"""Names of tensors that only kernels for quantised weights read."""
+_SCALE = re.compile(r"(_scale_inv|_scale|\.scale|\.qscale_weight)$")
+"""What the name of a scale has behind that of its tensor, with or without `.weight`."""
+
+
+def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """Load a causal language model with all of its weights. options: arguments of `from_pretrained`.
+
+    Weights that Transformers can dequantise are dequantised, on every device: their layout is that of a trainer, whose
+    weights are not quantised. Raises ModelLoadError if the checkpoint does not fit the model, and the exceptions of
+    `from_pretrained`."""
+    method = _quantisation(config).get("quant_method")
+    with _conversion_errors() as broken:
+        try:
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                model,
+                config=_dequantised(config),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **options,
+            )
+        except RuntimeError as error:
+            if not broken:
+                raise
+            raise ModelLoadError(
+                f"the checkpoint {model!r} does not fit {model_class(config)}: of {_listed('tensor', broken)} a part "
+                "is missing or has another shape. Save or download the checkpoint again with all of its files."
+            ) from error
+    loaded, info = result
+    if method == "fp8" and (unscaled := _unscaled(model)):
+        raise ModelLoadError(
+            f"the checkpoint {model!r} lacks the scales of {_listed('quantised tensor', unscaled)}. Save or download "
+            "it again with all of its files."
+        )
+    shapes = {name: (tuple(ours), tuple(theirs)) for name, theirs, ours in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - shapes.keys()
+    unexpected = {name for name in info["unexpected_keys"] if not (method and _OF_QUANTIZATION.search(name))}
+    check_names(model, loaded, missing, unexpected, shapes)
+    return loaded
+
+
+def compare_checkpoint(model: str, config: PretrainedConfig, *, trust: bool) -> None:
+    """Raise ModelLoadError if a checkpoint that another library loads lacks tensors of the model. The values are not
+    read; checkpoints that Transformers cannot read are not compared."""
+    if _quantisation(config):
+        return
+    try:
+        load_checkpoint(model, config, dtype="auto", device_map="meta", trust_remote_code=trust)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # a model that the other library reads in another way
+        logger.info("the names of the tensors of %s are not compared with those of the model: %r", model, error)
+
+
+def check_names(
+    checkpoint: str,
+    model: PreTrainedModel,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    """Raise ModelLoadError unless a checkpoint has all tensors of a model and no other tensor for the model's layers.
+
+    missing: names that only the model has. unexpected: names that only the checkpoint has. shapes: those of tensors
+    that differ, in the model and in the checkpoint. Names that Transformers ignores are in neither."""
+    if missing or shapes:
+        faults = []
+        if missing:
+            faults.append(f"it lacks {_listed('tensor', missing)}")
+        if shapes:
+            shown = [f"{name}: {list(theirs)} instead of {list(ours)}" for name, (ours, theirs) in shapes.items()]
+            faults.append(f"the shape is another in {_listed('tensor', shown)}")
+        if unexpected:
+            faults.append(f"the model has no place for {_listed('tensor', unexpected)}")
+        advice = _explanation(missing, unexpected) or (
+            "Save or download the checkpoint again with all of its files, or correct config.json"
+        )
+    elif strange := [name for name in unexpected if _is_inside(name, model)]:
+        faults = [f"the model would ignore {_listed('tensor', strange)} in parts that it has"]
+        advice = (
+            "Merge the adapters into the weights, then save them"
+            if any("lora_" in name for name in strange)
+            else "Correct config.json, which can switch off a bias or a norm, or remove these tensors"
+        )
+    else:
+        if unexpected:
+            logger.warning("the model does not use %s of %s", _listed("tensor", unexpected), checkpoint)
+        return
+    name = type(model).__name__
+    raise ModelLoadError(f"the checkpoint {checkpoint!r} does not fit {name}: {'; '.join(faults)}. {advice}.")
+
+
+def model_class(config: PretrainedConfig) -> str:
+    """The name of the class of causal language models that Transformers makes of a config."""
+    if brings_its_model(config):
+        return config.auto_map["AutoModelForCausalLM"]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return (found[0] if isinstance(found, tuple) else found).__name__
+
+
+def brings_its_model(config: PretrainedConfig) -> bool:
+    """True if the class of a config is code of the model's repository, as that of the model is then."""
+    return type(config).__module__.startswith("transformers_modules.") and "AutoModelForCausalLM" in config.auto_map
+
+
+def _quantisation(config: PretrainedConfig) -> dict[str, Any]:
+    """How the weights of a checkpoint are quantised, as its config.json says; empty if they are not."""
+    return getattr(config, "quantization_config", None) or {}
+
+
+def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
+    """The config, which asks for dequantised weights if its checkpoint is quantised and Transformers can do that."""
+    quantised = _quantisation(config)
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(quantised.get("quant_method", ""))
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
+        return config
+    config = copy.deepcopy(config)
+    config.quantization_config = quantised | {"dequantize": True}
+    return config
+
+
+def _unscaled(model: str) -> list[str]:
+    """Names of 8-bit floats in a checkpoint's safetensors files that have no scale, which would be taken for 1."""
+    config = cached_file(model, CONFIG_NAME)
+    names: set[str] = set()
+    floats: list[str] = []
+    for path in Path(config).parent.glob("*.safetensors") if config else ():
+        with safe_open(path, "pt") as opened:
+            here = list(opened.keys())
+            names.update(here)
+            floats += [name for name in here if opened.get_slice(name).get_dtype().startswith("F8_E4M3")]
+    owners = {_SCALE.sub("", name) for name in names if _SCALE.search(name)}
+    return [name for name in floats if name not in owners and name.removesuffix(".weight") not in owners]
+
+
+def _is_inside(name: str, model: PreTrainedModel) -> bool:
+    """True if a tensor's name is that of a part of a layer, or of a module with weights, that the model has."""
+    parts = name.split(".")
+    module, path = model, []
+    for part in parts[:-1]:
+        child = dict(module.named_children()).get(part)
+        if child is None:
+            break
+        module, path = child, [*path, part]
+    return any(part.isdigit() for part in path) or any(True for _ in module.parameters(recurse=False))
+
+
+def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
+    """Advice if the names of the checkpoint differ from those of the model by a prefix or by a wrapper; else ""."""
+    if not missing or not unexpected:
+        return ""
+    wrappers = Counter(
+        part
+        for name in unexpected
+        if (plain := unwrapped(name)) in missing
+        for part in name.split(".")
+        if part not in plain.split(".")
+    )
+    if wrappers.total() and wrappers.most_common(1)[0][1] * 2 > len(unexpected):
+        wrapper = wrappers.most_common(1)[0][0]
+        return (
+            f'The names contain "{wrapper}.", which a wrapper (torch.compile, DistributedDataParallel, FSDP) adds: '
+            "save the model inside the wrapper, or remove this part from the names"
+        )
+    if prefix := _prefix(missing, unexpected):
+        return f'The names begin with "{prefix}", which those of the model do not: remove this prefix from the names'
+    if prefix := _prefix(unexpected, missing):
+        return f'The names lack "{prefix}", with which those of the model begin: add this prefix to the names'
+    return ""
+
+
+def _prefix(short: Collection[str], long: Collection[str]) -> str:
+    """The prefix that makes most of the names in `short` names of `long`; "" if there is none."""
+    by_end: dict[str, list[str]] = {}
+    for name in long:
+        by_end.setdefault(_end(name), []).append(name)
+    found = Counter(
+        theirs.removesuffix(ours)
+        for ours in short
+        for theirs in by_end.get(_end(ours), ())
+        if theirs.endswith("." + ours)
+    )
+    if not found:
+        return ""
+    prefix, count = found.most_common(1)[0]
+    return prefix if count * 2 > len(short) else ""
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _listed(noun: str, names: Iterable[str]) -> str:
+    names = sorted(names)
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {noun}{'s' * (len(names) != 1)} ({', '.join(names[:_SHOWN])}{more})"
+
+
+class _Report(logging.Handler):
+    """Collects the names of tensors that Transformers could not convert, which its exception does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())
+        self.names += re.findall(r"^(\S+) +\| CONVERSION", text, flags=re.MULTILINE)
+
+
+@contextmanager
+def _conversion_errors() -> Iterator[list[str]]:
+    report, transformers_logger = _Report(), logging.getLogger("transformers.modeling_utils")
+    transformers_logger.addHandler(report)
+    try:
+        yield report.names
+    finally:
+        transformers_logger.removeHandler(report)
