@@ -101,14 +101,17 @@ class Run:
     def save(self, directory: str | Path) -> None:
         """Write a file into the directory, which appears whole or not at all. Generation goes on.
 
-        Call it between two steps: what was handed out counts as trained on, and the weights as published. Save model
-        and optimizer into the directory first: then all of it is there if this file is. All ranks call it, and wait for
-        each other. Raises RunFileError if it cannot be written, or InvalidRequestError for metadata or progress that is
-        not JSON-like.
+        Call it between two steps: what was handed out counts as trained on. With several ranks call it after `publish`:
+        the weights count as published. Save model and optimizer into the directory first: then all of it is there if
+        this file is. All ranks call it, and wait for each other. Raises RunFileError if it cannot be written, or
+        InvalidRequestError for metadata or progress that is not JSON-like.
         """
         self._meet()
         path, engine = self._path(directory), self._engine
-        header = _File(self._publisher.version, _Clock.read(), self.progress, None)
+        version = self._publisher.version
+        if isinstance(engine, RunningEngine) and not engine.is_shared and engine.staleness.unpublished_steps:
+            version += 1  # steps were taken since: what `load` publishes is not what drew the tokens of this version
+        header = _File(version, _Clock.read(), self.progress, None)
         arrays: list[Arrays] = []
         if isinstance(engine, RunningEngine):
             snapshot = engine.snapshot()

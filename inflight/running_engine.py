@@ -276,6 +276,7 @@ class RunningEngine:
             self._launcher.client.endpoint,
             self._supervisor.check,
             self.staleness.published,
+            self.staleness.stepped,
             comes_back=self.options.restarts > 0,
             keys=self._supervisor.keys_of,
             end=self._supervisor.kill,

@@ -7,6 +7,9 @@
 | token_age_ms | time consumed by an optimizer step − time drawn |
 | version_lag | the trainer's version when consumed − the token's version |
 
+The trainer's version is the last one that was published. If its optimizer has taken steps since, it is the next one:
+the weights have changed, and tokens of the last version are stale.
+
 and per swap: swap_ms, `publish()` called → first token drawn with that version; stall_ms, time in which the engine had
 work and ran no forward because of the swap. All times are CLOCK_MONOTONIC of one machine.
 """
@@ -102,9 +105,23 @@ class StalenessMeter:
         self.num_swaps_in_flight = 0
         """The number of swaps while requests that had drawn tokens under older weights went on."""
         self.last_swap_ms: float | None = None
-        self.trainer_version = 0
-        """Version of the trainer's weights, between two optimizer steps: the last that was published. A publisher that
-        sends versions late sets it to the one that it holds back."""
+        self._trainer_version = 0
+        self._num_steps = 0
+        """Optimizer steps before the last publish."""
+        self._steps_before: dict[int, int] = {0: 0}
+        """Maps the versions of this process to the optimizer steps before their publish."""
+        self.unpublished_steps = 0
+        """Optimizer steps of the trainer since the last publish."""
+
+    @property
+    def trainer_version(self) -> int:
+        """Version of the trainer's weights: the last published one, or the next one if the optimizer has taken steps
+        since. A publisher that sends versions late sets it to the version that it holds back."""
+        return self._trainer_version + (self.unpublished_steps > 0)
+
+    @trainer_version.setter
+    def trainer_version(self, version: int) -> None:
+        self._trainer_version, self.unpublished_steps = version, 0
 
     @property
     def published_version(self) -> int:
@@ -121,6 +138,7 @@ class StalenessMeter:
         """These versions were published at these times, in this process or in the one that it follows."""
         with self._lock:
             self._published = deque(published, maxlen=self._REMEMBERED_VERSIONS)
+            self._steps_before = {max(version for version, _ in published): self._num_steps}
 
     def published(self, version: int, called_ns: int) -> None:
         """`publish()` was called for this version. A publisher that follows one that died may count on from less than
@@ -129,9 +147,30 @@ class StalenessMeter:
             while self._published and self._published[-1][0] >= version:
                 self._published.pop()
             self._published.append((version, called_ns))
+            self._num_steps += self.unpublished_steps
+            self._steps_before[version] = self._num_steps
+            if len(self._steps_before) > self._REMEMBERED_VERSIONS:
+                del self._steps_before[next(iter(self._steps_before))]
             self.trainer_version = version
             if (listener := self.listener) is not None:
                 listener.published(version, called_ns)
+
+    def stepped(self, unpublished_steps: int) -> None:
+        """The trainer's optimizer takes a step, this many since the last publish. A publisher reports the steps of
+        `torch.optim` optimizers that hold its parameters; a trainer with another kind of optimizer calls it itself."""
+        self.unpublished_steps = unpublished_steps
+
+    def step_lag(self, weight_versions: np.ndarray) -> np.ndarray:
+        """Optimizer steps i64[n] between the weights of these versions i64[n] and those of the trainer now. Versions
+        that an earlier process published count as one step each."""
+        with self._lock:
+            now, oldest = self._num_steps + self.unpublished_steps, min(self._steps_before)
+            known, of_version = np.unique(weight_versions, return_inverse=True)
+            before = [
+                self._steps_before.get(version, self._steps_before[oldest] - max(0, oldest - version))
+                for version in known.tolist()
+            ]
+        return now - np.array(before, np.int64)[of_version]
 
     def frame(self, frame: TokenFrame) -> None:
         """Note the swap that a frame reports, and the first token drawn after it."""

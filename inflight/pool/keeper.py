@@ -13,6 +13,7 @@ from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.messages import Status
 from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
+from inflight.observability.staleness_meter import StalenessMeter
 from inflight.pool.dispatcher import Dispatcher
 from inflight.pool.frames import EngineFrames, MergedFrames
 from inflight.pool.member import Member
@@ -43,13 +44,13 @@ class Keeper:
         merged: MergedFrames,
         publishers: Callable[[], "list[Publisher]"],
         changing: threading.RLock,
-        published: Callable[[int, int], None],
+        meter: StalenessMeter,
     ):
         """publishers: returns those of the pool that are open. changing: held while engines or publishers come or go.
-        published: called with every publish."""
+        meter: learns of publishes and optimizer steps."""
         self.member = member
         self._dispatcher, self._merged, self._publishers = dispatcher, merged, publishers
-        self._changing, self._published = changing, published
+        self._changing, self._meter = changing, meter
         self._timeout_s = member.engine.options.answer_timeout_s
         self._thread = threading.Thread(target=self._run, name="inflight-pool-keeper", daemon=True)
 
@@ -60,7 +61,8 @@ class Keeper:
         return replace(
             self.member.engine.address,
             check=self._dispatcher.check,
-            on_publish=self._published,
+            on_publish=self._meter.published,
+            on_step=self._meter.stepped,
             comes_back=True,
             end=self._dispatcher.kill,
         )

@@ -113,7 +113,7 @@ class EnginePool(RunningEngine):
         with self._changing:
             member = Member(engine, engine.lend())
             keeper = Keeper(
-                member, self._dispatcher, self._frames, self._open_publishers, self._changing, self.staleness.published
+                member, self._dispatcher, self._frames, self._open_publishers, self._changing, self.staleness
             )
             try:
                 self._check_alike(engine)

@@ -61,6 +61,8 @@ class EngineEndpoint:
     """Called while waiting for the engine; raises if it is known to be dead."""
     on_publish: Callable[[int, int], None] = lambda version, called_ns: None
     """Called with every publish."""
+    on_step: Callable[[int], None] = lambda unpublished_steps: None
+    """Called before every optimizer step, with the number of steps since the last publish."""
     comes_back: bool = False
     """An engine that ends has a successor, which `Publisher.replace` is told of, until `check` raises."""
     keys: Callable[[str], ClientKeys | None] = lambda endpoint: None

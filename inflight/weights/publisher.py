@@ -116,6 +116,7 @@ class Publisher:
                 target.close()
             raise
         self._source.start((link.layout, self.version))
+        self._unpublished_steps = 0
         self.last_copy_s = 0.0
         """Seconds that the last copy of the parameters took."""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -285,6 +286,7 @@ class Publisher:
     def _number(self, called_ns: int) -> Published:
         """Return the next version, which the engines' meters are told."""
         self.version += 1
+        self._unpublished_steps = 0
         for address in self._addresses:
             address.on_publish(self.version, called_ns)
         return Published(self.version, called_ns)
@@ -299,6 +301,9 @@ class Publisher:
         if self._source.is_changed_by(optimizer):
             with span("wait for the publish copy"):
                 self.wait_copied()
+            self._unpublished_steps += 1
+            for address in self._addresses:
+                address.on_step(self._unpublished_steps)
 
     def _attach(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
         if not isinstance(transport, Transport):

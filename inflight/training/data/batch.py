@@ -56,7 +56,8 @@ class PackedBatch:
     reference_logprobs: torch.Tensor | None = None
     """f32[T], under the policy that a KL penalty refers to."""
     trainer_version: int | None = None
-    """The version of the weights that the trainer has when it takes the batch; it tells mismatch from staleness."""
+    """The version of the trainer's weights when it takes the batch; it separates mismatch from staleness. After
+    optimizer steps that were not published it is the next version, which no token has."""
     rollouts: Sequence[Rollout] = ()
     """B, what the sequences were made of: text, rewards and metadata."""
 

@@ -80,10 +80,11 @@ class LossStats:
     ratios: RatioStats
     """Ratios of the drawn tokens that take part in the loss."""
     mismatch: RatioStats
-    """Ratios of the tokens that the trainer's own version drew; none if the batch does not tell that version. If
+    """Ratios of the tokens that the trainer's present weights drew; none if the batch has no trainer_version. If
     several optimizer steps are taken on a batch, the later ones have drift of their own in it."""
     stale: RatioStats
-    """Ratios of the tokens that older versions drew."""
+    """Ratios of the tokens that older weights drew: older versions, and the last version if the trainer has taken
+    optimizer steps since its publish."""
     num_clipped: int | None
     """Tokens with an advantage that were truncated, clipped or left out. None means that it is not known: the
     correction or the surrogate does not declare its bounds (`inflight.training.objective.bounds`)."""
