@@ -113,6 +113,7 @@ PRESETS: dict[str, Objective] = {
     "decoupled_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="recomputed"),
     "loglinear_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="loglinear"),
     "dppo": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,)),
+    "dppo_kl": Objective(correction=corrections.uncorrected, surrogate=surrogates.dppo_kl, proximal="behavior"),
     "opsm": Objective(trust_regions=(regions.opsm_mask,)),
     "m2po": Objective(correction=_UNTRUNCATED, trust_regions=(regions.m2po_mask,)),
     "second_moment": Objective(correction=_UNTRUNCATED, trust_regions=(regions.second_moment_mask,)),

@@ -1,0 +1,205 @@
+"""Trains with several objectives, learning rates and version lags, to choose the default objective by.
+
+    python benchmarks/objective_table.py [FILE]
+
+Every run generates, trains and publishes in turn, and the engine's weights are `lag` publishes late: all tokens of a
+step have the same age, whatever the speed of the machine. "reverse" is a small model without a warm-up that reverses
+three symbols; "spell_backward" is the task of `inflight bench learning`. The file is written after every run, and runs
+that it contains are not repeated. Runs are in order of their seed, so that an unfinished file is a table of fewer seeds.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+import inflight
+from inflight.bench.learning_run import LaggedPublisher, LearningSettings, warm_start
+from inflight.demo.run import longest
+from inflight.demo.trainer import load_trainer, ramp_and_decay, require_tokenizer
+from inflight.observability.environment import write_result
+from inflight.observability.progress import untold
+
+OBJECTIVES = ("tis", "ppo_clip", "dppo_kl", "gspo", "dppo")
+LAGS = (1, 4, 16)
+SEEDS = (0, 1, 2)
+WINDOW = 10
+"""Steps whose mean reward is one figure."""
+SYMBOLS, LENGTH = 6, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The sizes of a task's runs."""
+
+    learning_rates: tuple[float, ...]
+    steps: int
+    groups: int
+    samples: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An engine and the start of all runs of one seed."""
+
+    engine: inflight.LaunchedEngine
+    make_model: Callable[[], torch.nn.Module]
+    examples: Callable[[], Iterator[Any]]
+    score: Callable[[inflight.Rollout], float]
+    decays: bool
+
+
+SETTINGS = {
+    "reverse": Settings((1e-3, 3e-3, 6e-3), steps=120, groups=16, samples=8, max_tokens=LENGTH),
+    "spell_backward": Settings((2e-4, 6e-4), steps=60, groups=16, samples=8, max_tokens=12),
+}
+
+
+@contextmanager
+def reverse(seed: int) -> Iterator[Prepared]:
+    config = LlamaConfig(
+        vocab_size=SYMBOLS + 2,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+    def make_model() -> LlamaForCausalLM:
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+    def examples() -> Iterator[list[int]]:
+        generator = np.random.default_rng(1000 + seed)
+        while True:
+            yield [SYMBOLS, *generator.integers(0, SYMBOLS, LENGTH).tolist(), SYMBOLS + 1]
+
+    def score(rollout: inflight.Rollout) -> float:
+        right = rollout.prompt_token_ids.tolist()[1 : 1 + LENGTH][::-1]
+        return fmean(float(a == b) for a, b in zip(rollout.token_ids.tolist(), right, strict=True))
+
+    with TemporaryDirectory() as directory:
+        make_model().save_pretrained(directory)
+        with inflight.launch(
+            directory, device="cpu", dtype="float32", max_sequences=128, max_context=16, threads=1
+        ) as engine:
+            yield Prepared(engine, make_model, examples, score, decays=False)
+
+
+@contextmanager
+def spell_backward(seed: int) -> Iterator[Prepared]:
+    with warm_start(LearningSettings(device="cpu"), seed, untold) as start:
+        context = longest(start.task, require_tokenizer(start.directory))
+        with inflight.launch(
+            start.directory, device="cpu", dtype="float32", max_sequences=128, max_context=context, threads=1
+        ) as engine:
+            yield Prepared(
+                engine,
+                lambda: load_trainer(start.directory, torch.device("cpu")),
+                lambda: start.task.shuffled(seed),
+                start.task.score,
+                decays=True,
+            )
+
+
+TASKS = {"reverse": reverse, "spell_backward": spell_backward}
+
+
+def train(prepared: Prepared, settings: Settings, objective: str, rate: float, lag: int, seed: int) -> dict[str, Any]:
+    """Train once, and return the figures of the run."""
+    began = time.process_time()
+    model, engine = prepared.make_model().train(), prepared.engine
+    torch.manual_seed(seed)
+    with engine.publisher(model) as first:
+        engine.wait_for_version(first.publish())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    scheduler = ramp_and_decay(optimizer, ramp=10, steps=settings.steps, floor=0.1) if prepared.decays else None
+    config = inflight.GRPOConfig(
+        steps=settings.steps,
+        groups_per_step=settings.groups,
+        sampling=inflight.SamplingParams(
+            n=settings.samples, max_tokens=settings.max_tokens, ignore_eos=not prepared.decays
+        ),
+        objective=objective,
+        schedule="sync",
+    )
+    with closing(LaggedPublisher(engine, model, lag=lag)) as publisher:
+        reports = list(
+            inflight.grpo(engine, publisher, model, optimizer, prepared.examples(), prepared.score, config, scheduler)
+        )
+    rewards = [report.reward for report in reports]
+    stats = [report.stats for report in reports if report.stats]
+    return {
+        "final_reward": fmean(rewards[-WINDOW:]),
+        "mean_reward": fmean(rewards),
+        "curve": [round(fmean(rewards[i : i + WINDOW]), 4) for i in range(0, len(rewards), WINDOW)],
+        "version_lag": fmean(float(report.staleness.version_lag.mean()) for report in reports if report.staleness),
+        "ess_min": min(of.ess for of in stats),
+        "clipped": fmean(of.clipped or 0.0 for of in stats),
+        "skipped": reports[-1].num_skipped,
+        "trainer_cpu_s": round(time.process_time() - began, 2),
+    }
+
+
+def markdown(runs: list[dict[str, Any]]) -> str:
+    """Return a table per task: mean final reward of the seeds, and in parentheses the least and the most."""
+    lines: list[str] = []
+    for task, settings in SETTINGS.items():
+        columns = list(product(settings.learning_rates, LAGS))
+        lines += [f"\n| {task} | " + " | ".join(f"{rate:g}, lag {lag}" for rate, lag in columns) + " |"]
+        lines += ["|---|" + "---|" * len(columns)]
+        for objective in OBJECTIVES:
+            cells = []
+            for rate, lag in columns:
+                wanted = {"task": task, "objective": objective, "learning_rate": rate, "lag": lag}
+                finals = [run["final_reward"] for run in runs if wanted.items() <= run.items()]
+                cells.append(f"{fmean(finals):.2f} ({min(finals):.2f}–{max(finals):.2f})" if finals else "")
+            lines.append(f"| `{objective}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    disable_progress_bar()
+    torch.set_num_threads(1)
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/cpu/objectives_default.json")
+    runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+    for seed, task in product(SEEDS, TASKS):
+        settings = SETTINGS[task]
+        keys = [
+            {"task": task, "objective": objective, "learning_rate": rate, "lag": lag, "seed": seed}
+            for rate, lag, objective in product(settings.learning_rates, LAGS, OBJECTIVES)
+        ]
+        todo = [key for key in keys if not any(key.items() <= run.items() for run in runs)]
+        if not todo:
+            continue
+        with TASKS[task](seed) as prepared:
+            for key in todo:
+                run = train(prepared, settings, key["objective"], key["learning_rate"], key["lag"], seed)
+                runs.append(key | run)
+                print(json.dumps(key | run), file=sys.stderr, flush=True)
+                of_tasks = {name: asdict(of) for name, of in SETTINGS.items()}
+                write_result(path, {"bench": "objectives_default", "window": WINDOW, "tasks": of_tasks, "runs": runs})
+    print(markdown(runs))
+
+
+if __name__ == "__main__":
+    main()
