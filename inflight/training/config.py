@@ -61,8 +61,8 @@ class GRPOConfig:
     skip_uniform_groups: bool = True
     """Leave groups whose advantages are all 0, as those of equal rewards mostly are, out of the forward pass. They
     still count in what the loss is averaged over, so that the gradient is the same, and cheaper. Where the objective
-    has a KL penalty or an entropy bonus they stay, as these are about them too. A step of nothing but such groups is
-    not taken."""
+    has a KL penalty, a drift penalty or an entropy bonus they stay, as these are about them too. A step of nothing but
+    such groups is not taken."""
     replace_uniform_groups: int = 0
     """Groups of equal rewards that further prompts take the place of, at most so many in a step, so that every step has
     as many groups to learn from (dynamic sampling of DAPO, arXiv 2503.14476, §3.2). They count nowhere but in mean
@@ -145,8 +145,7 @@ class GRPOConfig:
     def skips_uniform_groups(self) -> bool:
         """Whether groups without an advantage are left out: if that is wanted, and the objective is about rewards
         alone."""
-        objective = resolve(self.objective)
-        return self.skip_uniform_groups and not objective.kl_weight and not objective.entropy_weight
+        return self.skip_uniform_groups and resolve(self.objective).is_about_rewards_alone
 
 
 _LEAST = dict.fromkeys(("steps", "groups_per_step", "updates_per_batch"), 1)

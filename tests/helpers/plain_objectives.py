@@ -215,6 +215,13 @@ def kl_term(kind: str, t: Token) -> tuple[float, float]:
     return r - 1 - log(r), 1 - r
 
 
+def corrected_kl_term(kind: str, t: Token) -> tuple[float, float]:
+    """The same, weighted by ρ; k2 by its value alone."""
+    estimate, derivative = kl_term(kind, t)
+    x = t.logprob - t.behavior
+    return bounded_exp(x) * estimate, bounded_exp(x) * derivative + (0.0 if kind == "k2" else slope(x) * estimate)
+
+
 def loglinear(t: Token, trainer_version: int) -> float:
     """The proximal policy is version trainer − 1, on the line from the token's version to the trainer's."""
     if t.version >= trainer_version - 1:
@@ -235,6 +242,7 @@ class Plain:
     proximal: str = "current"
     kl: str = "k3"
     kl_weight: float = 0.0
+    drift_weight: float = 0.0
     entropy_weight: float = 0.0
 
 
@@ -268,9 +276,11 @@ def evaluate(plain: Plain, batch: list[Sequence], groups: list[int], trainer_ver
                 result.loss += a * w * loss
                 for j, derivative in enumerate(derivatives):
                     gradient[j] += a * w * derivative
-            estimate, derivative = kl_term(plain.kl, t)
+            estimate, derivative = corrected_kl_term(plain.kl, t)
             result.loss += a * (plain.kl_weight * estimate - plain.entropy_weight * t.entropy)
             gradient[i] += a * plain.kl_weight * derivative
+            result.loss += a * plain.drift_weight * (t.logprob - t.behavior) ** 2
+            gradient[i] += a * plain.drift_weight * 2 * (t.logprob - t.behavior)
             result.num_clipped += t.advantage != 0 and (weight_bounded or loss_bounded or not takes_part)
         result.gradient.append(gradient)
     return result
@@ -289,6 +299,9 @@ PLAIN_PRESETS: dict[str, Plain] = {
     "decoupled_ppo": Plain(surrogate=ppo_clip, proximal="recomputed"),
     "loglinear_ppo": Plain(surrogate=ppo_clip, proximal="loglinear"),
     "dppo": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(binary_tv_mask, delta=0.2),)),
+    "dppo_kl": Plain(
+        partial(token_truncate, cap=inf), trust_regions=(partial(binary_tv_mask, delta=0.2),), drift_weight=1e-3
+    ),
     "opsm": Plain(trust_regions=(partial(opsm_mask, delta=1e-4),)),
     "m2po": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(m2po_mask, bound=0.04),)),
     "second_moment": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(second_moment_mask, bound=0.04),)),

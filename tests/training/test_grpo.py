@@ -206,7 +206,7 @@ def test_grpo_trains_with_the_penalty_to_its_reference(engine):
 
 
 def test_groups_of_equal_rewards_stay_where_the_objective_is_about_them_too():
-    for objective in (KL, Objective(entropy_weight=0.01)):
+    for objective in (KL, Objective(entropy_weight=0.01), Objective(drift_weight=1e-3), "dppo_kl"):
         assert not GRPOConfig(objective=objective).skips_uniform_groups
     assert GRPOConfig().skips_uniform_groups
     assert not GRPOConfig(skip_uniform_groups=False).skips_uniform_groups

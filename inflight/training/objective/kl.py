@@ -1,24 +1,25 @@
-"""Estimates of KL(π_θ ‖ π_ref) to be added to the loss, from tokens that π_θ drew.
+"""Estimates of the KL between the policy and a reference policy, per drawn token, and penalties made of them.
 
-Source: Schulman 2020, "Approximating KL divergence". r = π_ref / π_θ of the drawn token.
+Sources: Schulman 2020, "Approximating KL divergence"; Tang and Munos, arXiv 2506.09477, for the gradients.
+r = π_ref / π_θ of the drawn token, and ρ = π_θ / π_b.
 """
 
 from typing import Literal, get_args
 
 import torch
 
+from inflight.training.objective.tokens import exp_ratio
+
 KLEstimator = Literal["k1", "k2", "k3", "k3_clamped"]
 
 
 def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Returns estimates f[n] from log π_θ f[n], with gradient, and log π_ref f[n].
+    """Returns estimates f[n] of KL(π_θ ‖ π_ref) from log π_θ f[n], with gradient, and log π_ref f[n], for tokens that
+    π_θ drew.
 
-    k1 = −log r is unbiased, and its gradient is 0 in expectation; k2 = (log r)² / 2 is biased and has the gradient of
-    KL(π_θ ‖ π_ref); k3 = r − 1 − log r is unbiased, never negative, has the gradient of KL(π_ref ‖ π_θ), and is what
-    GRPO uses (arXiv 2402.03300, eq. 4). Nothing bounds it: a token to which π_θ gives e⁻⁸ and π_ref e⁻¹ has a gradient
-    of −1,096, and far enough apart it is infinite. k3_clamped is k3 with log r in [−20, 20] and at most 10, as verl has
-    it: a token beyond (log r > 2.6 or < −11) has no gradient of its own. For tokens that another policy drew see
-    `Objective.kl_correction`. Raises ValueError for another kind.
+    k1 = −log r is unbiased; k2 = (log r)² / 2 is biased; k3 = r − 1 − log r is unbiased and never negative, and is
+    GRPO's (arXiv 2402.03300, eq. 4). k3_clamped is k3 with log r in [−20, 20] and at most 10, as verl has it. Their
+    gradients are those of `kl_penalty` without a correction. Raises ValueError for another kind.
     """
     log_ratios = reference_logprobs - logprobs
     if kind == "k1":
@@ -31,3 +32,30 @@ def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: t
         bounded = log_ratios.clamp(-20, 20)
         return (torch.expm1(bounded) - bounded).clamp(max=10)
     raise ValueError(f"unknown KL estimator {kind!r}; choose {', '.join(get_args(KLEstimator))}")
+
+
+def kl_penalty(
+    kind: KLEstimator,
+    logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    behavior_logprobs: torch.Tensor,
+    *,
+    corrected: bool,
+) -> torch.Tensor:
+    """Returns the penalty f[n] of each token, with gradient to log π_θ f[n], for tokens that π_b drew.
+
+    Corrected, the expected gradient is that of a KL whichever policy drew the tokens: of KL(π_θ ‖ π_ref) for k1, k2
+    and k3, and of KL(π_ref ‖ π_θ) for k3_clamped, where tokens with log r > 2.6 or < −11 have none. k1 and k3 are
+    multiplied by ρ with its gradient (DeepSeek-V3.2, arXiv 2512.02556, eq. 7), k2 and k3_clamped by its value: the
+    estimate itself already has the gradient, and with that of ρ a token beyond the clamp would be pushed away from the
+    reference. The gradients of k2 and k3 are the same, −ρ log r ∇log π_θ.
+
+    Not corrected, tokens count as if π_θ had drawn them. If it did, the expected gradient is 0 for k1, that of
+    KL(π_θ ‖ π_ref) for k2, and that of KL(π_ref ‖ π_θ) for k3, whose r nothing bounds: a token to which π_θ gives e⁻⁸
+    and π_ref e⁻¹ has a gradient of −1,096.
+    """
+    estimates = kl_estimate(kind, logprobs, reference_logprobs)
+    if not corrected:
+        return estimates
+    ratios = exp_ratio(logprobs - behavior_logprobs)
+    return (ratios if kind in ("k1", "k3") else ratios.detach()) * estimates

@@ -11,10 +11,10 @@ from inflight.core.errors import NonFiniteLossError
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
 from inflight.training.objective.aggregation import token_weights
-from inflight.training.objective.kl import kl_estimate
+from inflight.training.objective.kl import kl_penalty
 from inflight.training.objective.objective import Objective, loglinear_proximal, resolve
 from inflight.training.objective.statistics import LossStats, RatioStats, ratio_sums
-from inflight.training.objective.tokens import DrawnTokens, exp_ratio
+from inflight.training.objective.tokens import LOG_RATIO_BOUND, DrawnTokens
 
 CLIPPED_TOLERANCE = 1e-4
 """A token counts as clipped if its gradient differs from that without bounds by more than this share."""
@@ -67,14 +67,17 @@ def loss_of_scores(objective: Objective, batch: PackedBatch, scores: TokenScores
         num_clipped = kl_sum = None
         if (without_bounds := objective.terms_without_bounds(tokens)) is not None:
             _, expected = _differentiated(without_bounds, weights, leaf)
-            num_clipped = ((gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()).sum()
+            changed = (gradient - expected).abs() > CLIPPED_TOLERANCE * expected.abs()
+            num_clipped = (changed | _beyond_exponent(tokens, expected)).sum()
         if objective.kl_weight:
             reference = _column(batch, "reference_logprobs", "a KL penalty (kl_weight)", "reference")[rows]
-            kls = kl_estimate(objective.kl, leaf, reference)
-            kls = exp_ratio(leaf - tokens.behavior) * kls if objective.kl_correction else kls
+            kls = kl_penalty(objective.kl, leaf, reference, tokens.behavior, corrected=objective.kl_correction)
             penalty = objective.kl_weight * (weights * kls).sum()
             value, gradient = value + penalty.detach(), gradient + torch.autograd.grad(penalty, leaf)[0]
             kl_sum = kls.detach().sum()
+        if objective.drift_weight:
+            drift = objective.drift_weight * (weights * (leaf - tokens.behavior).square()).sum()
+            value, gradient = value + drift.detach(), gradient + torch.autograd.grad(drift, leaf)[0]
     loss = _KnownGradient.apply(logprobs, value, gradient)
     if objective.entropy_weight:
         assert entropies is not None
@@ -89,6 +92,14 @@ def _differentiated(
     """Returns Σ_t weights_t · terms_t and its gradient f[n] to `logprobs`."""
     total = (weights * terms).sum(dtype=torch.float64).to(terms.dtype)
     return total.detach(), torch.autograd.grad(total, logprobs)[0]
+
+
+def _beyond_exponent(tokens: DrawnTokens, expected: torch.Tensor) -> torch.Tensor:
+    """bool[n], true for a token with an advantage that has no gradient even without bounds, because `exp_ratio` clamped
+    its log-ratio or the mean log-ratio of its sequence."""
+    logs = tokens.log_ratios.detach()
+    largest = torch.maximum(logs.abs(), tokens.sequence_means(logs)[tokens.sequences].abs())
+    return (expected == 0) & (tokens.advantages != 0) & (largest > LOG_RATIO_BOUND)
 
 
 def _drawn_tokens(
@@ -160,15 +171,17 @@ def _statistics(
     sums = torch.cat([sums, ratio_sums(of_sequences, torch.where(has_gradient, 0, 1))[:1]])
     numbers = [loss, *(value for value in optional if value is not None)]
     total, *rest = torch.cat([torch.stack([value.double() for value in numbers]), sums.flatten()]).tolist()
-    if not math.isfinite(total):
+    clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
+    unknown, mismatch, stale, sequences = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(4))
+    ratios = unknown + mismatch + stale
+    # Bounds can hide a log-probability of −∞ from the loss: a clipped ratio is finite.
+    if not (math.isfinite(total) and math.isfinite(ratios.sum_abs_log)):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
     for observer in tuple(observers):  # of which one may leave
         observer(batch, rows, tokens.log_behavior_ratios)
-    clipped, entropy, kl = (None if value is None else rest.pop(0) for value in optional)
-    unknown, mismatch, stale, sequences = (RatioStats.from_sums(rest[7 * i : 7 * i + 7]) for i in range(4))
     return LossStats(
         loss=total,
-        ratios=unknown + mismatch + stale,
+        ratios=ratios,
         mismatch=mismatch,
         stale=stale,
         num_clipped=None if clipped is None else int(clipped),

@@ -1,7 +1,7 @@
 """What is minimised, put together: a correction, a surrogate, trust regions and an aggregation.
 
-loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t − η · H_t ), with a_t the aggregation's weight, w_t the correction's,
-m_t 1 where every trust region lets the token take part, else 0, and L_t the surrogate's loss.
+loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t + δ · (log ρ_t)² − η · H_t ), with a_t the aggregation's weight, w_t the
+correction's, m_t 1 where every trust region lets the token take part, else 0, and L_t the surrogate's loss.
 """
 
 from dataclasses import dataclass
@@ -46,9 +46,13 @@ class Objective:
     kl: KLEstimator = "k3"
     kl_weight: float = 0.0
     """β, the weight of the KL to the batch's `reference_logprobs`."""
-    kl_correction: bool = False
-    """True multiplies the KL of a token by ρ = π_θ / π_b, with its gradient (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
-    Otherwise the KL is estimated as if π_θ had drawn the tokens."""
+    kl_correction: bool = True
+    """Weight the KL of a token by ρ = π_θ / π_b, so that its expected gradient is right for tokens that an older policy
+    drew, as in flight (`kl.kl_penalty`). False takes every token to be drawn by π_θ; k1 has no gradient then."""
+    drift_weight: float = 0.0
+    """δ, the weight of (log ρ)², ρ = π_θ / π_b, of every token, also of those that a trust region leaves out. It pulls
+    π_θ back to the policy that drew the token, and needs no reference policy. prime-rl's default is 1e-3 (`kl_tau`,
+    after Kimi K2.5, arXiv 2602.02276)."""
     entropy_weight: float = 0.0
     """η, the weight of the entropy of the distributions that tokens are drawn from."""
 
@@ -77,10 +81,21 @@ class Objective:
             raise ValueError(
                 f"aggregation 'constant' needs max_tokens, the length that it divides by; got {self.max_tokens}"
             )
-        if not 0 <= self.kl_weight < inf:
-            raise ValueError(f"kl_weight must be finite and at least 0, got {self.kl_weight}")
+        for name, weight in (("kl_weight", self.kl_weight), ("drift_weight", self.drift_weight)):
+            if not 0 <= weight < inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {weight}")
+        if self.kl_weight and self.kl == "k1" and not self.kl_correction:
+            raise ValueError(
+                "kl='k1' with kl_correction=False has an expected gradient of 0, so that kl_weight="
+                f"{self.kl_weight} would only add noise: leave kl_correction at True, or choose kl='k2'"
+            )
         if not isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
+
+    @property
+    def is_about_rewards_alone(self) -> bool:
+        """True if a token without an advantage adds nothing to the loss."""
+        return not (self.kl_weight or self.drift_weight or self.entropy_weight)
 
     def policy_terms(self, tokens: DrawnTokens) -> torch.Tensor:
         """The policy terms w_t · m_t · L_t, f[n] with gradient to `tokens.logprobs`."""
@@ -113,7 +128,7 @@ PRESETS: dict[str, Objective] = {
     "decoupled_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="recomputed"),
     "loglinear_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="loglinear"),
     "dppo": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,)),
-    "dppo_kl": Objective(correction=corrections.uncorrected, surrogate=surrogates.dppo_kl, proximal="behavior"),
+    "dppo_kl": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,), drift_weight=1e-3),
     "opsm": Objective(trust_regions=(regions.opsm_mask,)),
     "m2po": Objective(correction=_UNTRUNCATED, trust_regions=(regions.m2po_mask,)),
     "second_moment": Objective(correction=_UNTRUNCATED, trust_regions=(regions.second_moment_mask,)),

@@ -2,18 +2,19 @@
 
 The ratio of a drawn token is ρ = π_θ / π_b. Tokens that the trainer's own version drew differ from 1 by *mismatch*
 alone: engine and trainer compute the same probability with other numerics (Yao et al. 2025). Older tokens differ by
-*staleness* as well. Everything is kept as sums, so that micro-batches add up.
+*staleness* as well. Everything is kept as sums, so that micro-batches add up. Sums of ratios are relative to the
+largest one: the ratio of a long sequence can be e⁻⁴⁰⁰ or e⁴⁰⁰, whose square no float64 holds.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isnan, nan
-from operator import add
+from math import exp, inf, isnan, nan
 from typing import Any
 
 import torch
 
-LOG_BOUND = 300.0
+LARGEST_LOG = 690.0
+"""A mean, maximum or KL beyond e^690 is reported as about that, so that it stays finite. No other statistic is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,35 @@ class RatioStats:
     NaN if there are none."""
 
     num_tokens: int = 0
-    sum: float = 0.0
-    sum_squares: float = 0.0
-    min: float = inf
-    max: float = -inf
+    scaled_sum: float = 0.0
+    """Σρ / ρ_max, where ρ_max is the largest ratio."""
+    scaled_squares: float = 0.0
+    """Σρ² / ρ_max²"""
+    min_log: float = inf
+    max_log: float = -inf
+    """log ρ_max"""
     sum_kl: float = 0.0
     sum_abs_log: float = 0.0
 
     @property
     def mean(self) -> float:
         """Mean ρ. Its expectation is 1; another value tells of a trainer that means something else by log π."""
-        return self.sum / self.num_tokens if self.num_tokens else nan
+        return self.max * (self.scaled_sum / self.num_tokens) if self.num_tokens else nan
 
     @property
     def ess(self) -> float:
         """Effective sample size (Σρ)² / (n Σρ²), in (0, 1]; 1 when the data is on-policy (Kong 1992)."""
-        return self.sum**2 / (self.num_tokens * self.sum_squares) if self.num_tokens else nan
+        return self.scaled_sum**2 / (self.num_tokens * self.scaled_squares) if self.num_tokens else nan
+
+    @property
+    def min(self) -> float:
+        """The smallest ρ."""
+        return exp(min(self.min_log, LARGEST_LOG)) if self.num_tokens else nan
+
+    @property
+    def max(self) -> float:
+        """The largest ρ."""
+        return exp(min(self.max_log, LARGEST_LOG)) if self.num_tokens else nan
 
     @property
     def kl(self) -> float:
@@ -57,9 +71,17 @@ class RatioStats:
         return known({f"{name}/{key}": getattr(self, key) for key in names})
 
     def __add__(self, other: "RatioStats") -> "RatioStats":
-        plus = {"min": min, "max": max}
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
-        return RatioStats(*(plus.get(name, add)(a, b) for name, a, b in pairs))
+        largest = max(self.max_log, other.max_log)
+        scales = [exp(of.max_log - largest) if of.num_tokens else 0.0 for of in (self, other)]
+        return RatioStats(
+            num_tokens=self.num_tokens + other.num_tokens,
+            scaled_sum=self.scaled_sum * scales[0] + other.scaled_sum * scales[1],
+            scaled_squares=self.scaled_squares * scales[0] ** 2 + other.scaled_squares * scales[1] ** 2,
+            min_log=min(self.min_log, other.min_log),
+            max_log=largest,
+            sum_kl=self.sum_kl + other.sum_kl,
+            sum_abs_log=self.sum_abs_log + other.sum_abs_log,
+        )
 
     @classmethod
     def of(cls, log_ratios: torch.Tensor) -> "RatioStats":
@@ -150,14 +172,15 @@ def known(numbers: Mapping[str, float | None]) -> dict[str, float]:
 def ratio_sums(log_ratios: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Sums f64[3, 7] over the tokens of each class, from log ρ f[n] and classes i64[n] from 0 to 2.
 
-    The columns are the number of tokens, Σρ, Σρ², min ρ, max ρ, Σ(ρ − 1 − log ρ) and Σ|log ρ|. A class without tokens
-    has min inf and max −inf. They are in float64, as in float32 ρ² overflows from log ρ = 44 on, and ρ − 1 − log ρ
-    cancels for ratios next to 1. Log-ratios of sequences reach far: beyond ±300 they are cut, so that ρ² is finite.
+    The columns are the number of tokens, Σρ / ρ_max, Σρ² / ρ_max², min log ρ, max log ρ, Σ(ρ − 1 − log ρ) and Σ|log ρ|,
+    where ρ_max is the largest ratio of the class. A class without tokens has min inf and max −inf. They are in float64,
+    as ρ − 1 − log ρ cancels in float32 for ratios next to 1.
     """
-    logs = log_ratios.double().clamp(-LOG_BOUND, LOG_BOUND)
-    ratios = logs.exp()
-    columns = [torch.ones_like(logs), ratios, ratios.square(), ratios - 1 - logs, logs.abs()]
+    logs = log_ratios.double()
+    least = logs.new_full((3,), inf).scatter_reduce(0, classes, logs, "amin")
+    most = logs.new_full((3,), -inf).scatter_reduce(0, classes, logs, "amax")
+    scaled = (logs - most[classes]).exp()
+    kl = torch.expm1(logs.clamp(max=LARGEST_LOG)) - logs
+    columns = [torch.ones_like(logs), scaled, scaled.square(), kl, logs.abs()]
     sums = logs.new_zeros(3, len(columns)).index_add(0, classes, torch.stack(columns, 1))
-    least = logs.new_full((3,), inf).scatter_reduce(0, classes, ratios, "amin")
-    most = logs.new_full((3,), -inf).scatter_reduce(0, classes, ratios, "amax")
     return torch.cat([sums[:, :3], least[:, None], most[:, None], sums[:, 3:]], 1)

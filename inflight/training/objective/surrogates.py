@@ -11,7 +11,6 @@ import torch
 
 from inflight.training.objective.bounds import bounded, check_interval, unbounded
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
-from inflight.training.objective.trust_regions import binary_tv_mask
 
 
 @unbounded
@@ -63,21 +62,6 @@ def gspo(tokens: DrawnTokens, *, low: float = 3e-4, high: float = 4e-4) -> torch
     means = tokens.sequence_means(tokens.log_ratios.detach())[tokens.sequences]
     ratios = exp_ratio(means + (tokens.logprobs - tokens.logprobs.detach()))
     return -torch.minimum(ratios * tokens.advantages, ratios.clamp(1 - low, 1 + high) * tokens.advantages)
-
-
-@bounded(delta=inf)
-def dppo_kl(tokens: DrawnTokens, *, delta: float = 0.2, drift_weight: float = 1e-3) -> torch.Tensor:
-    """−u A for the tokens that `binary_tv_mask` keeps, and for every token drift_weight · (log u)², which pulls π_θ back
-    to the policy that drew the token. With proximal="behavior" u is ρ = π_θ / π_b.
-
-    Source: prime-rl's default loss (DPPO-Binary-TV, arXiv 2602.04879, with the KL term of Kimi K2.5, arXiv 2602.02276;
-    its `dppo_mask_low`, `dppo_mask_high` and `kl_tau`).
-    """
-    if not 0 <= drift_weight < inf:
-        raise ValueError(f"drift_weight must be finite and at least 0, got {drift_weight}")
-    _check_that_u_varies(tokens, "dppo_kl")
-    gains = torch.where(binary_tv_mask(tokens, delta=delta), exp_ratio(tokens.log_ratios) * tokens.advantages, 0.0)
-    return drift_weight * tokens.log_ratios.square() - gains
 
 
 def _check_distances(low: float, high: float) -> None:

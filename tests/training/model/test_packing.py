@@ -129,7 +129,7 @@ def test_tokens_that_take_no_part_have_no_gradient_and_no_statistics(objective):
     batch.included = batch.loss_mask & (torch.rand(len(batch.loss_mask), generator=torch.manual_seed(0)) < 0.6)
     scores = score_tokens(model, batch)
     logprobs = scores.logprobs.detach().requires_grad_()
-    objective = dataclasses.replace(resolve(objective), kl_weight=0.3, kl_correction=True)
+    objective = dataclasses.replace(resolve(objective), kl_weight=0.3)
     batch = batch.with_column("reference_logprobs", torch.full_like(logprobs, -3.0))
     loss, stats = loss_of_scores(objective, batch, TokenScores(logprobs, None))
     loss.backward()

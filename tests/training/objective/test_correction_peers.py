@@ -164,6 +164,7 @@ def test_trl_loss_types_are_clipped_surrogates_with_an_aggregation(loss_type, se
         aggregation=AGGREGATION_OF[loss_type],
         max_tokens=MAX_TOKENS,
         kl_weight=0.04,
+        kl_correction=False,
     )
     assert agree(ours(objective, case), trl_loss(case, old="behavior_logprobs", loss_type=loss_type, beta=0.04))
 
@@ -239,6 +240,7 @@ def test_trl_modes_of_importance_sampling_are_corrections_of_a_recomputed_proxim
         proximal="recomputed",
         aggregation="sequence",
         kl_weight=0.04,
+        kl_correction=False,
     )
     expected = trl_loss(
         case,
@@ -304,13 +306,14 @@ def test_liger_loss_types_are_clipped_surrogates_with_an_aggregation(loss_type, 
         aggregation=AGGREGATION_OF[loss_type],
         max_tokens=MAX_TOKENS,
         kl_weight=0.04,
+        kl_correction=False,
     )
     assert agree(ours(objective, case), liger_loss(case, old="behavior_logprobs", loss_type=loss_type, delta=2.0))
 
 
 def test_liger_cispo_and_gspo_are_cispo_and_gspo():
     case = make_case(1)
-    common = {"correction": uncorrected, "proximal": "behavior", "kl_weight": 0.04}
+    common = {"correction": uncorrected, "proximal": "behavior", "kl_weight": 0.04, "kl_correction": False}
     assert agree(
         ours(Objective(surrogate=partial(cispo, cap=1.5), **common), case),
         liger_loss(case, old="behavior_logprobs", loss_type="cispo", epsilon_high=1.5),
@@ -337,6 +340,7 @@ def test_liger_multiplies_with_the_weights_that_it_is_given(correction):
         surrogate=partial(ppo_clip, low=LOW, high=HIGH),
         proximal="recomputed",
         kl_weight=0.04,
+        kl_correction=False,
     )
     assert agree(
         ours(objective, case), liger_loss(case, old="proximal_logprobs", loss_type="dapo", vllm_is_ratio=weights)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from loss_batches import make_case
 
+from inflight.core.errors import NonFiniteLossError
 from inflight.training.objective import corrections, surrogates, trust_regions
 from inflight.training.objective.corrections import token_mask, token_truncate, uncorrected
 from inflight.training.objective.kl import kl_estimate
@@ -71,6 +72,7 @@ def test_bounds_that_nothing_could_keep_are_refused_when_made_and_when_called(pa
     [
         ({"kl_weight": -0.1}, "kl_weight must be finite and at least 0, got -0.1"),
         ({"kl_weight": math.nan}, "kl_weight must be finite"),
+        ({"drift_weight": -1e-3}, "drift_weight must be finite and at least 0, got -0.001"),
         ({"entropy_weight": math.inf}, "entropy_weight must be finite"),
         ({"aggregation": "constant", "max_tokens": -3}, "needs max_tokens"),
         ({"kl": "k4"}, "unknown KL estimator 'k4'; choose k1, k2, k3, k3_clamped"),
@@ -213,3 +215,27 @@ def test_masks_and_presets_that_are_sound_still_are():
     for objective in PRESETS.values():
         replace(objective)
     Objective(correction=partial(token_mask, low=1.0, high=1.0), trust_regions=(partial(opsm_mask, delta=0.0),))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_log_probability_of_minus_infinity_is_refused_though_bounds_hide_it_from_the_loss(name):
+    case = make_case(3)
+    scores = case.scores()
+    with torch.no_grad():
+        scores.logprobs[1] = -math.inf
+    with pytest.raises(NonFiniteLossError, match="has log-probability -inf under the trainer's model"):
+        loss_of_scores(PRESETS[name], case.batch, scores)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("shift", [-30.0, 30.0])
+def test_tokens_whose_ratio_is_beyond_what_is_exponentiated_count_as_clipped(name, shift):
+    """Their gradient is 0 whichever way the advantage pushes."""
+    case = make_case(3)
+    scores = case.scores()
+    with torch.no_grad():
+        scores.logprobs.add_(shift)
+    loss, stats = loss_of_scores(PRESETS[name], case.batch, scores)
+    loss.backward()
+    assert not scores.logprobs.grad.any()
+    assert stats.num_clipped == (case.tokens().advantages != 0).sum()

@@ -1,11 +1,13 @@
 """Statistics of ratios are their formulas, for each class of tokens."""
 
-from math import inf, isnan
+from itertools import pairwise
+from math import exp, inf, isnan, sqrt
 
 import pytest
 import torch
 
-from inflight.training.objective.statistics import RatioStats, ratio_sums
+from inflight.training.objective.statistics import LARGEST_LOG, RatioStats, ratio_sums
+from inflight.training.step import ess_factor
 
 
 def test_sums_of_each_class_are_their_formulas():
@@ -19,10 +21,10 @@ def test_sums_of_each_class_are_their_formulas():
         rho = log.exp()
         expected = [
             len(log),
-            rho.sum(),
-            (rho * rho).sum(),
-            rho.min(),
-            rho.max(),
+            rho.sum() / rho.max(),
+            (rho * rho).sum() / rho.max() ** 2,
+            log.min(),
+            log.max(),
             (rho - 1 - log).sum(),
             log.abs().sum(),
         ]
@@ -44,3 +46,40 @@ def test_statistics_of_parts_add_up():
     whole, parts = RatioStats.of(logs), RatioStats.of(logs[:4]) + RatioStats.of(logs[4:])
     for name in ("num_tokens", "mean", "ess", "min", "max", "kl", "logprob_diff"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12)
+
+
+FAR = [
+    ([-400.0, -500.0, -600.0, -700.0], 1 / 4),
+    ([310.0, 400.0, 500.0, 600.0], 1 / 4),
+    ([-301.0, -5000.0], 1 / 2),
+    ([0.0, 0.0, -2000.0, -2000.0], 2 / 4),
+    ([3000.0, 3000.0, 3000.0, -3000.0], 3 / 4),
+    ([-400.0, -401.0], (1 + exp(-1)) ** 2 / (2 * (1 + exp(-2)))),
+]
+
+
+@pytest.mark.parametrize(("logs", "ess"), FAR)
+def test_the_effective_sample_size_is_right_where_no_float_holds_the_ratios(logs, ess):
+    """In one batch, and in micro-batches in any order."""
+    of = torch.tensor(logs, dtype=torch.float64)
+    assert RatioStats.of(of).ess == pytest.approx(ess, rel=1e-12)
+    parts = [RatioStats.of(of[begin:end]) for begin, end in pairwise([0, 1, 1, len(logs)])]
+    for order in (parts, parts[::-1]):
+        assert sum(order, RatioStats()).ess == pytest.approx(ess, rel=1e-12)
+    assert ess_factor(RatioStats.of(of).ess, 1.0) == pytest.approx(sqrt(ess), rel=1e-12)
+
+
+def test_other_statistics_of_far_ratios_are_not_cut_and_stay_finite():
+    far = RatioStats.of(torch.tensor([-5000.0, 400.0, 5000.0]))
+    assert far.logprob_diff == pytest.approx(10400 / 3)
+    assert far.min == 0
+    assert far.max == exp(LARGEST_LOG)
+    assert all(number < inf for number in far.as_dict("ratio").values())
+    assert far.mean == pytest.approx(exp(LARGEST_LOG) / 3)
+    assert RatioStats.of(torch.tensor([-400.0])).max == pytest.approx(exp(-400))
+
+
+def test_equal_ratios_have_an_effective_sample_size_of_exactly_one():
+    for log in (0.0, -350.0, 1000.0):
+        parts = [RatioStats.of(torch.full((size,), log)) for size in (1, 7, 100)]
+        assert sum(parts, RatioStats()).ess == 1
