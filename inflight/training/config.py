@@ -57,7 +57,7 @@ class GRPOConfig:
     (arXiv 2402.14740). `Objective(kl_weight=…)` has it in the loss. Either needs a reference policy."""
     reward_kl: KLEstimator = "k1"
     """How that KL is estimated, from the recorded log-probabilities: "k1", whose sum is unbiased, "k2", "k3" or
-    "k3_clamped"."""
+    "k3_clamped". As a reward only k1 has the gradient of KL(π_θ ‖ π_ref)."""
     skip_uniform_groups: bool = True
     """Leave groups whose advantages are all 0, as those of equal rewards mostly are, out of the forward pass. They
     still count in what the loss is averaged over, so that the gradient is the same, and cheaper. Where the objective

@@ -10,7 +10,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.model.forward import TokenScores
-from inflight.training.objective.kl import kl_penalty
+from inflight.training.objective.kl import kl_estimate, kl_penalty
 from inflight.training.objective.loss import loss_of_scores
 from inflight.training.objective.objective import Objective
 
@@ -99,6 +99,16 @@ def test_the_default_penalty_of_a_loss_has_the_gradient_of_the_kl_in_flight(kind
     per_token = leaf.grad * VOCABULARY  # the loss is the mean over tokens
     expected = world.gradient((behavior.exp() * per_token * world.logprobs).sum())
     assert torch.allclose(expected, 0.5 * world.targets["KL(θ‖ref)"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_as_a_reward_only_k1_has_the_gradient_of_the_kl(kind):
+    world = World(1)
+    terms = kl_estimate(kind, world.logprobs, world.reference).detach()
+    gradient = world.gradient((world.draws["on-policy"].exp() * terms * world.logprobs).sum())
+    reverse, forward = world.targets["KL(θ‖ref)"], world.targets["KL(ref‖θ)"]
+    assert torch.allclose(gradient, reverse, rtol=1e-10, atol=1e-12) is (kind == "k1")
+    assert torch.allclose(gradient, reverse - forward, rtol=1e-10, atol=1e-12) is (kind == "k3")
 
 
 def test_a_token_far_from_the_reference_has_a_gradient_that_grows_with_the_log_ratio_alone():
