@@ -14,7 +14,6 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
 from inflight.training.data.rewards import mean_parts
-from inflight.training.data.scored_groups import ended_by_itself
 from inflight.training.data.scoring import GroupScorer, Score, Scorer
 from inflight.training.schedules import RolloutEngine, as_example
 
@@ -148,9 +147,10 @@ class Evaluation:
         try:
             with span("evaluation"):
                 groups = self._engine.stream.collect(running.group_ids)
-                scorings = [self._scorer.start(group) for group in groups if ended_by_itself(group)]
-                for group, rewards in zip(filter(ended_by_itself, groups), scorings, strict=True):
-                    for rollout, reward in zip(group, rewards.result(), strict=True):
+                of_groups = [[rollout for rollout in group if self._scorer.wants(rollout)] for group in groups]
+                scorings = [(wanted, self._scorer.start(wanted)) for wanted in of_groups if wanted]
+                for wanted, rewards in scorings:
+                    for rollout, reward in zip(wanted, rewards.result(), strict=True):
                         rollout.reward = reward
             rollouts = [rollout for group in groups for rollout in group]
             scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]

@@ -30,6 +30,11 @@ class Rewards(GroupScorer):
         """scores: by their names. weights: of those that are not 1. Raises ValueError for a weight that is not finite
         or of no score."""
         weights = weights or {}
+        if not isinstance(scores, Mapping):
+            raise TypeError(
+                f"Rewards takes a mapping of names to score functions, got {type(scores).__name__}: write "
+                'Rewards({"name": function, …}); the names appear in reports'
+            )
         if not scores:
             raise ValueError("Rewards needs at least one score function")
         if unknown := sorted(set(weights) - set(scores)):
@@ -38,14 +43,25 @@ class Rewards(GroupScorer):
             raise ValueError(f"weights must be finite, got {bad}")
         self.weights = {name: float(weights.get(name, 1.0)) for name in scores}
         self._scorers = {name: s if isinstance(s, Scorer) else Scorer(s) for name, s in scores.items()}
+        self.scores_cancelled = any(scorer.scores_cancelled for scorer in self._scorers.values())
 
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
         scorers = list(self._scorers.values())
-        parts = [scorer.start_part(group, prepare=prepare) for scorer in scorers]
+        wanted = [[rollout for rollout in group if scorer.wants(rollout)] for scorer in scorers]
+        parts = {
+            index: scorers[index].start_part(members, prepare=prepare)
+            for index, members in enumerate(wanted)
+            if members
+        }
 
         async def rewards() -> list[Reward]:
-            await asyncio.gather(*map(asyncio.wrap_future, parts), return_exceptions=True)
-            return self._sums(group, [part.result() for part in parts])
+            await asyncio.gather(*map(asyncio.wrap_future, parts.values()), return_exceptions=True)
+            given = {index: iter(part.result()) for index, part in parts.items()}
+            of_scorers = [
+                [next(given[index]) if scorer.wants(rollout) else None for rollout in group]
+                for index, scorer in enumerate(scorers)
+            ]
+            return self._sums(group, of_scorers)
 
         return scorers[0].run(rewards())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from inflight.stream.inbox import MEMORY_BYTES, SILENCE_S, FrameSource, Inbox
 from inflight.stream.journal import JournalWriter
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import PackedBatch
+from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, GroupScoring, Score
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
@@ -89,6 +91,7 @@ class RolloutStream:
         """What `batches` has left out so far, and why."""
         self.last_reward = float("nan")
         """Mean reward of the batch that `batches` yielded last."""
+        self._nothing_to_learn = NothingToLearn()
 
     @property
     def num_tokens(self) -> int:
@@ -127,9 +130,10 @@ class RolloutStream:
 
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
         (`engine.submit(…)` without `train=False`), and that nobody has named.
-        score: the rewards of samples that ended by themselves are there (None for a sample that has none): the function
-        is called beside this thread as soon as a group has finished, and groups come in the order in which they are
-        scored. What it raises is raised here; then the group is scored again when it is asked for again.
+        score: samples that ended by themselves have their rewards (None for a sample that has none, and for all of a
+        group of which too many were cancelled): the function is called beside this thread as soon as a group has
+        finished, and groups arrive in the order in which they are scored. What it raises is raised here; then the group
+        is scored again when it is asked for again.
         Raises EngineDiedError, EngineHungError, JournalError when a journal takes no more, or FrameError or
         StreamGapError when frames were lost. Then every group that was in flight counts as lost: its samples come with
         finish_reason "error" when `groups` is called again.
@@ -197,7 +201,9 @@ class RolloutStream:
         staleness: the rules that say which tokens are too old. advantages: their name in `ADVANTAGES`, or a function of
         the groups. What is left out is counted in `dropped`; a batch of which nothing is left is not
         yielded.
-        Ends when nothing that was submitted is outstanding; the last batch may be smaller. How old its tokens were is
+        Ends when nothing that was submitted is outstanding; the last batch may be smaller. Warns if it ends without a
+        batch, and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative
+        to a group. How old its tokens were is
         measured when the next batch is asked for, that is, after the optimizer step.
         Raises what `score` and `groups` raise; no rollout is lost by that, or by Ctrl-C: those that were not in a batch
         yet come when `batches` is called again.
@@ -219,7 +225,7 @@ class RolloutStream:
         check_rules(staleness)
         resolve_advantages(advantages)
         scorer = self._scoring.score_with(score)
-        more = True
+        more, num_batches, num_greedy, left_out = True, 0, 0, Dropped()
         while more:
             taken: list[int] = []
             scored = ScoredGroups()
@@ -227,6 +233,7 @@ class RolloutStream:
                 while len(scored.rollouts) < rollouts and (more := (group := self._wait_for_next(scorer)) is not None):
                     if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
                         self.inbox.reserve([group[0].group_id])
+                        num_greedy += 1
                         continue
                     taken.append(group[0].group_id)
                     scored.add(group)
@@ -239,11 +246,16 @@ class RolloutStream:
             self.inbox.remove(taken)
             measure_taken(self._meter, scored, batch)
             self.dropped += scored.dropped
+            left_out += scored.dropped
             if scored.groups:
                 self.last_reward = scored.mean_reward
+            self._nothing_to_learn.note(scored)
             if batch is not None:
+                num_batches += 1
                 yield batch
                 measure_consumed(self._meter, batch)
+        if not num_batches:
+            _warn_of_no_batch(left_out, num_greedy)
 
     def close(self) -> None:
         """Read no more, and let the threads go."""
@@ -320,6 +332,16 @@ class RolloutStream:
             for rollout, text in zip(group, texts, strict=True):
                 rollout.prompt, rollout.text = prompt, text
         return group
+
+
+def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:
+    if num_greedy:
+        reason = f"{num_greedy:,} groups were drawn greedily (temperature 0) and have no importance ratio"
+    elif left_out == Dropped():
+        reason = "nothing was submitted for training; call engine.submit() before, and again before each next batch"
+    else:
+        reason = f"all that was submitted was left out: {left_out}"
+    warnings.warn(f"batches() ended without a batch: {reason}", stacklevel=3)
 
 
 def _named(group_ids: Collection[int]) -> str:

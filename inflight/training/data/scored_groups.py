@@ -1,6 +1,7 @@
 """From finished groups to a batch: the one pipeline of `RolloutStream.batches` and `grpo`. It adds, packs and, once an
 optimizer step has consumed the batch, measures how old its tokens were."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isnan, nan
@@ -15,18 +16,28 @@ from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.objective.aggregation import StepTotals
 
+logger = logging.getLogger(__name__)
+
+LEAST_MEMBERS = 2
+"""Members with a reward that a group needs to continue without the failed ones, unless it has only one sample."""
+
 
 @dataclass(slots=True)
 class Dropped:
     """Counts of what was left out. Two records add up to one: `a + b`."""
 
     num_failed_groups: int = 0
-    """Groups of which a sample was cancelled or ended with an error."""
+    """Groups in which samples were cancelled or ended with an error, and fewer than two others have a reward."""
     num_unscored_groups: int = 0
     """Groups of which no sample has a reward."""
     num_unscored_rollouts: int = 0
     """Rollouts that have no reward: it was None, not finite, or took too long. Those of unscored groups are among
     them, those of failed groups are not."""
+    num_failed_rollouts: int = 0
+    """Rollouts that were cancelled without a reward or ended with an error. Their groups continue without them; those
+    of failed groups do not count here."""
+    num_unfit_examples: int = 0
+    """Examples that `grpo` skipped because their prompt does not fit."""
     num_replaced_groups: int = 0
     """Groups of equal rewards that further ones took the place of. They count nowhere else but in mean rewards."""
     num_uniform_groups: int = 0
@@ -71,15 +82,24 @@ class Dropped:
         return Dropped(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_failed_groups:,} groups failed, {self.num_unscored_groups:,} groups and "
-            f"{self.num_unscored_rollouts:,} rollouts had no reward, {self.num_replaced_groups:,} groups of equal "
-            f"rewards were replaced, {self.num_uniform_groups:,} groups had no advantage, "
-            f"{self.num_truncated_rollouts:,} rollouts were truncated, "
-            f"{self.stale_share:.1%} of {self.num_tokens:,} tokens were too old "
-            f"({self.num_masked_tokens:,} masked, {self.num_stale_rollouts:,} of {self.num_rollouts:,} rollouts "
-            f"rejected; length bias {self.length_bias:.3f})"
-        )
+        counts = {
+            "groups failed": self.num_failed_groups,
+            "rollouts failed": self.num_failed_rollouts,
+            "groups had no reward": self.num_unscored_groups,
+            "rollouts had no reward": self.num_unscored_rollouts,
+            "prompts did not fit": self.num_unfit_examples,
+            "groups of equal rewards were replaced": self.num_replaced_groups,
+            "groups had no advantage": self.num_uniform_groups,
+            "rollouts were truncated": self.num_truncated_rollouts,
+        }
+        parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+        if self.num_stale_tokens:
+            bias = "" if isnan(self.length_bias) else f"; length bias {self.length_bias:.3f}"
+            parts.append(
+                f"{self.stale_share:.1%} of {self.num_tokens:,} tokens were too old ({self.num_masked_tokens:,} "
+                f"masked, {self.num_stale_rollouts:,} of {self.num_rollouts:,} rollouts rejected{bias})"
+            )
+        return ", ".join(parts) or "nothing"
 
     def as_dict(self) -> dict[str, float]:
         """The counts, the share of stale tokens and the length bias, under their names; what is NaN is left out."""
@@ -95,6 +115,8 @@ class ScoredGroups:
     dropped: Dropped = field(default_factory=Dropped)
     replaced: list[list[Rollout]] = field(default_factory=list)
     """Groups of equal rewards that others took the place of."""
+    has_advantage: bool = False
+    """Whether some advantage of the batch that was packed last is not 0."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -113,13 +135,22 @@ class ScoredGroups:
         return sum(rewards) / len(rewards)
 
     def add(self, group: list[Rollout]) -> bool:
-        """Take the samples of a finished group that have a reward. Returns False if nothing of it can be trained on:
-        a sample was cancelled or ended with an error, or none has a reward."""
-        if not ended_by_itself(group):
+        """Take the samples of a finished group that have a reward. Returns False if nothing of it can be trained on.
+
+        A sample that was cancelled counts if it has a reward; one that ended with an error never does. The group
+        continues without such samples if two others have a reward.
+        """
+        scored = [rollout for rollout in group if rollout.reward is not None and rollout.finish_reason != "error"]
+        failed = [rollout for rollout in group if _has_failed(rollout)]
+        if failed and len(scored) < min(LEAST_MEMBERS, len(group)):
             self.dropped.num_failed_groups += 1
             return False
-        scored = [rollout for rollout in group if rollout.reward is not None]
-        self.dropped.num_unscored_rollouts += len(group) - len(scored)
+        if errors := [rollout.request_id for rollout in failed if rollout.finish_reason == "error"]:
+            logger.warning(
+                "group %d continues without samples that ended with an error: requests %s", group[0].group_id, errors
+            )
+        self.dropped.num_failed_rollouts += len(failed)
+        self.dropped.num_unscored_rollouts += len(group) - len(scored) - len(failed)
         if not scored:
             self.dropped.num_unscored_groups += 1
             return False
@@ -159,6 +190,7 @@ class ScoredGroups:
                 f"the advantages' function returned {len(values)} for {len(rollouts)} rollouts; it returns one for "
                 "every rollout, groups concatenated"
             )
+        self.has_advantage = any(map(np.any, values))
         # Staleness rules see every rollout, so that totals and counts do not depend on what is skipped after them.
         included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
@@ -235,9 +267,10 @@ def take_out_stale(
     return included
 
 
-def ended_by_itself(group: list[Rollout]) -> bool:
-    """Whether every sample of the group stopped or reached its maximum length."""
-    return all(rollout.finish_reason in ("stop", "length") for rollout in group)
+def _has_failed(rollout: Rollout) -> bool:
+    """Whether the rollout ended with an error, or was cancelled and has no reward."""
+    is_finished = rollout.finish_reason in ("stop", "length")
+    return not is_finished and (rollout.reward is None or rollout.finish_reason == "error")
 
 
 def measure_consumed(meter: StalenessMeter, batch: PackedBatch) -> TokenStaleness:

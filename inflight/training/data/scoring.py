@@ -22,7 +22,7 @@ from inflight.core.rollout import Rollout
 from inflight.core.spans import span
 from inflight.stream.held_groups import Group
 from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
-from inflight.training.data.scored_groups import ended_by_itself
+from inflight.training.data.scored_groups import LEAST_MEMBERS
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,15 @@ _CANCEL_S = 1.0
 
 
 class GroupScorer(ABC):
-    """What scores groups: a `Scorer`, or several as `Rewards`."""
+    """Scores groups: a `Scorer`, or several as `Rewards`."""
+
+    scores_cancelled = False
+    """Whether samples that were cancelled get a reward too."""
+
+    def wants(self, rollout: Rollout) -> bool:
+        """Return whether the rollout gets a reward: it was finished, or cancelled and that counts here."""
+        reason = rollout.finish_reason
+        return reason in ("stop", "length") or (self.scores_cancelled and reason == "cancelled")
 
     @abstractmethod
     def start(self, group: Group, *, prepare: Prepare = lambda group: None) -> "Future[list[Reward]]":
@@ -62,6 +70,7 @@ class Scorer(GroupScorer):
         Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
         Scorer(score, timeout_s=30, workers=16)
         Scorer(check, processes=4)               # of a module or file, where Python computes for long
+        Scorer(progress, cancelled=True)         # of samples that you cancel, too
 
     A rollout without a reward takes no part in training and is counted: where the function returns None or a number
     that is not finite, and where it takes longer than `timeout_s`. (A thread cannot be ended: a function that hangs
@@ -77,11 +86,14 @@ class Scorer(GroupScorer):
         workers: int = 64,
         timeout_s: float = 600.0,
         processes: int = 0,
+        cancelled: bool = False,
     ):
         """workers: calls at the same time, of coroutines too. timeout_s: for one call. processes: so many processes
         call the function, one call each at a time, instead of threads, which share one interpreter; they import it by
-        its name, so that it has to be a plain function of a module or of the program's file. 0: none do. Raises
-        ValueError for what is out of range and for a function that no other process can import."""
+        its name, so that it has to be a plain function of a module or of the program's file. 0: none do. cancelled:
+        samples that were cancelled get a reward too and are trained on, such as those that a process reward gave up;
+        their finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for what is out
+        of range and for a function that no other process can import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:
@@ -91,6 +103,7 @@ class Scorer(GroupScorer):
         if processes < 0:
             raise ValueError(f"processes must be at least 0, got {processes}")
         self.score: Callable[..., Any] = score
+        self.scores_cancelled = cancelled
         self._batched, self._limit, self._timeout_s = batched, processes or workers, timeout_s
         self._is_async = inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(
             getattr(score, "__call__", None)  # noqa: B004  an object may be called as a coroutine function
@@ -300,7 +313,7 @@ class GroupScoring:
         """Begin to score a group that has just finished. Returns True if there is nothing to wait for: nobody has asked
         for scores, or the group gets none."""
         with self._lock:
-            if self._scorer is None or not (self._in_order or _gets_rewards(group)):
+            if self._scorer is None or not (self._in_order or to_score(group, self._scorer)):
                 return True
             scoring = self._register(group, self._scorer)
         self._begin(scoring)
@@ -323,7 +336,7 @@ class GroupScoring:
             if scoring.error is not None:
                 raise scoring.error
             return scoring.done
-        return not _gets_rewards(group)
+        return not to_score(group, scorer)
 
     def forget(self, group_ids: Collection[int]) -> None:
         """These groups are in somebody's hands; nobody asks about them again."""
@@ -347,17 +360,17 @@ class GroupScoring:
         return scoring
 
     def _begin(self, scoring: _Scoring) -> None:
-        if self._is_last(scoring) and _gets_rewards(scoring.group):
-            rewards = scoring.scorer.start(scoring.group, prepare=self._prepare)
-            rewards.add_done_callback(partial(self._end, scoring))
+        if self._is_last(scoring) and (members := to_score(scoring.group, scoring.scorer)):
+            rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(scoring.group))
+            rewards.add_done_callback(partial(self._end, scoring, members))
         else:  # it waits for its turn alone
             self._make_ready(scoring)
 
-    def _end(self, scoring: _Scoring, rewards: "Future[list[Reward]]") -> None:
+    def _end(self, scoring: _Scoring, members: Group, rewards: "Future[list[Reward]]") -> None:
         with self._lock:
             scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
             if self._is_last(scoring) and scoring.error is None:
-                for rollout, reward in zip(scoring.group, rewards.result(), strict=True):
+                for rollout, reward in zip(members, rewards.result(), strict=True):
                     rollout.reward = reward
         self._make_ready(scoring)
 
@@ -380,6 +393,7 @@ class GroupScoring:
         return self._scorings.get(scoring.group[0].group_id) is scoring
 
 
-def _gets_rewards(group: Group) -> bool:
-    """Whether a group takes part in training at all: it did not fail, and was not drawn greedily."""
-    return ended_by_itself(group) and not group[0].params.greedy
+def to_score(group: Group, scorer: GroupScorer) -> Group:
+    """The members of a group that get a reward: none if it was drawn greedily, or if too few are left to continue."""
+    members = [rollout for rollout in group if scorer.wants(rollout)]
+    return members if len(members) >= min(LEAST_MEMBERS, len(group)) and not group[0].params.greedy else []

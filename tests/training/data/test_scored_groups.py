@@ -29,7 +29,7 @@ def groups_with(rewards: list[list[float | None]]) -> list[list[Rollout]]:
 
 
 def test_failed_groups_and_rollouts_without_a_reward_are_left_out_and_counted_apart():
-    groups = groups_with([[1.0, 0.0], [None, 2.0], [None, None], [1.0, 0.0], [0.0, 1.0]])
+    groups = groups_with([[1.0, 0.0], [None, 2.0], [None, None], [1.0, 0.0], [0.0, None]])
     groups[3][0].finish_reason = "error"
     groups[4][1].finish_reason = "cancelled"
     scored = ScoredGroups()
