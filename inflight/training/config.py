@@ -125,6 +125,12 @@ class GRPOConfig:
                 "advantages 'maxrl' divide by a rate of success, and reward_kl_weight makes rewards negative: take a "
                 "KL penalty of the objective, or other advantages"
             )
+        if self.replace_uniform_groups and (self.advantages == "reinforce++" or self.reward_kl_weight):
+            name = "advantages 'reinforce++'" if self.advantages == "reinforce++" else "reward_kl_weight"
+            raise ValueError(
+                f"replace_uniform_groups takes groups of equal rewards out of a step, and with {name} there is "
+                "something to learn from them: leave one of the two out"
+            )
         if self.advantages != "grpo" and not (self.scale_advantages and self.advantage_ddof == 0):
             raise ValueError(
                 f"scale_advantages and advantage_ddof are about the advantages 'grpo', and advantages is "

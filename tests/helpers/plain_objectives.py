@@ -302,7 +302,12 @@ PLAIN_PRESETS: dict[str, Plain] = {
     "dppo_kl": Plain(
         partial(token_truncate, cap=inf), trust_regions=(partial(binary_tv_mask, delta=0.2),), drift_weight=1e-3
     ),
-    "opsm": Plain(trust_regions=(partial(opsm_mask, delta=1e-4),)),
+    "opsm": Plain(
+        uncorrected,
+        partial(ppo_clip, low=0.2, high=0.2),
+        trust_regions=(partial(opsm_mask, delta=1e-4),),
+        proximal="behavior",
+    ),
     "m2po": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(m2po_mask, bound=0.04),)),
     "second_moment": Plain(partial(token_truncate, cap=inf), trust_regions=(partial(second_moment_mask, bound=0.04),)),
 }

@@ -149,6 +149,11 @@ def test_a_model_that_is_not_finite_is_refused_before_anything_is_drawn(engine):
         ({"reward_kl_weight": math.inf}, "reward_kl_weight must be finite, got inf"),
         ({"reward_kl": "k4"}, "reward_kl must be one of k1, k2, k3, k3_clamped, got 'k4'"),
         ({"scale_lr_by_ess": 1.5}, "scale_lr_by_ess is a share of the sequences, at most 1, got 1.5"),
+        ({"replace_uniform_groups": 4, "advantages": "reinforce++"}, "with advantages 'reinforce.*something to learn"),
+        (
+            {"replace_uniform_groups": 4, "reward_kl_weight": 0.1, "advantages": "rloo"},
+            "with reward_kl_weight there is something to learn",
+        ),
         ({"replace_uniform_groups": -1}, "replace_uniform_groups must be at least 0"),
     ],
 )

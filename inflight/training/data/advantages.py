@@ -6,10 +6,12 @@ sample, groups concatenated; r is a reward, n the number of samples of its group
 before.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from math import isfinite, sqrt
+from statistics import fmean
 
 import numpy as np
 
@@ -49,15 +51,18 @@ def rloo_advantages(rewards: GroupRewards) -> list[float]:
 
 
 def maxrl_advantages(rewards: GroupRewards) -> list[float]:
-    """(r − mean of its group) / mean of its group, and 0 where the mean is 0: for rewards of 0 and 1 the gradient of
-    the logarithm of the pass rate, up to order n − 1, so that prompts which are rarely solved weigh more (MaxRL, Tajwar
-    et al., arXiv 2602.02710). Raises ValueError for a negative reward, as there the mean says nothing of success."""
+    """(r − mean of its group) / mean of its group, and 0 where the mean is not above 0: for rewards of 0 and 1 the
+    gradient of the logarithm of the pass rate, up to order n − 1, so that rarely solved prompts weigh more (MaxRL,
+    Tajwar et al., arXiv 2602.02710; prime-rl's `max_rl`). The mean is meant as a rate of success: a negative reward
+    gives a warning."""
     if least := min((reward for group in rewards for reward in group if reward is not None and reward < 0), default=0):
-        raise ValueError(
-            f"a reward is {least}; MaxRL divides by a group's mean reward, as a rate of success: give rewards of at "
-            "least 0, or take other advantages"
+        warnings.warn(
+            f"a reward is {least}; MaxRL divides by a group's mean reward, as a rate of success. Groups whose mean is "
+            "not above 0 get no advantage, and a mean close to 0 gives large ones: give rewards of at least 0, or take "
+            "other advantages",
+            stacklevel=2,
         )
-    return _of_each(rewards, lambda r: _centred(r) / (r.mean() or 1.0))
+    return _of_each(rewards, lambda r: _centred(r) / r.mean() if r.mean() > 0 else np.zeros(len(r)))
 
 
 def reinforce_advantages(rewards: GroupRewards, *, baseline: bool = False, eps: float = 1e-4) -> list[float]:
@@ -115,14 +120,21 @@ def turn_advantages(
     which of its tokens the policy drew; a turn is a run of such tokens. discount: γ.
     The return of turn k is G_k = Σ_{j ≥ k} γ^(j − k) r_j. All tokens of a turn get the advantage of its return among
     the returns that the other samples of its group have from the same turn on, as PipelineRL groups by step; other
-    tokens get 0. With one turn that is the advantage of the sample. A turn that no other sample reaches is compared
-    with nothing, and gets 0 from advantages that are relative to the group.
+    tokens get 0. With one turn that is the advantage of the sample.
+
+    "rloo" is unbiased: its expectation is the gradient of the mean return, for every turn. A turn that no other sample
+    of its group reaches is compared with the mean of the other samples' returns from the last turn that each has, which
+    does not depend on the turn's own tokens either.
+    Other advantages relative to the group give 0 to such a turn, and so weigh rarely reached turns down. With "dr_grpo"
+    and a turn that a sample reaches with probability p, the expected gradient is 1 − (1 − (1 − p)^n) / (n p) of the
+    exact one: (n − 1) / n for p = 1, 0.42 for n = 3 and p = 0.5.
     Raises ValueError for a sample that has not as many rewards as turns, and for what the advantages raise it for.
     """
     function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
     if function is None:
         raise ValueError(f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}")
     out: list[np.ndarray] = []
+    is_unbiased = advantages == "rloo" or function is rloo_advantages
     compared: list[list[tuple[np.ndarray, float]]] = []  # per turn of a group: views of `out`, each with its return
     for index, (of_group, masks) in enumerate(zip(rewards, drawn, strict=True)):
         samples = []
@@ -135,7 +147,14 @@ def turn_advantages(
                 )
             out.append(np.zeros(len(mask), np.float32))
             samples.append([(out[-1][run], g) for run, g in zip(runs, _returns(given, discount), strict=True)])
-        compared += [list(filter(None, turn)) for turn in zip_longest(*samples)]
+        for turn in zip_longest(*samples):
+            members = [index for index, of_sample in enumerate(turn) if of_sample is not None]
+            others = [sample[-1][1] for index, sample in enumerate(samples) if index != members[0] and sample]
+            if is_unbiased and len(members) == 1 and others:
+                view, value = turn[members[0]]
+                view[:] = value - fmean(others)
+            else:
+                compared.append([turn[index] for index in members])
     values = iter(function([[value for _, value in turn] for turn in compared]))
     for turn in compared:
         for view, _ in turn:

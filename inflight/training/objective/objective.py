@@ -129,7 +129,12 @@ PRESETS: dict[str, Objective] = {
     "loglinear_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="loglinear"),
     "dppo": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,)),
     "dppo_kl": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,), drift_weight=1e-3),
-    "opsm": Objective(trust_regions=(regions.opsm_mask,)),
+    "opsm": Objective(
+        correction=corrections.uncorrected,
+        surrogate=surrogates.ppo_clip,
+        proximal="behavior",
+        trust_regions=(regions.opsm_mask,),
+    ),
     "m2po": Objective(correction=_UNTRUNCATED, trust_regions=(regions.m2po_mask,)),
     "second_moment": Objective(correction=_UNTRUNCATED, trust_regions=(regions.second_moment_mask,)),
 }

@@ -94,15 +94,19 @@ def test_expectations_over_all_outcomes_are_the_gradients_of_the_sources(p, n):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
+@pytest.mark.filterwarnings("ignore:a reward is -inf")
 def test_a_reward_that_is_none_or_not_finite_is_named(name, bad):
-    message = "a reward is -inf" if name == "maxrl" and bad == -math.inf else f"sample 1 of group 2 has reward {bad}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"sample 1 of group 2 has reward {bad}"):
         ADVANTAGES[name]([[1.0], [0.0, 1.0], [1.0, bad]])
 
 
-def test_negative_rewards_and_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"a reward is -0.5; MaxRL divides by a group's mean reward"):
-        maxrl_advantages([[1.0, -0.5]])
+def test_maxrl_gives_no_advantage_to_a_group_whose_mean_is_not_above_0_and_warns():
+    with pytest.warns(UserWarning, match=r"a reward is -1.5; MaxRL divides by a group's mean reward"):
+        advantages = maxrl_advantages([[1.0, -0.5], [0.5, -1.5], [-1.0, 1.0], [-1.0, -1.0], [0.0, 1.0]])
+    assert advantages == pytest.approx([3, -3, 0, 0, 0, 0, 0, 0, -1, 1])
+
+
+def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="unknown advantages 'ppo'; choose grpo, dr_grpo, rloo, maxrl"):
         resolve_advantages("ppo")
     with pytest.raises(ValueError, match="unknown advantages 'ppo'"):
@@ -144,7 +148,11 @@ def test_a_turn_gets_the_advantage_of_its_return_among_those_of_the_same_turn(na
                     math.fsum(discount ** (j - turn) * rewards[i][j] for j in range(turn, len(rewards[i])))
                     for i in having
                 ]
-                row.append(ADVANTAGES[name]([returns])[having.index(sample)])
+                if name == "rloo" and len(having) == 1:
+                    last = [of_sample[-1] for index, of_sample in enumerate(rewards) if index != sample]
+                    row.append(returns[0] - math.fsum(last) / len(last))
+                else:
+                    row.append(ADVANTAGES[name]([returns])[having.index(sample)])
             expected.append(row)
     for got, row in zip(ours, expected, strict=True):
         assert got.tolist() == pytest.approx(row, rel=1e-6)
@@ -161,3 +169,46 @@ def test_one_turn_is_the_advantage_of_the_sample_and_other_tokens_get_0():
 def test_as_many_rewards_as_turns_are_asked_for():
     with pytest.raises(ValueError, match="sample 1 of group 0 has 1 rewards and 2 turns"):
         turn_advantages([[[1.0], [1.0]]], [[np.array([1], bool), np.array([1, 0, 1], bool)]])
+
+
+def turn_gradients(name: str, n: int, p: float, q: float) -> tuple[list[float], list[float]]:
+    """The expected gradients of two turns, and the exact ones, by enumeration of all groups of n samples. The policy
+    goes on to turn two with probability p, where it takes action 1 with probability q."""
+    first, second = {0: 0.3, 1: 0.0}, {0: 0.2, 1: 1.0}  # rewards
+    outcomes = [  # rewards, probability, gradients of log π by the logits of p and q
+        ([first[0]], 1 - p, (-p, 0.0)),
+        ([first[1], second[0]], p * (1 - q), (1 - p, -q)),
+        ([first[1], second[1]], p * q, (1 - p, 1 - q)),
+    ]
+    exact = [
+        sum(chance * sum(rewards[turn:]) * slopes[turn] for rewards, chance, slopes in outcomes) for turn in (0, 1)
+    ]
+    expected = [0.0, 0.0]
+    for group in product(outcomes, repeat=n):
+        drawn = [np.array([True] + [False, True] * (len(rewards) - 1)) for rewards, _, _ in group]
+        advantages = turn_advantages([[rewards for rewards, _, _ in group]], [drawn], advantages=name)
+        chance = math.prod(chance for _, chance, _ in group)
+        for (rewards, _, slopes), values in zip(group, advantages, strict=True):
+            for turn in range(len(rewards)):
+                expected[turn] += chance * values[2 * turn].item() * slopes[turn] / n
+    return expected, exact
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("p", [0.1, 0.31, 0.9])
+def test_rloo_is_unbiased_for_turns_that_the_policy_decides_to_reach(n, p):
+    expected, exact = turn_gradients("rloo", n, p, 0.6)
+    assert expected == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("p", [0.1, 0.31, 0.9])
+def test_dr_grpo_weighs_turns_down_by_the_documented_factor(n, p):
+    expected, exact = turn_gradients("dr_grpo", n, p, 0.6)
+    assert expected[0] / exact[0] == pytest.approx((n - 1) / n, rel=1e-5)
+    assert expected[1] / exact[1] == pytest.approx(1 - (1 - (1 - p) ** n) / (n * p), rel=1e-5)
+
+
+def test_a_lone_sample_of_several_turns_has_nothing_to_be_compared_with():
+    [values] = turn_advantages([[[1.0, 2.0]]], [[np.array([1, 0, 1], bool)]], advantages="rloo")
+    assert values.tolist() == [0, 0, 0]
