@@ -78,7 +78,7 @@ def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, ent
         return _score_logits(logits_nV, batch, entropy)
     head = plain_head(inner) if way == "fused" else None
     with (
-        packed_attention(inner),
+        packed_attention(inner) as packed_in_backward_too,
         _replaying(model, batch, packed.source) as stay_until_backward,
         scoring_head(inner, head, batch, packed, entropy=entropy) if head else nullcontext(),
     ):
@@ -86,6 +86,7 @@ def _score(model: nn.Module, inner: nn.Module, batch: PackedBatch, way: Way, ent
             input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False, packed=packed
         ).logits[0]
         stay_until_backward(out)
+        packed_in_backward_too(out)
     if head is None:
         return _score_logits(out[packed.predicting], batch, entropy)
     out = out / head.scale if head.scale != 1 else out

@@ -5,9 +5,8 @@ The model sees one row of F fed tokens, [1, F]; everything but attention treats 
 attend there. D head dimension.
 """
 
-import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -191,30 +190,50 @@ def is_packable(model: nn.Module) -> bool:
 
 
 _replaced: dict[int, str | None] = {}
-"""The attention that ours stands in for, by the id of the model's config."""
+"""The attention that ours stands in for, by the id of the configuration. Entries exist during forward and backward."""
 
 
 @contextmanager
-def packed_attention(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's attention understands `packed=PackedInput`.
+def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Inside, the model's attention understands `packed=PackedInput`. Afterwards its configuration is as before.
 
-    With gradient it stays so, since backward may run forward passes again (activation checkpointing); for any other
-    input it then does what the model's own attention does.
+    The function that is yielded takes the output. Backward can run forward passes again (activation checkpointing), so
+    the configuration has our attention during a backward pass through that output too. For any other input our
+    attention does what the model's own does.
     """
     config: Any = model.config
-    replacing = config._attn_implementation != ATTENTION_NAME
-    if replacing:
-        if id(config) not in _replaced:
-            weakref.finalize(config, _replaced.pop, id(config), None)
-        _replaced[id(config)] = config._attn_implementation
-        config._attn_implementation = ATTENTION_NAME
+    engine = torch.autograd.Variable._execution_engine
+
+    def in_backward_too(out: torch.Tensor) -> None:
+        if out.requires_grad:  # the hook is called where backward begins, and what it queues where backward ends
+            out.register_hook(lambda _: engine.queue_callback(_replace(config)))
+
+    restore = _replace(config)
     token = _packing.set(True)
     try:
-        yield
+        yield in_backward_too
     finally:
         _packing.reset(token)
-        if replacing and not torch.is_grad_enabled():
-            config._attn_implementation = _replaced[id(config)]
+        restore()
+
+
+def _replace(config: PretrainedConfig) -> Callable[[], None]:
+    """Give a configuration and those inside it our attention. Returns a function that restores their own."""
+    configs = _with_inner(config)
+    _replaced.update((id(c), c._attn_implementation) for c in configs if c._attn_implementation != ATTENTION_NAME)
+    config._attn_implementation = ATTENTION_NAME
+
+    def restore() -> None:
+        for each in configs:  # outer ones first: setting one sets those inside it
+            if id(each) in _replaced:
+                each._attn_implementation = _replaced.pop(id(each))
+
+    return restore
+
+
+def _with_inner(config: Any) -> list[Any]:
+    inner = [getattr(config, name, None) for name in config.sub_configs]
+    return [config, *(found for each in inner if each is not None for found in _with_inner(each))]
 
 
 def attend(

@@ -1,7 +1,6 @@
 """A packed forward pass computes what whole sequences, one at a time, compute."""
 
 import dataclasses
-import gc
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ from tiny_models import CONFIGS, make_model
 from torch.utils.checkpoint import checkpoint
 
 from inflight.training.model.forward import TokenScores, score_tokens
-from inflight.training.model.packing import _replaced, pack_input
+from inflight.training.model.packing import pack_input
 from inflight.training.objective.loss import loss_of_scores, policy_loss
 from inflight.training.objective.objective import resolve
 
@@ -235,14 +234,3 @@ def test_losses_and_gradients_of_micro_batches_add_up(objective):
     assert (summed.ess, summed.clipped) == pytest.approx((stats.ess, stats.clipped), rel=1e-4)
     for ours, theirs in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-3)
-
-
-def test_nothing_is_remembered_of_a_model_that_is_gone():
-    """Another configuration may get its id, and must not get its attention."""
-    model = make_model("qwen3")
-    score_tokens(model, make_batch())
-    number = id(model.config)
-    assert _replaced[number] == "sdpa"
-    del model
-    gc.collect()
-    assert number not in _replaced

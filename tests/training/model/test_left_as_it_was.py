@@ -1,0 +1,122 @@
+"""After a loss a model is what it was: its configuration, what is saved of it, and what it computes."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from made_batches import make_batch, one_by_one
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from inflight.training.model import packing
+from inflight.training.model.forward import score_tokens
+from inflight.training.objective.loss import policy_loss
+
+
+def implementations(model) -> list[str]:
+    return [config._attn_implementation for config in packing._with_inner(model.config)]
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_configuration_is_the_models_own_after_forward_and_after_backward(implementation):
+    model = make_model("qwen3")
+    model.set_attn_implementation(implementation)
+    before = implementations(model)
+    loss, _ = policy_loss(model, make_batch())
+    assert implementations(model) == before == [implementation]
+    loss.backward()
+    assert implementations(model) == before
+    with torch.no_grad():
+        score_tokens(model, make_batch())
+    assert implementations(model) == before
+    assert not packing._replaced
+
+
+def test_it_is_so_after_an_exception_in_the_loss():
+    model = make_model("qwen3")
+    score_tokens(model, make_batch())  # the way is known
+    handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        policy_loss(model, make_batch())
+    handle.remove()
+    assert implementations(model) == ["sdpa"]
+    ids = torch.tensor([[1, 2, 3]])
+    assert torch.equal(model(ids).logits, make_model("qwen3")(ids).logits)
+
+
+def test_a_backward_pass_that_failed_is_over_with_the_next_loss():
+    model = make_model("qwen3")
+    loss, _ = policy_loss(model, make_batch())
+    handle = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    score_tokens(model, make_batch())
+    assert implementations(model) == ["sdpa"]
+
+
+def test_inner_configurations_keep_attention_of_their_own():
+    """That of a vision tower, for example."""
+    model = make_model("qwen3")
+    inner = copy.deepcopy(model.config)
+    inner._attn_implementation = "eager"
+    type(model.config).sub_configs, model.config.tower = {"tower": type(inner)}, inner
+    try:
+        policy_loss(model, make_batch())[0].backward()
+        assert implementations(model) == ["sdpa", "eager"]
+    finally:
+        type(model.config).sub_configs = {}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_activations_that_are_computed_again_see_their_own_sequences(implementation, reentrant):
+    """Backward runs the layers again, long after the configuration is the model's own."""
+    plain, checkpointed = make_model("qwen3"), make_model("qwen3")
+    checkpointed.set_attn_implementation(implementation)
+    checkpointed.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    batches = [make_batch(0), make_batch(1)]
+    score_tokens(checkpointed, batches[0])  # the way is known
+    runs = []
+    for layer in checkpointed.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: runs.append(1))
+    sum(policy_loss(checkpointed, batch)[0] for batch in batches).backward()
+    assert len(runs) == 2 * 2 * len(checkpointed.model.layers)  # each twice for both batches
+    for batch in batches:
+        logprobs, _ = one_by_one(plain, batch)
+        ours = score_tokens(make_model("qwen3"), batch).logprobs
+        torch.testing.assert_close(ours, logprobs, atol=1e-4, rtol=1e-4)
+        policy_loss(plain, batch)[0].backward()
+    torch.testing.assert_close(gradients(checkpointed), gradients(plain), atol=1e-6, rtol=1e-3)
+    assert implementations(checkpointed) == [implementation]
+
+
+def test_what_is_copied_pickled_or_saved_after_a_loss_works_where_inflight_is_not(tmp_path):
+    model = make_model("qwen3")
+    ids = torch.tensor([[3, 1, 2, 5]])
+    expected = model(ids).logits
+    loss, _ = policy_loss(model, make_batch())
+    twin = copy.deepcopy(model)  # between forward and backward
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps(model))
+    loss.backward()
+    model.save_pretrained(tmp_path / "saved")
+    assert implementations(twin) == ["sdpa"]
+    assert torch.equal(twin(ids).logits, expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    torch.testing.assert_close(loaded(ids).logits, expected)
+    code = (
+        "import pickle, sys, torch; model = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "assert 'inflight' not in sys.modules\n"
+        "print(model(torch.tensor([[3, 1, 2, 5]])).logits.double().sum().item())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model.pickle"], capture_output=True, text=True, timeout=300
+    )
+    assert float(found.stdout) == pytest.approx(expected.double().sum().item(), abs=1e-3), found.stderr
