@@ -10,6 +10,7 @@ MAX_LOGIT_BIASES = 4096
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_OWN_COLUMNS = 16
+MAX_SALT_CHARACTERS = 256
 LEAST_TEMPERATURE = 1e-6
 
 
@@ -41,6 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Token ids that end a sample, as the model's own end-of-sequence ids do. The stop token is part of the sample."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample as soon as its text holds one. The token that completes it is part of the sample."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of `Rollout.text` and `Rollout.prompt`. False keeps them, for rewards that look for a
+    `<think>` or `[TOOL_CALLS]` that is a special token; the end-of-sequence token is then part of the text, too."""
     min_tokens: int = 0
     """Until so many tokens are sampled, stop_token_ids and the model's end-of-sequence ids have probability 0, and stop
     strings do not end a sample."""
@@ -62,6 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return_sampling_mask: bool = False
     """Record the token ids that top-k, top-p and min-p left at each position, or where they left most of a large
     vocabulary those that they cut (`Rollout.sampling_mask`)."""
+    cache_salt: str = ""
+    """Share prefix-cache blocks only with prompts of the same salt."""
     columns: tuple[str, ...] = ()
     """Record these columns of one's own (`EngineOptions.columns`), by name, in `Rollout.columns`."""
 
@@ -99,6 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(
                 f"stop holds at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters each"
             )
+        if len(self.cache_salt) > MAX_SALT_CHARACTERS:
+            raise ValueError(f"cache_salt has at most {MAX_SALT_CHARACTERS} characters, got {len(self.cache_salt)}")
         if isinstance(self.columns, str) or len(self.columns) > MAX_OWN_COLUMNS:
             raise ValueError(f"columns is a tuple of at most {MAX_OWN_COLUMNS} names, got {self.columns!r}")
         if self.seed is not None and not 0 <= self.seed < 2**63:

@@ -283,9 +283,16 @@ class Scheduler:
         """The namespace of the keys and values that a pass under this version of the weights computes for a sequence,
         and their own version, which for the weights alone does not count publishes of adapters."""
         computed_by = version if sequence.adapter is None else stamp
-        if self._options.prefix_across_versions and sequence.pin is UNPINNED:
-            return sequence.adapter or "", computed_by
-        return (version if sequence.adapter is None else self._kv_namespaces[sequence.adapter]), computed_by
+        if self._outlives_versions(sequence):
+            namespace = sequence.adapter or ""
+        else:
+            namespace = version if sequence.adapter is None else self._kv_namespaces[sequence.adapter]
+        salt = sequence.params.cache_salt
+        return ((namespace, salt) if salt else namespace), computed_by
+
+    def _outlives_versions(self, sequence: Sequence) -> bool:
+        """Its keys and values can be of several versions."""
+        return bool(self._options.prefix_across_versions) and sequence.pin is UNPINNED
 
     def _let_follow(self, leader: Sequence) -> list[Sequence]:
         """If the leader's prompt is computed, its followers that find room join it; the others queue on their own."""
@@ -324,7 +331,7 @@ class Scheduler:
         matched = not sequence.holding.computed and not sequence.scores_prompt
         if matched:
             namespace, computed_by = self._kv_namespace(sequence, version, stamp)
-            oldest = computed_by - self._options.prefix_across_versions if isinstance(namespace, str) else 0
+            oldest = computed_by - self._options.prefix_across_versions if self._outlives_versions(sequence) else 0
             sequence.taken_over = self._cache.match(sequence.holding, sequence.token_ids(), namespace, oldest=oldest)
             sequence.taken_over_version = sequence.holding.oldest
         while not self._cache.has_room(sequence.holding, sequence.length + 1, spare=self._num_growing()):

@@ -2,13 +2,13 @@
 
 from transformers import PreTrainedTokenizerBase
 
+from inflight.core.continuation import UNFINISHED, Continuation
 from inflight.engine.sequence import Sequence
 
 _TOKENS_PER_CHARACTER = 4
 """A character is at most four bytes of UTF-8, and a token holds at least one byte."""
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder makes of a character of which some bytes are missing."""
+_CONTEXT = 32
+"""Tokens before those in which a stop string can be."""
 
 
 class StopCondition:
@@ -34,7 +34,14 @@ class StopCondition:
         if not params.stop:
             return False
         assert self._tokenizer is not None  # else the request was refused
-        tokens = sequence.tokens[-(_TOKENS_PER_CHARACTER * max(map(len, params.stop)) + 1) :]
-        text = str(self._tokenizer.decode(tokens))
-        before = str(self._tokenizer.decode(tokens[:-1])).rstrip(_UNFINISHED)
+        count = _TOKENS_PER_CHARACTER * max(map(len, params.stop)) + 1
+        tokens, earlier = sequence.tokens[-count:], sequence.tokens[-count - _CONTEXT : -count]
+        if len(earlier) < _CONTEXT:
+            earlier = sequence.prompt[-_CONTEXT:] + earlier
+        continuation = Continuation(self._decode, earlier)
+        text = continuation.text(tokens)
+        before = continuation.text(tokens[:-1]).rstrip(UNFINISHED)
         return any(stop in text[max(0, len(before) - len(stop) + 1) :] for stop in params.stop)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))  # pyright: ignore[reportOptionalMemberAccess]

@@ -92,7 +92,8 @@ class _Choice:
 
     def __init__(self, job: Job, index: int):
         self._job, self._index = job, index
-        self._text = AnswerText(job.served.decoder, job.shape.rules)
+        prompt = job.shape.prompts[index // job.shape.params.n]
+        self._text = AnswerText(job.served.decoder, job.shape.rules, prompt)
         self._is_new = True
         self._versions: list[int] = []
         """Which weights drew each token, where that is told."""

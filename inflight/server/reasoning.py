@@ -1,8 +1,31 @@
-"""What a model thinks before it answers, between <think> and </think>, told apart from the answer."""
+"""The reasoning of a model before it answers, told apart from the answer by marks around it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-_OPEN, _CLOSE = "<think>", "</think>"
+from transformers import PreTrainedTokenizerBase
+
+from inflight.server.tools import held
+
+Marks = tuple[str, str]
+"""The text that opens reasoning, and the text that closes it."""
+_THINK: Marks = ("<think>", "</think>")
+_OTHERS: Sequence[Marks] = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def thinking_marks(tokenizer: PreTrainedTokenizerBase | None) -> Marks:
+    """The marks that the chat template has, or the vocabulary as one token each; else <think> and </think>."""
+    if tokenizer is None:
+        return _THINK
+    template, vocabulary = str(tokenizer.chat_template or ""), tokenizer.get_vocab()
+    known = (_THINK, *_OTHERS)
+    named = (marks for marks in known if marks[0] in template)
+    return next(named, None) or next((marks for marks in known if all(m in vocabulary for m in marks)), _THINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,29 +34,30 @@ class Thinking:
 
     opened: bool
     """The prompt has begun with it, so that the answer begins with reasoning."""
+    marks: Marks = _THINK
 
     @classmethod
-    def after(cls, prompt: str, continued: object = None) -> "Thinking":
-        """prompt: its end, as text; many templates end it with <think>. continued: the content of a message that the
-        answer goes on with, if there is one."""
+    def after(cls, prompt: str, continued: object = None, marks: Marks = _THINK) -> "Thinking":
+        """prompt: its end, as text; many templates end it with the opening mark. continued: the content of a message
+        that the answer continues, if there is one."""
         message = continued if isinstance(continued, str) else ""
-        return cls(prompt.rstrip().endswith(_OPEN) or message.rfind(_OPEN) > message.rfind(_CLOSE))
+        return cls(prompt.rstrip().endswith(marks[0]) or message.rfind(marks[0]) > message.rfind(marks[1]), marks)
 
     def split(self, text: str, *, whole: bool = True) -> tuple[str, str]:
-        """(the reasoning, the answer) of a text. What is thought without an end is reasoning alone.
+        """(the reasoning, the answer) of a text. Reasoning without an end is reasoning alone.
 
-        whole: False while more may come; then what is certain, which only grows.
+        whole: False while more can arrive; the result is then the part that is certain, which only grows.
         """
+        opening, closing = self.marks
         inside = text
         if not self.opened:
             inside = text.lstrip()
-            if not whole and _OPEN.startswith(inside):
+            if not whole and opening.startswith(inside):
                 return "", ""
-            if not inside.startswith(_OPEN):
+            if not inside.startswith(opening):
                 return "", text
-            inside = inside.removeprefix(_OPEN)
-        reasoning, close, content = inside.partition(_CLOSE)
+            inside = inside.removeprefix(opening)
+        reasoning, close, content = inside.partition(closing)
         if not close and not whole:
-            held = next((n for n in range(len(_CLOSE) - 1, 0, -1) if inside.endswith(_CLOSE[:n])), 0)
-            reasoning = inside[: len(inside) - held]
+            reasoning = inside[: len(inside) - held(inside, closing)]
         return reasoning.strip("\n"), content.lstrip("\n")

@@ -18,7 +18,10 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 _THROWN_AWAY = 16
 """Bodies of so many times the bound are read to their end; on a larger one the connection is closed."""
-_AS_GIVEN = ("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "repetition_penalty")
+_AS_GIVEN = (
+    *("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "repetition_penalty"),
+    *("skip_special_tokens", "cache_salt"),
+)
 """Fields that SamplingParams has too, with the same meaning; where they are not given, its own defaults hold."""
 _GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _REFUSED_BY_ALL: dict[str, tuple[Any, ...]] = {
@@ -53,6 +56,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     return_sampling_mask: bool | None = None
     prompt_logprobs: int | None = None
+    cache_salt: str | None = None
 
     def params(self, *, max_tokens: int, top_logprobs: int, echoed: int | None = None) -> SamplingParams:
         """Raises ApiError for a value that is out of range. max_tokens: where the request does not say. echoed: so many
@@ -128,6 +132,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     token_ids: list[int]
     sampling_params: TokenSampling = msgspec.field(default_factory=TokenSampling)
 

@@ -16,8 +16,8 @@ from inflight.server.errors import ApiError
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
+from inflight.server.readers import AnswerReading
 from inflight.server.text import TextDecoder
-from inflight.server.tools import tool_format
 from inflight.server.updates import Updates
 
 _CHECK_S = 0.01
@@ -32,7 +32,7 @@ class Served:
         self.names = self.names or ["inflight"]
         self.tokenizer = copy.deepcopy(engine.tokenizer)  # which is not safe to use from several threads
         self.decoder = TextDecoder(self.tokenizer)
-        self.tool_format = tool_format(self.tokenizer)
+        self.reading = AnswerReading(self.decoder, split_reasoning=options.split_reasoning)
         self.created = int(time.time())
         self.max_context = engine.info.max_context
         self.max_body_bytes = int(options.max_body_mib * 2**20)

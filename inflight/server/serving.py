@@ -17,7 +17,6 @@ from inflight.server.bodies import answer
 from inflight.server.errors import ApiError
 from inflight.server.job import EventStream, Job
 from inflight.server.prompts import chat_prompt, completion_prompts
-from inflight.server.reasoning import Thinking
 from inflight.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -58,18 +57,16 @@ async def chat(served: Served, request: Request) -> Response:
     choice = fields.tool_choice or ("auto" if fields.tools else "none")
     if choice not in ("auto", "none"):
         raise ApiError(400, 'tool_choice must be "auto" or "none"; drawing is not guided', param="tool_choice")
-    if choice == "auto" and fields.tools and served.tool_format is None:
+    if choice == "auto" and fields.tools and not served.reading.reads_tools:
         raise ApiError(400, "the chat template of this model has no tool calls that the server can read", param="tools")
     if fields.top_logprobs and not fields.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = chat_prompt(fields, served.tokenizer, served.names[0])
     params = fields.params(max_tokens=served.max_context, top_logprobs=fields.top_logprobs or 0)
-    tools = served.tool_format if fields.tools and choice == "auto" else None
-    thinking = None
-    if served.options.split_reasoning:
-        continued = fields.messages[-1].get("content") if fields.continue_final_message else None
-        thinking = Thinking.after(served.decoder.end_of(prompt), continued)
-    shape = ChatShape(served, fields, params, logprobs=bool(fields.logprobs), tools=tools, thinking=thinking)
+    tools = fields.tools if fields.tools and choice == "auto" else []
+    continued = fields.messages[-1].get("content") if fields.continue_final_message else None
+    reading = served.reading.of(prompt, continued, tools)
+    shape = ChatShape(served, fields, params, logprobs=bool(fields.logprobs), reading=reading)
     return await _respond(served, request, fields, shape, [prompt])
 
 
@@ -77,6 +74,7 @@ async def generate(served: Served, request: Request, *, experts_as_lists: bool =
     """/inference/v1/generate. experts_as_lists: /skyrl/v1/generate, with another form of routed experts."""
     fields = read_fields(await read_body(request, served.max_body_bytes), GenerateRequest)
     sampling = fields.sampling_params
+    sampling.cache_salt = fields.cache_salt or sampling.cache_salt
     asked = sampling.logprobs is not None and sampling.logprobs is not False
     # One log-probability is that of the drawn token, as in vLLM.
     top = 0 if isinstance(sampling.logprobs, bool) or sampling.logprobs in (None, 1) else sampling.logprobs

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight.core.rollout import Rollout
@@ -17,11 +17,11 @@ from inflight.server.answers import (
     prompt_logprobs,
 )
 from inflight.server.errors import ApiError
-from inflight.server.reasoning import Thinking
+from inflight.server.readers import Read, Reader, Reading
 from inflight.server.requests import OpenAIFields, SamplingFields
 from inflight.server.served import Served
 from inflight.server.text import TextRules
-from inflight.server.tools import ToolCall, ToolFormat
+from inflight.server.tools import ToolCall
 
 _MOST_ENTRIES, _MOST_ECHOED = 1 << 18, 1 << 22
 """Log-probabilities of prompt tokens, and tokens of echoed prompts, in one answer at most: while it is put together, no
@@ -55,7 +55,7 @@ class Shape(ABC):
 
     def __init__(self, served: Served, fields: SamplingFields, params: SamplingParams, *, logprobs: bool):
         self.served, self.params, self.with_logprobs = served, params, logprobs
-        self.rules = TextRules(params, fields.skip_special_tokens is not False, bool(fields.include_stop_str_in_output))
+        self.rules = TextRules(params, bool(fields.include_stop_str_in_output), params.skip_special_tokens)
         self.with_versions = self.with_ids = False
         self.num_likely = fields.prompt_logprobs
         """How many of the likeliest tokens are told of each token of the prompt; None: its tokens are not scored."""
@@ -159,28 +159,28 @@ class CompletionShape(_OpenAIShape):
 
     def _prompt_text(self, index: int) -> str:
         prompt = self.prompts[index // self.params.n]
-        return self.served.decoder.decode(prompt, skip_special_tokens=self.rules.skip_special_tokens)
+        return self.served.decoder.decode(prompt, skip_special_tokens=self.params.skip_special_tokens)
 
 
 class ChatShape(_OpenAIShape):
     kind, object = "chatcmpl", "chat.completion"
 
-    def __init__(self, *args: Any, tools: ToolFormat | None, thinking: Thinking | None, **kwargs: Any):
-        """tools, thinking: None if the answer is not looked through for tool calls, or for reasoning."""
+    def __init__(self, *args: Any, reading: Reading | None, **kwargs: Any):
+        """reading: None if the text of an answer is its content."""
         super().__init__(*args, **kwargs)
-        self._tools, self._thinking = tools, thinking
-        self._texts: dict[int, str] = {}
-        self._given: dict[int, tuple[int, int]] = {}
-        """Characters of the reasoning and of the content that were given, by choice."""
+        self._reading = reading
+        self._readers: dict[int, Reader] = {}
+        if reading is not None:
+            self.rules = replace(self.rules, skip_special_tokens=False)
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        reasoning, content, calls = self._read(piece.text, whole=True)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
-        message |= _reasoned(reasoning)
-        if calls:
-            message["tool_calls"] = [call.body for call in calls]
+        read = self._read(piece)
+        message: dict[str, Any] = {"role": "assistant", "content": read.content or (None if read.calls else "")}
+        message |= _reasoned(read.reasoning)
+        if read.calls:
+            message["tool_calls"] = [call.body for call in read.calls]
         choice = {"index": piece.index, "message": message, "logprobs": self.chat_logprobs(piece, as_ids=self.as_ids)}
-        return choice | self.common(piece) | _called(piece, calls)
+        return choice | self.common(piece) | _called(piece, read.calls)
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         for index in range(self.params.n):
@@ -190,35 +190,27 @@ class ChatShape(_OpenAIShape):
             } | self.extras()
 
     def delta(self, piece: Piece) -> dict[str, Any] | None:
-        reasoning, content, calls = self._new(piece)
-        delta: dict[str, Any] = _reasoned(reasoning) | ({"content": content} if content else {})
-        if calls:
-            delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(calls)]
+        read = self._read(piece)
+        delta: dict[str, Any] = _reasoned(read.reasoning) | ({"content": read.content} if read.content else {})
+        if read.calls:
+            delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(read.calls)]
         if not delta and piece.finish_reason is None and not self.with_logprobs and not self.with_ids:
             return None
         choice = {"index": piece.index, "delta": delta, "logprobs": self.chat_logprobs(piece, as_ids=self.as_ids)}
-        return choice | self.common(piece) | _called(piece, calls)
+        return choice | self.common(piece) | _called(piece, read.calls)
 
-    def _new(self, piece: Piece) -> tuple[str, str, list[ToolCall]]:
-        """The reasoning and the content that are new, and with the last piece the tool calls."""
-        if self._tools is None and self._thinking is None:
-            return "", piece.text, []
-        text = self._texts[piece.index] = self._texts.get(piece.index, "") + piece.text
-        reasoning, content, calls = self._read(text, whole=piece.finish_reason is not None)
-        thought, said = self._given.get(piece.index, (0, 0))
-        self._given[piece.index] = max(thought, len(reasoning)), max(said, len(content))
-        return reasoning[thought:], content[said:], calls
-
-    def _read(self, text: str, *, whole: bool) -> tuple[str, str, list[ToolCall]]:
-        """(reasoning, content, tool calls) of a text, or, if it is not whole, what is certain of them."""
-        reasoning, calls = "", []
-        if self._thinking is not None:
-            reasoning, text = self._thinking.split(text, whole=whole)
-        if self._tools is not None and whole:
-            text, calls = self._tools.split(text)
-        elif self._tools is not None:
-            text = text[: self._tools.sure(text)]
-        return reasoning, text, calls
+    def _read(self, piece: Piece) -> Read:
+        """The parts of an answer that are new."""
+        if self._reading is None:
+            return Read(content=piece.text)
+        if piece.index not in self._readers:
+            self._readers[piece.index] = self._reading.reader()
+        read = self._readers[piece.index].feed(piece.text, last=piece.finish_reason is not None)
+        if self.params.skip_special_tokens:
+            read.content, read.reasoning = (
+                self._reading.hidden.sub("", part) for part in (read.content, read.reasoning)
+            )
+        return read
 
 
 def _reasoned(reasoning: str) -> dict[str, str]:

@@ -1,15 +1,15 @@
 """From drawn tokens to the text of an answer, at once or part by part."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from inflight.core.continuation import UNFINISHED, Continuation
 from inflight.core.sampling import SamplingParams
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder makes of a character of which some bytes are missing."""
 
 _END_TOKENS = 16
 """As many of a prompt's last tokens hold its last word, in any vocabulary."""
@@ -20,8 +20,9 @@ class TextDecoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
         self.tokenizer = tokenizer
+        self._inside = Continuation(partial(self.decode, skip_special_tokens=False), self._ids_of("a"))
         self.token = lru_cache(maxsize=1 << 16)(self._token)
-        """The text of one token, special ones included."""
+        """The text of one token in the middle of a text; special tokens have text, too."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self.tokenizer is None:
@@ -32,8 +33,25 @@ class TextDecoder:
         """The text of the last tokens of a prompt, special ones included."""
         return self.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
 
+    def special_besides(self, marks: str) -> re.Pattern[str]:
+        """The texts of special tokens that are no part of `marks`."""
+        texts = {self.token(token) for token in special_ids(self.tokenizer)} - {""}
+        others = sorted((text for text in texts if text not in marks), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, others)) if others else r"(?!)")
+
     def _token(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+        return self._inside.text([token_id])
+
+    def _ids_of(self, text: str) -> list[int]:
+        return [] if self.tokenizer is None else list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Tokens that `skip_special_tokens` leaves out."""
+    if tokenizer is None:
+        return frozenset()
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return frozenset(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +59,24 @@ class TextRules:
     """What of a sample's text a client gets."""
 
     params: SamplingParams
-    skip_special_tokens: bool = True
     include_stop: bool = False
     """What ended the sample is part of its text."""
+    skip_special_tokens: bool = True
 
 
 class AnswerText:
     """The text of one sample, which grows with its tokens. What may be the beginning of a stop string, or of a
     character that is not whole, is held back until more is known."""
 
-    def __init__(self, decoder: TextDecoder, rules: TextRules):
-        self._decoder, self._rules = decoder, rules
+    def __init__(self, decoder: TextDecoder, rules: TextRules, prompt: Sequence[int] = ()):
+        """prompt: the tokens that the sample continues."""
+        self._decoder, self._rules, self._prompt = decoder, rules, prompt
+        self._continuation = Continuation(self._decode, prompt)
         self._ids: list[int] = []
-        self._begin = self._read = 0
-        """The window of tokens that is decoded again with each new one, and how many of them are in the text."""
+        self._window = list(self._continuation.context)
+        """The tokens that are decoded again with each new one."""
+        self._read = len(self._window)
+        """How many of the window are in the text, or are the prompt's."""
         self._text = ""
         self._given = 0
         self.stop_reason: str | int | None = None
@@ -70,38 +92,46 @@ class AnswerText:
             text = self._whole(finish_reason)
             new, self._text = text[self._given :], text
         else:
-            self._append()
+            self._append(ids)
             new = self._text[self._given : max(self._given, len(self._text) - self._held)]
         self._given += len(new)
         return new
 
-    def _append(self) -> None:
+    def _append(self, ids: Sequence[int]) -> None:
         """Decode the tokens that came, beside some before them, on which spaces and characters may depend."""
         # A token that ends a sample is known only with the finish_reason, which comes in the same part.
-        if self._read == len(self._ids):
+        self._window += ids
+        if self._read == len(self._window):
             return
-        before = self._decode(self._ids[self._begin : self._read])
-        after = self._decode(self._ids[self._begin :])
-        if len(after) > len(before) and not after.endswith(_UNFINISHED):
-            self._text += after[len(before) :]
-            self._begin, self._read = self._read, len(self._ids)
+        new = self._continuation.after(self._decode(self._window[: self._read]), self._window)
+        if new and not new.endswith(UNFINISHED):
+            self._text += new
+            self._window = self._window[self._read :]
+            self._read = len(self._window)
 
     def _whole(self, finish_reason: str) -> str:
         params, ids = self._rules.params, self._ids
-        text = self._decode(ids)
+        text = self._continuation.text(ids)
         if finish_reason != "stop" or not ids:
             return text
         if ids[-1] in params.stop_token_ids:
             self.stop_reason = ids[-1]
         else:
-            before = self._decode(ids[:-1]).rstrip(_UNFINISHED)
-            found = [
-                (at, stop) for stop in params.stop if (at := text.find(stop, max(0, len(before) - len(stop) + 1))) >= 0
-            ]
+            found = _stops(params.stop, text, self._continuation.text(ids[:-1]))
             if found:
                 at, self.stop_reason = min(found)
                 return text[: at + len(self.stop_reason) * self._rules.include_stop]
-        return text if self._rules.include_stop else self._decode(ids[:-1])
+            if params.stop:  # one of them can be the text of a token that is skipped
+                plain = Continuation(partial(self._decoder.decode, skip_special_tokens=False), self._prompt)
+                found = _stops(params.stop, plain.text(ids), plain.text(ids[:-1]))
+                self.stop_reason = min(found)[1] if found else None
+        return text if self._rules.include_stop else self._continuation.text(ids[:-1])
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._rules.skip_special_tokens)
+
+
+def _stops(stops: Sequence[str], text: str, before: str) -> list[tuple[int, str]]:
+    """Stop strings that the last token completed, and where they begin. before: the text without that token."""
+    known = len(before.rstrip(UNFINISHED))
+    return [(at, stop) for stop in stops if (at := text.find(stop, max(0, known - len(stop) + 1))) >= 0]

@@ -1,12 +1,14 @@
-"""Tool calls in drawn text: what common chat templates have models write, as the OpenAI API has it.
+"""Tool calls in drawn text, as the OpenAI API has them.
 
-The format is told by the chat template: `<tool_call>` with JSON (Hermes, Qwen) or with `<function=…>` (Qwen coder
-models), `[TOOL_CALLS]` (Mistral), or a JSON object alone (Llama 3).
+The chat template says which format a model writes: `<tool_call>` with JSON (Hermes, Qwen), with `<function=…>` (Qwen
+coder) or with `<arg_key>` (GLM), `[TOOL_CALLS]` (Mistral), the marks of DeepSeek and of Kimi, or a JSON object alone
+(Llama 3). JSON is read up to its own end, so that a mark inside of a string ends nothing.
 """
 
+import json
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What a model calls."""
+    """A call of a function by a model."""
 
     name: str
     arguments: str
@@ -28,97 +30,180 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+Tools = Sequence[Mapping[str, Any]]
+"""The tools of a request, as the OpenAI API has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One way to write a call: head, arguments, tail."""
+
+    head: re.Pattern[str]
+    """Text before the arguments, with the group `name` unless the JSON has the name."""
+    tail: re.Pattern[str]
+    pair: re.Pattern[str] | None = None
+    """One argument, with the groups `key` and `value`. None: the arguments are JSON."""
+
+    def read(self, text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int] | None:
+        """The calls that begin there, and where they end. None if this is another form."""
+        head = self.head.match(text, at)
+        if head is None:
+            return None
+        name = head.groupdict().get("name")
+        if self.pair is not None:
+            calls, end = self._read_pairs(text, head.end(), str(name), tools)
+        else:
+            value, end = _json_at(text, head.end())
+            calls = _calls(name, value)
+        tail = self.tail.match(text, end)
+        return (calls, tail.end()) if tail is not None and calls else None
+
+    def _read_pairs(self, text: str, at: int, name: str, tools: Tools) -> tuple[list[ToolCall], int]:
+        assert self.pair is not None
+        types, arguments = _types(name, tools), {}
+        while pair := self.pair.match(text, at):
+            key, value, at = pair["key"].strip(), pair["value"], pair.end()
+            arguments[key] = value if types.get(key) == "string" else _value(value)
+        return [ToolCall(name, _dumped(arguments))], at
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes tool calls."""
 
-    marker: str
-    """The text that the first one begins with."""
-    parse: Callable[[str], list[ToolCall]]
-    """Makes calls of the text from the first marker on; it returns none for what it does not understand."""
+    openings: tuple[str, ...]
+    """Each call begins with one of these texts."""
+    forms: tuple[_Form, ...]
+    marks: str
+    """All texts of this format that can be special tokens."""
     at_start_only: bool = False
-    """Only an answer that begins with the marker holds calls."""
+    """Only an answer that begins with a call, and has nothing else, holds calls."""
 
-    def split(self, text: str) -> tuple[str, list[ToolCall]]:
+    def split(self, text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
         """The content of an answer, and its tool calls. What cannot be read as calls stays content."""
         begin = self.begin(text)
-        if begin is None:
-            return text, []
-        calls = self.parse(text[begin:])
+        calls = [] if begin is None else self._parse(text, begin, tools)
         return (text[:begin].rstrip(), calls) if calls else (text, [])
 
-    def begin(self, text: str) -> int | None:
-        """Where the first marker is, if there is one."""
-        at = text.find(self.marker)
+    def begin(self, text: str, after: int = 0) -> int | None:
+        """The place of the first opening, if there is one."""
         if self.at_start_only:
-            return len(text) - len(text.lstrip()) if text.lstrip().startswith(self.marker) else None
-        return at if at >= 0 else None
+            begin = len(text) - len(text[after:].lstrip())
+            return begin if text.startswith(self.openings, begin) else None
+        return min((at for opening in self.openings if (at := text.find(opening, after)) >= 0), default=None)
 
     def sure(self, text: str) -> int:
         """How many characters of a text that is not whole are content for certain."""
         if (begin := self.begin(text)) is not None:
             return len(text[:begin].rstrip())
-        if self.at_start_only and text.strip():
-            return len(text)
-        most = next((n for n in range(len(self.marker) - 1, 0, -1) if text.endswith(self.marker[:n])), 0)
-        return len(text[: len(text) - most].rstrip())
+        if self.at_start_only:
+            return 0 if any(opening.startswith(text.strip()) for opening in self.openings) else len(text)
+        return len(text[: len(text) - max(held(text, opening) for opening in self.openings)].rstrip())
+
+    def _parse(self, text: str, begin: int, tools: Tools) -> list[ToolCall]:
+        """All calls of a text, or none if one of them cannot be read."""
+        calls: list[ToolCall] = []
+        at: int | None = begin
+        while at is not None:
+            found = next((found for form in self.forms if (found := form.read(text, at, tools))), None)
+            if found is None:
+                return []
+            calls += found[0]
+            at = self.begin(text, found[1])
+            if at is None and self.at_start_only and text[found[1] :].strip():
+                return []
+        return calls
+
+
+def held(text: str, mark: str) -> int:
+    """The length of the text's end that can be the beginning of a mark."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def _form(head: str, tail: str, pair: str | None = None) -> _Form:
+    return _Form(re.compile(head), re.compile(tail), None if pair is None else re.compile(pair, re.DOTALL))
+
+
+_END = r"\s*(?:</tool_call>|\Z)"
+_TAGGED = ToolFormat(
+    ("<tool_call>",),
+    (
+        _form(r"<tool_call>\s*", _END),
+        _form(
+            r"<tool_call>\s*<function=(?P<name>[^>\s]+)>",
+            r"\s*(?:</function>)?" + _END,
+            r"\s*<parameter=(?P<key>[^>\s]+)>\n*(?P<value>.*?)\n*</parameter>",
+        ),
+        _form(
+            r"<tool_call>\s*(?P<name>[\w.:-]+)(?=\s*(?:<arg_key>|</tool_call>))",
+            _END,
+            r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        ),
+    ),
+    "<tool_call></tool_call><function=</function><parameter=</parameter><arg_key></arg_key><arg_value></arg_value>",
+)
+_MISTRAL = ToolFormat(
+    ("[TOOL_CALLS]",),
+    (
+        _form(r"\[TOOL_CALLS\]\s*(?=\[\s*\{)", ""),
+        _form(r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[{]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*", ""),
+    ),
+    "[TOOL_CALLS][CALL_ID][ARGS]",
+)
+_DEEPSEEK_BEGIN = r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*"
+_DEEPSEEK_END = r"\s*(?:<｜tool▁call▁end｜>|\Z)"
+_DEEPSEEK = ToolFormat(
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    (
+        _form(
+            r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\w+<｜tool▁sep｜>(?P<name>[^\s<]+)\s*```json\s*",
+            r"\s*```" + _DEEPSEEK_END,
+        ),
+        _form(
+            r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>\s*",
+            _DEEPSEEK_END,
+        ),
+    ),
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+)
+_KIMI = ToolFormat(
+    ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    (
+        _form(
+            r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?"
+            r"\s*<\|tool_call_argument_begin\|>\s*",
+            r"\s*(?:<\|tool_call_end\|>|\Z)",
+        ),
+    ),
+    "<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|><|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+)
+_BARE = ToolFormat(
+    ("{", "<|python_tag|>"), (_form(r"(?:<\|python_tag\|>)?\s*(?=\{)", r"\s*;?"),), "<|python_tag|>", at_start_only=True
+)
+_FORMATS = {
+    "<tool_call>": _TAGGED,
+    "[TOOL_CALLS]": _MISTRAL,
+    "<｜tool▁calls▁begin｜>": _DEEPSEEK,
+    "<|tool_calls_section_begin|>": _KIMI,
+    "<|python_tag|>": _BARE,
+    "ipython": _BARE,
+}
+"""Maps texts of chat templates to formats. The first one that fits counts."""
 
 
 def tool_format(tokenizer: PreTrainedTokenizerBase | None) -> ToolFormat | None:
     """How the model of this tokenizer writes tool calls, or None if that is not known."""
     template = str(tokenizer.chat_template or "") if tokenizer is not None else ""
-    if "<tool_call>" in template:
-        return ToolFormat("<tool_call>", _tagged)
-    if "[TOOL_CALLS]" in template:
-        return ToolFormat("[TOOL_CALLS]", _mistral)
-    if "<|python_tag|>" in template or "ipython" in template.lower():
-        return ToolFormat("{", _bare, at_start_only=True)
-    return None
+    return next((found for mark, found in _FORMATS.items() if mark in template or mark in template.lower()), None)
 
 
-def _all_or_none(calls: Iterable[ToolCall | None]) -> list[ToolCall]:
-    """The calls, if each of them could be read."""
-    read = list(calls)
+def _calls(name: str | None, value: Any) -> list[ToolCall]:
+    """The calls of a JSON value, all or none. name: None if the value has it."""
+    if name is not None:
+        return [ToolCall(name, _dumped(value))] if isinstance(value, dict) else []
+    read = [_from_value(each) for each in (value if isinstance(value, list) else [value])]
     return [call for call in read if call is not None] if all(read) else []
-
-
-def _tagged(text: str) -> list[ToolCall]:
-    inside = re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, flags=re.DOTALL)
-    return _all_or_none(_from_json(part) or _from_parameters(part) for part in inside)
-
-
-def _from_parameters(text: str) -> ToolCall | None:
-    """Reads <function=NAME><parameter=KEY>VALUE</parameter>…</function>."""
-    found = re.search(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", text, flags=re.DOTALL)
-    if found is None:
-        return None
-    pairs = re.findall(r"<parameter=([^>\s]+)>(.*?)</parameter>", found[2], flags=re.DOTALL)
-    return ToolCall(found[1], _dumped({key: _value(text.strip("\n")) for key, text in pairs}))
-
-
-def _mistral(text: str) -> list[ToolCall]:
-    """Reads [TOOL_CALLS][{"name": …, "arguments": …}, …] and [TOOL_CALLS]NAME{…}."""
-    rest = text.removeprefix("[TOOL_CALLS]").strip()
-    if rest.startswith("["):
-        values = _loaded(rest)
-        return _all_or_none(map(_from_value, values)) if isinstance(values, list) else []
-    calls = []
-    for part in rest.split("[TOOL_CALLS]"):
-        name, brace, arguments = part.partition("{")
-        value = _loaded(brace + arguments)
-        if not isinstance(value, dict) or not name.strip():
-            return []
-        calls.append(ToolCall(name.removesuffix("[ARGS]").strip(), _dumped(value)))
-    return calls
-
-
-def _bare(text: str) -> list[ToolCall]:
-    """Reads {"name": …, "parameters": …}, several of them separated by semicolons."""
-    return _all_or_none(map(_from_json, [text] if _loaded(text) is not None else text.split(";")))
-
-
-def _from_json(text: str) -> ToolCall | None:
-    return _from_value(_loaded(text.strip()))
 
 
 def _from_value(value: Any) -> ToolCall | None:
@@ -128,10 +213,28 @@ def _from_value(value: Any) -> ToolCall | None:
     return ToolCall(value["name"], arguments if isinstance(arguments, str) else _dumped(arguments))
 
 
+def _types(name: str, tools: Tools) -> dict[str, Any]:
+    """Maps the parameters of a tool to their types, as far as the request says them."""
+    try:
+        function = next(tool["function"] for tool in tools if tool["function"]["name"] == name)
+        return {key: schema.get("type") for key, schema in function["parameters"]["properties"].items()}
+    except (StopIteration, KeyError, TypeError, AttributeError):  # a schema is what a client makes of it
+        return {}
+
+
 def _value(text: str) -> Any:
     """A number, a list, … where the text is JSON; else the text."""
     value = _loaded(text)
     return text if value is None else value
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins there, and where it ends. The value is None if there is none."""
+    try:
+        _, end = _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, at
+    return _loaded(text[at:end]), end
 
 
 def _loaded(text: str) -> Any:
@@ -142,4 +245,7 @@ def _loaded(text: str) -> Any:
 
 
 def _dumped(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    return json.dumps(value, ensure_ascii=False)
+
+
+_DECODER = json.JSONDecoder()

@@ -50,6 +50,18 @@ def answer(rollout: Rollout) -> list[int]:
 # ---- what is reused ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("across", [0, 8])
+def test_prompts_of_another_salt_share_nothing(make_engine, across):
+    engine = make_engine(prefix_across_versions=across)
+    for salt in ("", "a", "b"):
+        params = SamplingParams(max_tokens=4, ignore_eos=True, seed=0, cache_salt=salt)
+        reused = [run(engine, [Prompt(PROMPT, params)])[0].prefix_tokens for _ in range(2)]
+        assert reused == [0, 48]
+    publish(engine, make_model("qwen3"))
+    salted = SamplingParams(max_tokens=4, ignore_eos=True, seed=0, cache_salt="a")
+    assert run(engine, [Prompt(PROMPT, salted)])[0].prefix_tokens == (48 if across else 0)
+
+
 def test_by_default_a_new_version_computes_prompts_again(make_engine):
     engine, model = make_engine(), make_model("qwen3")
     assert prefix(one(engine, PROMPT)) == NOTHING

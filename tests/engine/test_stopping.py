@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import run
+from tiny_tokenizers import CHARACTER, TOKENIZERS
 
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import Prompt
@@ -55,6 +56,31 @@ def test_the_models_own_end_counts_unless_it_is_ignored():
     assert stops_after(tokens, SamplingParams()) == 3
     assert stops_after(tokens, SamplingParams(ignore_eos=True)) is None
     assert stops_after(tokens, SamplingParams(ignore_eos=True, stop_token_ids=(EOS_TOKEN_ID,))) == 3
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("stop", [" Paris", " P", f" {CHARACTER}", "is the"])
+def test_a_stop_string_can_begin_with_the_space_before_a_word(kind, stop):
+    tokenizer = TOKENIZERS[kind]()
+    prompt = tokenizer("The capital of France is")["input_ids"]
+    params = SamplingParams(stop=(stop,))
+    for text in (
+        f" Paris {CHARACTER} is the",
+        f" {CHARACTER} Paris is the",
+        f"{CHARACTER * 9} Paris is the {CHARACTER}",
+    ):
+        tokens = tokenizer(f"The capital of France is{text}")["input_ids"]
+        assert tokens[: len(prompt)] == prompt
+        sequence = Sequence(0, 0, 0, 0, prompt, params, 100)
+        condition = StopCondition(frozenset(), tokenizer)
+        for token in tokens[len(prompt) :]:
+            sequence.tokens.append(token)
+            so_far = tokenizer.decode([*prompt, *sequence.tokens], skip_special_tokens=True)
+            so_far = so_far.removeprefix("The capital of France is")
+            assert condition.is_met(sequence) == (stop in so_far)
+            if condition.is_met(sequence):
+                break
+        assert stop in so_far
 
 
 @given(

@@ -312,9 +312,23 @@ def test_a_model_that_does_not_exist(served):
 
 
 def test_fields_that_nobody_knows_are_ignored(served):
-    extra = {"never_heard_of": {"a": 1}, "cache_salt": "3", "echo": False, "best_of": None}
+    extra = {"never_heard_of": {"a": 1}, "echo": False, "best_of": None}
     answer = served.client.completions.create(model="policy", prompt="<answer>", user="me", extra_body=extra)
     assert answer.choices[0].text == TEXT
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
+def test_prompts_of_another_salt_share_no_prefix(served, path):
+    def cached(salt):
+        asked = {
+            "/v1/completions": {"prompt": [7] * 40},
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "abcd" * 10}]},
+            "/inference/v1/generate": {"token_ids": [8] * 40},
+        }[path]
+        _, answer = call(served.http, "POST", path, asked | {"cache_salt": f"{path}{salt}"})
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(1) > 0, cached(1) > 0, cached(2) > 0, cached(2) > 0] == [False, True, False, True]
 
 
 def test_many_clients_at_once_get_their_own_answers(served):

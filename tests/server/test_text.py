@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tiny_tokenizers import CHARACTER, TOKENIZERS
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.shapes import EOS_TOKEN_ID, byte_tokenizer
@@ -12,9 +13,9 @@ DECODER = TextDecoder(byte_tokenizer())
 TEXTS = ["Grüße, 世界! 🙂 end", "aaaaab", "\ufffd broken", "", "🙂"]
 
 
-def parts(ids, reason, rng, **rules):
+def parts(ids, reason, rng, *, decoder=DECODER, prompt=(), **rules):
     """The text of each part of these tokens."""
-    text = AnswerText(DECODER, TextRules(**{"params": SamplingParams(), **rules}))
+    text = AnswerText(decoder, TextRules(**{"params": SamplingParams(), **rules}), prompt)
     found, left = [], list(ids)
     while True:
         count = rng.randint(0, 4)
@@ -70,3 +71,47 @@ def test_a_text_that_was_cut_in_a_character_ends_with_a_mark():
 def test_without_a_tokenizer_there_is_no_text():
     text = AnswerText(TextDecoder(None), TextRules(SamplingParams()))
     assert text.push([1, 2]) + text.push([3], "stop") == ""
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("seed", range(10))
+def test_an_answer_continues_its_prompt(kind, seed):
+    tokenizer, rng = TOKENIZERS[kind](), random.Random(seed)
+    decoder = TextDecoder(tokenizer)
+    prompt = tokenizer("The capital of France is")["input_ids"]
+    # A byte that belongs to no character makes SentencePiece's decoder forget the characters before it.
+    known = [id for name, id in tokenizer.get_vocab().items() if not name.startswith("<0x")]
+    for ids in (rng.choices(sorted(known), k=20), after(tokenizer, f" Paris {CHARACTER * 2}.")):
+        found, _ = parts(ids, "length", rng, decoder=decoder, prompt=prompt)
+        assert decoder.decode(prompt, skip_special_tokens=True) + "".join(found) == decoder.decode(
+            [*prompt, *ids], skip_special_tokens=True
+        )
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_space_before_the_first_word_is_there(kind):
+    tokenizer, rng = TOKENIZERS[kind](), random.Random(0)
+    decoder, prompt = TextDecoder(tokenizer), tokenizer("The capital of France is")["input_ids"]
+    ids = after(tokenizer, " Paris is it")
+    assert "".join(parts(ids, "length", rng, decoder=decoder, prompt=prompt)[0]) == " Paris is it"
+    assert "".join(map(decoder.token, ids)) == " Paris is it"
+    rules = {"params": SamplingParams(stop=(" Paris",)), "decoder": decoder, "prompt": prompt}
+    found, reason = parts(after(tokenizer, " Paris"), "stop", rng, **rules)
+    assert ("".join(found), reason) == ("", " Paris")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_stop_string_that_is_a_special_token_is_named(kind):
+    tokenizer, rng = TOKENIZERS[kind](), random.Random(0)
+    ids = [*after(tokenizer, " Paris"), tokenizer.convert_tokens_to_ids("</tool_call>")]
+    rules = {"params": SamplingParams(stop=("</tool_call>",)), "decoder": TextDecoder(tokenizer)}
+    found, reason = parts(ids, "stop", rng, prompt=tokenizer("is")["input_ids"], **rules)
+    assert ("".join(found), reason) == (" Paris", "</tool_call>")
+
+
+def after(tokenizer, text):
+    """The tokens of a text in the middle of another one."""
+    prompt = tokenizer("is")["input_ids"]
+    ids = tokenizer(f"is{text}")["input_ids"]
+    assert ids[: len(prompt)] == prompt
+    return ids[len(prompt) :]

@@ -134,7 +134,8 @@ class Started:
         if sequence.adapter is not None:
             number = self.options.adapters.index(sequence.adapter) + 1
             adapter = LoRARequest(sequence.adapter, number, "published")  # its worker has it, and reads no such path
-        return _request(name, sequence.token_ids(), SamplingParams(**sampling), str(salt), adapter)
+        shared = f"{salt}:{sequence.params.cache_salt}"
+        return _request(name, sequence.token_ids(), SamplingParams(**sampling), shared, adapter)
 
 
 def check_options(options: EngineOptions) -> None:

@@ -6,11 +6,13 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.clock import now_ns
+from inflight.core.continuation import Continuation
 from inflight.core.errors import EngineDiedError
 from inflight.core.keys import ClientKeys
 from inflight.core.spans import span
@@ -319,7 +321,8 @@ class RolloutStream:
         if self._tokenizer is None:
             return [""] * len(token_ids)
         with self._tokenizer_lock:
-            return [str(self._tokenizer.decode([token])) for token in token_ids]
+            inside = Continuation(self._decode, self._tokenizer("a", add_special_tokens=False)["input_ids"])
+            return [inside.text([token]) for token in token_ids]
 
     def _with_text(self, group: Group) -> Group:
         if self._tokenizer is None:
@@ -327,11 +330,17 @@ class RolloutStream:
         with self._tokenizer_lock:  # several scorers may prepare one group
             if group[0].prompt or group[0].text:
                 return group
-            prompt = str(self._tokenizer.decode(group[0].prompt_token_ids.tolist(), skip_special_tokens=True))
-            texts = [str(self._tokenizer.decode(r.token_ids.tolist(), skip_special_tokens=True)) for r in group]
+            decode = partial(self._decode, skip_special_tokens=group[0].params.skip_special_tokens)
+            ids = group[0].prompt_token_ids.tolist()
+            prompt, continuation = decode(ids), Continuation(decode, ids)
+            texts = [continuation.text(rollout.token_ids.tolist()) for rollout in group]
             for rollout, text in zip(group, texts, strict=True):
                 rollout.prompt, rollout.text = prompt, text
         return group
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:
