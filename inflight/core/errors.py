@@ -13,6 +13,10 @@ class InvalidRequestError(InflightError, ValueError):
     """A prompt or sampling parameter that the engine cannot serve."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt fills the engine's context; the message gives both lengths."""
+
+
 class QueueFullError(InflightError):
     """The engine has as many unfinished samples as it may have; the message gives the bound and how to set it."""
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight.core.columns import own_column_name
-from inflight.core.errors import InvalidRequestError, QueueFullError
+from inflight.core.errors import InvalidRequestError, PromptTooLongError, QueueFullError
 from inflight.core.frames import Finish, GroupStart
 from inflight.core.messages import LIVE_VERSION, Ids, Prompt, Unfinished, shorten
 from inflight.core.options import EngineOptions
@@ -191,9 +191,11 @@ class Requests:
         if not ids:
             raise InvalidRequestError(f"{name} is empty; the engine needs at least one token")
         if len(ids) >= max_context:
-            raise InvalidRequestError(
-                f"{name} has {len(ids)} tokens and the context holds {max_context}, of which the answer "
-                "needs at least one; shorten the prompt or launch with a larger max_context"
+            # Clients of vLLM recognize such an error by its first words.
+            raise PromptTooLongError(
+                f"This model's maximum context length is {max_context} tokens. However, {name} contains {len(ids)} "
+                "input tokens, and its answer needs at least one more. Please reduce the length of the prompt, or "
+                "launch with a larger max_context."
             )
         most = min(params.max_tokens, max_context - len(ids))
         if any(len(tokens) > most for tokens in drawn):

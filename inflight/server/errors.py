@@ -15,6 +15,7 @@ from inflight.core.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     NonFiniteWeightsError,
+    PromptTooLongError,
     PublisherConflictError,
     QueueFullError,
     WeightFileError,
@@ -77,6 +78,8 @@ def as_api_error(error: Exception, what: str) -> ApiError:
     which has failed."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, str(error), param="input_tokens", code="context_length_exceeded")
     for status, kinds in _ERRORS_OF.items():
         if isinstance(error, kinds):
             return ApiError(status, str(error))

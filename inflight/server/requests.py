@@ -188,7 +188,12 @@ async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
         if num_bytes > _THROWN_AWAY * most_bytes:
             break
     if num_bytes > most_bytes:
-        raise ApiError(413, f"the body has more than {most_bytes:,} bytes; the server takes no more (max_body_mib)")
+        raise ApiError(
+            413,
+            f"Request entity too large: the body has more than {most_bytes:,} bytes, the most that the server takes "
+            "(max_body_mib)",
+            code="request_too_large",
+        )
     if not body.strip():
         return {}
     try:

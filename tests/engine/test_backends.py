@@ -253,7 +253,7 @@ def test_bad_requests_are_refused_and_the_engine_serves_on(engine):
     for prompt, params, message in (
         ([], inflight.SamplingParams(), "is empty"),
         ([199], inflight.SamplingParams(), "token id 199"),
-        ([1] * 128, inflight.SamplingParams(), "the context holds 128"),
+        ([1] * 128, inflight.SamplingParams(), "maximum context length is 128"),
         ([1], inflight.SamplingParams(stop=("x",)), "no tokenizer"),
         ([1], inflight.SamplingParams(stop_token_ids=(500,)), "token id 500"),
         ([1], inflight.SamplingParams(columns=("margin",)), "asks for column 'margin'"),

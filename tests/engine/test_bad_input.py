@@ -78,7 +78,7 @@ def serves_on(request):
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([[1], [2] * 64], "prompt 1 has 64 tokens and the context holds 64"),
+        ([[1], [2] * 64], "maximum context length is 64 tokens. However, prompt 1 contains 64"),
         ([[1], [1, VOCABULARY]], f"prompt 1 has token id {VOCABULARY}; the vocabulary is 0 … {VOCABULARY - 1}"),
         ([[1, -3]], "prompt 0 has token id -3"),
         ([[]], "prompt 0 is empty"),

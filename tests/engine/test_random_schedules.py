@@ -83,7 +83,7 @@ class Schedules(RuleBasedStateMachine):
         at = self.random.randint(0, len(sequence.tokens))
         params = SamplingParams(n=n, max_tokens=tokens, ignore_eos=True)
         if len(sequence.prompt) + at >= self.engine.max_context:
-            with pytest.raises(InvalidRequestError, match="the context holds"):
+            with pytest.raises(InvalidRequestError, match="maximum context length"):
                 self.engine.fork(sequence.request_id, at, params)
             return
         group = self.engine.fork(sequence.request_id, at, params)
