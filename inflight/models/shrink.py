@@ -9,6 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, TypeGuard
 
 from transformers import PretrainedConfig
@@ -27,9 +28,7 @@ _HEAD_COUNT = re.compile(
     r"(?!.*(dim|size))(.*(num|n|attention)_(attention_|key_value_|kv_|query_|global_|swa_|linear_)*(key_value_|kv_|q_|query_)?"
     r"(attention_)?heads?(_per_layer)?|n_head(_kv)?|kv_n_heads|.*_num_(key|value)_heads|(en|de)coder_attention_heads)$"
 )
-_HEAD_DIM = re.compile(
-    r".*(head_dim|head_size|kv_channels|rotary_dim|rotary_ndims|mrope_section|d_kv|d_head|dim_head|head_width)$"
-)
+_HEAD_DIM = re.compile(r".*(head_dim|head_size|kv_channels|rotary_dim|rotary_ndims|d_kv|d_head|dim_head|head_width)$")
 _WIDTH = re.compile(
     r"(.*hidden_size|.*intermediate_size(_mlp)?|.*ffn_dim|.*ffn_hidden_size|.*_rank|n_embd|n_inner|d_model|d_inner|d_ff|dff|dim|"
     r"emb_dim|embed_dim|embedding_dim|embedding_size|word_embed_proj_dim|ple_embed_dim|.*hidden_size_per_layer_input|"
@@ -129,8 +128,9 @@ def _rules(config: PretrainedConfig) -> _Rule:
     head_dim = vars(config).get("head_dim") or (hidden // num_heads if hidden and num_heads else 0)
     if head_dim and head_dim not in dims:
         dims.append(head_dim)
+    pairs = [sum(section) for section in _mrope_sections(config)]
     by_heads = _divisor(heads)
-    by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims)), 1)
+    by_dims = next((k for k in (16, 8, 4, 2) if dims and _divides(k, dims) and not any(n % k for n in pairs)), 1)
     if hidden == num_heads * head_dim:
         by_width, multiple = by_heads * by_dims, 1
     else:
@@ -249,9 +249,40 @@ def _shorter_rope(rope: dict[str, Any], rule: _Rule, config: PretrainedConfig) -
         elif name in ("short_factor", "long_factor") and isinstance(value, (list, tuple)):
             head_dim = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
             short[name] = list(value)[:: max(1, head_dim // int(rule("head_dim", head_dim)))]
+        elif name == "mrope_section" and _is_section(value):
+            short[name] = _apportion(value, int(rule("head_dim", 2 * sum(value))) // 2)
         else:
             short[name] = _map_numbers(rule, name, value)
     return short
+
+
+def _mrope_sections(config: PretrainedConfig) -> list[list[int]]:
+    """Rotated pairs per axis of multimodal positions; some models have a list per layer type."""
+    ropes = [vars(config).get(name) for name in ("rope_parameters", "rope_scaling")]
+    ropes = [rope for rope in ropes if isinstance(rope, dict)]
+    ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
+    return [rope["mrope_section"] for rope in ropes if _is_section(rope.get("mrope_section"))]
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(_is_count(n) and n > 0 for n in value)
+
+
+def _apportion(section: list[int], total: int) -> list[int]:
+    """Whole numbers of this total in about the proportions of `section`, none 0 if there are enough. Equal ones stay
+    equal if that is possible: some models interleave two axes."""
+    exact = [n * total / sum(section) for n in section]
+    least = int(total >= len(section))
+    near = product(*(range(max(least, math.floor(n) - 1), math.ceil(n) + 2) for n in exact))
+    fitting = [list(counts) for counts in near if sum(counts) == total]
+    return min(
+        fitting,
+        key=lambda counts: (
+            len(set(zip(section, counts, strict=True))),
+            sum((one - other) ** 2 for one, other in zip(counts, exact, strict=True)),
+        ),
+        default=list(section),
+    )
 
 
 def _special_token(name: str, value: int) -> int:

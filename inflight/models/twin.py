@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.models.lengths import length_limit, row_limit
 from inflight.models.shrink import VOCABULARY, shrink, shrink_lengths
+from inflight.models.torch_functions import use_torch_on_cpu
 
 logger = logging.getLogger("inflight.models")
 
@@ -67,9 +68,9 @@ _twins: dict[tuple[type, str], Twin | str] = {}
 
 def twin_of(model: nn.Module) -> Twin:
     """The twin of a Transformers model; of models alike it is made once. Raises NoTwinError."""
-    config: Any = model.config
     kind = transformers_class(model)
     try:
+        config = _with_mrope_section(model)
         key = kind, config.to_json_string(use_diff=False)
     except Exception as error:  # a configuration that cannot be written is a foreign matter
         raise NoTwinError(f"its configuration cannot be read: {first_line(error)}") from error
@@ -81,6 +82,23 @@ def twin_of(model: nn.Module) -> Twin:
     if isinstance(found, str):
         raise NoTwinError(found)
     return found
+
+
+def _with_mrope_section(model: nn.Module) -> Any:
+    """The model's configuration. If only the model's code says how multimodal positions share the rotated pairs of a
+    head, the result is a copy that says it, because a smaller head needs smaller numbers."""
+    config: Any = model.config
+    found = next((module.mrope_section for module in model.modules() if hasattr(module, "mrope_section")), None)
+    if found is None or "mrope_section" in str(config.get_text_config().rope_parameters):
+        return config
+    config = copy.deepcopy(config)
+    rope = config.get_text_config().rope_parameters
+    by_layer_type: Any = found if isinstance(found, dict) else {}
+    for layer_type, section in by_layer_type.items():
+        rope[layer_type]["mrope_section"] = section
+    if not by_layer_type:
+        rope["mrope_section"] = found
+    return config
 
 
 def transformers_class(model: nn.Module) -> type[PreTrainedModel]:
@@ -175,7 +193,8 @@ def _is_causal(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> boo
 
 def _build(kind: type[PreTrainedModel], config: PretrainedConfig, attention: str) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _SmallOnly():
-        model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+        use_torch_on_cpu(model)
         return model.eval().requires_grad_(False)
 
 

@@ -58,6 +58,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hy_v4": _SPARSE,
     "jamba": {"attn_layer_offset": 1},
     "kolibri1": {"num_local_experts": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},

@@ -140,6 +140,16 @@ def test_a_twin_is_made_once_and_leaves_the_random_state_alone(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "granite"])
+def test_a_twin_with_other_attention_leaves_the_first_as_it_was(name):
+    """The engine asks for one; the loss of the same process tries the first."""
+    found = twin_of(make_model(RIGHT[name]()))
+    before = snapshot(found.plain)
+    found.with_attention(hook.ATTENTION_NAME)
+    assert snapshot(found.plain) == before
+    assert found.plain.config._attn_implementation == "eager"
+
+
 def test_a_model_without_a_twin_is_let_go(monkeypatch):
     monkeypatch.setattr(twin, "_twins", type(twin._twins)())
     model = nn.Linear(1, 1)
