@@ -33,6 +33,7 @@ help:
 	@echo 'make gpu-check  tests marked gpu and GPU benchmarks on this machine, no installs'
 
 setup: $(STAMP)
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo '. .venv/bin/activate    # once per shell: then `inflight` and `python` are those of .venv',:)
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'inflight needs Python 3.11, 3.12 or 3.13 on the PATH (or PYTHON=/path/to/it)'; exit 1; }

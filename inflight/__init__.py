@@ -4,7 +4,10 @@ Names are loaded when they are first used, so that `import inflight` stays light
 """
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from inflight.core.arguments import did_you_mean
 
 __version__ = "0.1.0"
 
@@ -101,9 +104,15 @@ else:
     __all__ = sorted(_HOME)
 
 
+def __dir__() -> list[str]:
+    """Return the public names, for completion, and those of imported parts."""
+    imported = [name for name, value in globals().items() if isinstance(value, ModuleType) or name[:2] == "__"]
+    return sorted({*_HOME, *imported})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'inflight' has no attribute {name!r}")
+        raise AttributeError(f"module 'inflight' has no attribute {name!r}{did_you_mean(name, _HOME)}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import inflight
 from inflight.bench import options as bench_options
 from inflight.command_line import Output, PlottedOutput, add_command, argument, option, reported
+from inflight.core.extras import needing
 from inflight.demo.options import DemoOptions
 from inflight.report.command import ReportOptions, report
 from inflight.server.command import ServedModel, allow_files
@@ -20,13 +22,28 @@ from inflight.server.options import ServerOptions
 from inflight.watch.options import WatchOptions
 
 app = typer.Typer(
-    help="Reinforcement learning of language models in which the generator never stops.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure something; every benchmark prints one line of JSON last.", no_args_is_help=True)
 console = Console()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"inflight {inflight.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models in which the generator never stops."""
 
 
 def demo(options: DemoOptions, output: Output) -> None:
@@ -80,11 +97,9 @@ def replay(options: ReplayOptions, output: Output) -> None:
 def serve(model: ServedModel, options: ServerOptions) -> None:
     from inflight.session import LaunchedEngine
 
-    try:
+    with needing("serve", "serving"):
         from inflight.server.connections import OTHER_FILES
         from inflight.server.http_server import HttpServer
-    except ModuleNotFoundError as error:
-        raise ValueError(f"serving needs {error.name}: pip install 'inflight[serve]'") from error
     allow_files(options.max_connections + OTHER_FILES)
     with console.status(f"loading {model.model}"):
         engine = LaunchedEngine(model.engine_options())

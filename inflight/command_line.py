@@ -14,6 +14,7 @@ dataclass is the help of the command. Beside the types that typer knows, a field
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from functools import partial
@@ -111,7 +112,7 @@ def add_command(app: typer.Typer, name: str, run: Callable[..., None], *groups: 
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=spellings[field.name].default,
-            annotation=Annotated[spellings[field.name].type, field.metadata["option"]],
+            annotation=Annotated[spellings[field.name].type, _declaration(field, hints[field.name])],
         )
         for field in options
     ]
@@ -152,8 +153,30 @@ def _spelling(field: Field, kind: Any) -> _Spelling:
         read = _names
     elif items[1] is int:
         separator, read = "-", partial(_lengths, name)
+    if items[0] is str:
+        separator = ", "
     text = separator.join(map(str, dict.fromkeys(default))) if default else None
     return _Spelling(str | None, text, lambda given: () if given is None else read(given))
+
+
+def _declaration(field: Field, kind: Any) -> Any:
+    """Return the option of a field as typer wants it, such that its name is whole in a help of 80 columns: types are
+    one word, choices are part of the sentence, and a flag that is off has no `--no-` twin, which would change nothing.
+    """
+    declared = copy(field.metadata["option"])
+    if field.default is False and not declared.param_decls:
+        declared.param_decls = (f"--{field.name.replace('_', '-')}",)
+    parts = [part for part in (kind, *get_args(kind)) if part is not type(None)]
+    literal = next((part for part in parts if get_origin(part) is Literal), None)
+    if literal is not None:
+        declared.help = f"{declared.help.rstrip('.')}: {', '.join(get_args(literal))}."
+    if declared.metavar is None and kind is not bool:
+        number = (
+            "N,N" if get_origin(kind) is tuple and ... in get_args(kind) else "N-N" if kind == tuple[int, int] else "N"
+        )
+        words = {int: number, float: number, Path: "PATH"}
+        declared.metavar = "CHOICE" if literal is not None else next(filter(None, map(words.get, parts)), "TEXT")
+    return declared
 
 
 def _names(text: str) -> tuple[str, ...]:

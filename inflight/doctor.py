@@ -11,6 +11,7 @@ from inflight_kernels import _cpu
 from rich.console import Console
 
 from inflight.core.errors import InflightError
+from inflight.core.extras import install_hint
 from inflight.engine.directory import remove_orphan_directories
 from inflight.engine.shapes import SHAPES, shape_config
 from inflight.observability.environment import installed, mps_runs
@@ -129,7 +130,7 @@ def _optional() -> Iterator[Finding]:
         if found := installed(package):
             yield Finding("ok", package, found)
         else:
-            yield Finding("note", package, f"not installed; for {purpose}: pip install 'inflight[{extra}]'")
+            yield Finding("note", package, f"not installed; for {purpose}: {install_hint(extra)}")
 
 
 def _shapes() -> Finding:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
+from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import LayoutMismatchError, ProtocolError, RunFileError
 from inflight.core.messages import Prompt
@@ -84,6 +85,7 @@ class _File(msgspec.Struct, frozen=True):
         return [header for group in (self.engine.groups if self.engine else ()) for header in group.rollouts]
 
 
+@named()
 class Run:
     """Saves and loads what a training run is besides model, optimizer and the like, which its trainer saves itself.
 

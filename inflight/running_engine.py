@@ -12,8 +12,10 @@ from weakref import WeakSet
 
 import msgspec
 
+from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.extras import needing
 from inflight.core.messages import Digests, Prompt, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
@@ -113,6 +115,7 @@ class RunningEngine:
                 )
             return self._stream
 
+    @named()
     def submit(
         self,
         prompts: Iterable[PromptLike],
@@ -141,6 +144,7 @@ class RunningEngine:
         """
         return self._accept(self._messages(prompts, params, metadata, version, adapter), train=train)
 
+    @named()
     def generate(
         self,
         prompts: Iterable[PromptLike],
@@ -285,6 +289,7 @@ class RunningEngine:
             follow=self._supervisor.follow,
         )
 
+    @named()
     def publisher(
         self,
         model: "nn.Module | Source | Weights | Callable[[], Weights] | None" = None,
@@ -396,12 +401,13 @@ class RunningEngine:
 
     def serve(self, port: int = 8000, **options: Any) -> "HttpServer":
         """Answer HTTP requests as OpenAI's API and vLLM's have them, beside whatever else the engine does, until what
-        this returns, or the engine, is closed (docs/server.md). It needs `inflight[serve]`.
+        this returns, or the engine, is closed (docs/server.md). It needs the extra `serve`.
 
         port: 0 lets the system choose one (`server.url`). options: the other fields of ServerOptions (host, token, …).
         Raises ListenError.
         """
-        from inflight.server.http_server import HttpServer
+        with needing("serve", "serving"):
+            from inflight.server.http_server import HttpServer
         from inflight.server.options import ServerOptions
 
         server = HttpServer(self, ServerOptions(port=port, **options))

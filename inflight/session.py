@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
+from inflight.core.arguments import named
 from inflight.core.keys import client_keys
 from inflight.core.options import EngineOptions
 from inflight.engine.attachment import EngineAttachment
@@ -68,6 +69,7 @@ def on_every_rank(options: EngineOptions, launch: Callable[[], Running]) -> Runn
     return ranks.announce(launch, lambda engine, outside: engine._share(ranks.size, outside).card)
 
 
+@named()
 def attach(
     endpoint: str, *, keys: str, model: str = "", timeout_s: float = 60.0, answer_timeout_s: float = 60.0
 ) -> "RemoteEngine":

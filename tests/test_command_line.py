@@ -1,14 +1,17 @@
 """A dataclass is a command: every field an option, with its type, its default and its help."""
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import inflight
 from inflight.bench import options as bench_options
 from inflight.cli import app
 from inflight.command_line import add_command, option
@@ -39,6 +42,35 @@ def run(*arguments: str):
     command = typer.Typer()
     add_command(command, "mix", lambda colors: print(json.dumps(asdict(colors), default=str)), Colors)
     return CliRunner().invoke(command, arguments, env={"COLUMNS": "160"})
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The words and the object of each command of `inflight`."""
+    if not hasattr(command, "commands"):
+        yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(path) or "inflight" for path, _ in COMMANDS])
+def test_the_help_of_a_command_fits_into_80_columns_with_whole_names(path, command):
+    done = CliRunner().invoke(app, [*path, "-h"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert done.exit_code == 0
+    assert (
+        CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout == done.stdout
+    )
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    names = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    shown = set(re.findall(r"--[\w-]+(?![\w…-])", done.stdout))
+    assert [name for name in names if name.startswith("--") and name not in shown] == []
+
+
+def test_the_version():
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"inflight {inflight.__version__}\n")
 
 
 def test_an_option_that_is_not_given_has_its_default():

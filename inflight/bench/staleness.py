@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from inflight.bench.measured_run import measured
 from inflight.bench.options import StalenessOptions, TraceOptions
 from inflight.bench.peers import vllm_python
+from inflight.core.extras import needing
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import Threads, load_trainer, split_cores, torch_threads
@@ -44,10 +45,8 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
     is measured (`served_staleness`).
     """
     if settings.target is not None:
-        try:
+        with needing("bench", "measuring a server"):
             from inflight.bench import served_staleness
-        except ModuleNotFoundError as error:
-            raise ValueError(f"measuring a server needs {error.name}: pip install 'inflight[bench]'") from error
         return served_staleness.measure(settings, progress)
     config = GRPOConfig(
         steps=WARM_UP_STEPS + settings.steps,

@@ -37,6 +37,10 @@ class ModelLoadError(InflightError):
     """The model could not be found, read or built."""
 
 
+class MissingPackageError(InflightError, ImportError):
+    """An optional package is not installed; the message has the command that installs it."""
+
+
 class RemoteCodeError(ModelLoadError):
     """The model consists of code of its repository, which is run only with trust_remote_code=True."""
 

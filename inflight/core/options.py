@@ -2,10 +2,12 @@
 
 import os
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
+from inflight.core.checked_struct import CheckedStruct
 from inflight.core.columns import own_column_name
 
 DEFAULT_MAX_CONTEXT = 4096
@@ -21,7 +23,7 @@ _CHOICES = {
 _BOUNDS = ("max_unconsumed_tokens", "max_unconsumed_rollouts", "max_unconsumed_lag", "max_unacknowledged_bytes")
 
 
-class _ModelOption(msgspec.Struct, frozen=True):
+class _ModelOption(CheckedStruct, frozen=True):
     model: str
     """A directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them)."""
 
@@ -29,8 +31,23 @@ class _ModelOption(msgspec.Struct, frozen=True):
 class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """How an engine is built, and how long its launcher waits for it. `model` alone may be given without its name.
 
-    Raises ValueError for an option that is out of range.
+    Raises ValueError for an option that is out of range, and TypeError for one of another type or an unknown name.
     """
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "enable_lora": "lora_rank",
+        "enable_prefix_caching": "prefix_caching",
+        "enforce_eager": "cuda_graphs",
+        "gpu_memory_utilization": "kv_cache_fraction",
+        "max_batch_size": "max_sequences",
+        "max_length": "max_context",
+        "max_lora_rank": "lora_rank",
+        "max_model_len": "max_context",
+        "max_num_batched_tokens": "max_prefill_tokens",
+        "max_num_seqs": "max_sequences",
+        "max_seq_len": "max_context",
+        "torch_dtype": "dtype",
+    }
 
     backend: str = "inflight"
     """What generates: inflight, or vllm, whose steps the engine's process takes one by one (docs/backends.md)."""
@@ -148,6 +165,9 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     others for rank 0 to ask for one. A rank that takes longer raises RankLostError on all of them."""
 
     def __post_init__(self) -> None:
+        if self.journal is not None:
+            msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
+        self.check_types()
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 named = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -168,7 +188,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             raise ValueError(f"max_context must be 0 (the model's own) or at least 2, got {self.max_context}")
         if not 0 < self.kv_cache_fraction <= 1:
             raise ValueError(f"kv_cache_fraction must be in (0, 1], got {self.kv_cache_fraction}")
-        if isinstance(self.prefix_across_versions, bool) or self.prefix_across_versions < 0:
+        if self.prefix_across_versions < 0:
             raise ValueError(
                 f"prefix_across_versions is a number of versions, at least 0, got {self.prefix_across_versions}"
             )
@@ -188,7 +208,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
         names = [own_column_name(path) for path in self.columns]
         if len(set(names)) < len(names):
             raise ValueError(f"columns must have different names, got {', '.join(names)}")
-        if isinstance(self.transports, str) or not all(name.count(":") == 1 for name in self.transports):
+        if not all(name.count(":") == 1 for name in self.transports):
             raise ValueError(f'transports must be names like "my_package.module:MyTransport", got {self.transports!r}')
         if self.backend != "vllm" and (self.vllm or self.backend_python):
             raise ValueError(f'vllm and backend_python need backend="vllm", got backend={self.backend!r}')
@@ -199,8 +219,6 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
                 "listen and keys belong together: an engine is reached from other machines with keys alone (`inflight "
                 f"keys DIRECTORY` makes them), got listen={self.listen!r} and keys={self.keys!r}"
             )
-        if self.journal is not None:
-            msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
 
 
 class Startup(msgspec.Struct, frozen=True):

@@ -1,8 +1,10 @@
 """The sampling parameters of a request."""
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
-import msgspec
+from inflight.core.checked_struct import CheckedStruct
 
 MAX_SAMPLES = 65536
 MAX_TOP_LOGPROBS = 128
@@ -14,15 +16,30 @@ MAX_SALT_CHARACTERS = 256
 LEAST_TEMPERATURE = 1e-6
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one prompt.
 
     Logits are changed in the order repetition penalty, logit bias, min_tokens, temperature; then top-k, top-p and min-p
     cut tokens off, each from the renormalised result of the one before (the order of Hugging Face `generate`). The
     recorded log-probability is that of the resulting distribution.
 
-    Raises ValueError when a field is out of range.
+    Raises ValueError when a field is out of range, and TypeError for a field of another type or an unknown name.
     """
+
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = {
+        "do_sample": "temperature",
+        "eos_token_id": "stop_token_ids",
+        "logprobs": "top_logprobs",
+        "max_completion_length": "max_tokens",
+        "max_length": "max_tokens",
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "num_generations": "n",
+        "num_return_sequences": "n",
+        "num_samples": "n",
+        "stop_sequences": "stop",
+        "stop_strings": "stop",
+    }
 
     n: int = 1
     """Number of samples of the prompt; together they are a group."""
@@ -72,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Record these columns of one's own (`EngineOptions.columns`), by name, in `Rollout.columns`."""
 
     def __post_init__(self) -> None:
+        self.check_types()
         if not 1 <= self.n <= MAX_SAMPLES:
             raise ValueError(f"n must be at least 1 and at most {MAX_SAMPLES}, got {self.n}")
         if self.max_tokens < 1:
@@ -99,15 +117,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {self.top_logprobs}")
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"prompt_logprobs must be None or in [0, {MAX_TOP_LOGPROBS}], got {self.prompt_logprobs}")
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop is a tuple of strings, got one string {self.stop!r}")
         if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(s) <= MAX_STOP_CHARACTERS for s in self.stop):
             raise ValueError(
                 f"stop holds at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters each"
             )
         if len(self.cache_salt) > MAX_SALT_CHARACTERS:
             raise ValueError(f"cache_salt has at most {MAX_SALT_CHARACTERS} characters, got {len(self.cache_salt)}")
-        if isinstance(self.columns, str) or len(self.columns) > MAX_OWN_COLUMNS:
+        if len(self.columns) > MAX_OWN_COLUMNS:
             raise ValueError(f"columns is a tuple of at most {MAX_OWN_COLUMNS} names, got {self.columns!r}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.core.errors import InflightError
+from inflight.core.extras import install_hint
 from inflight.core.rollout import Rollout
 from inflight.observability.environment import file_errors
 from inflight.training.grpo import Example
@@ -81,7 +82,7 @@ def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int =
     try:
         import reasoning_gym
     except ImportError as error:
-        raise TaskError("tasks come from reasoning-gym; install it with `pip install 'inflight[demo]'`") from error
+        raise TaskError(f"tasks need reasoning-gym: {install_hint('demo')}") from error
     try:
         train = reasoning_gym.create_dataset(name, size=size, seed=1 + 10_000_000 * seed)
         test = reasoning_gym.create_dataset(name, size=2 * held_out, seed=900_000_000)

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import inflight
 from inflight.core.errors import InflightError
 
 _WIDTH = 110
@@ -32,8 +33,8 @@ def environment() -> dict[str, Any]:
         "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
         "machine": machine | (sharing if gpu else {}),
-        "versions": {"python": platform.python_version()}
-        | {name: installed(name) for name in ("torch", "transformers", "triton", "pyzmq", "inflight", "reasoning-gym")},
+        "versions": {"python": platform.python_version(), "inflight": inflight.__version__}
+        | {name: installed(name) for name in ("torch", "transformers", "triton", "pyzmq", "reasoning-gym")},
     }
 
 

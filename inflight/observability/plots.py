@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
-from inflight.core.errors import InflightError
+from inflight.core.errors import MissingPackageError
+from inflight.core.extras import install_hint
 from inflight.observability.environment import replacing
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ SMOOTHING_STEPS = 10
 
 
 def require_matplotlib() -> None:
-    """Raise InflightError if there is no matplotlib; it is called before minutes of measuring."""
+    """Raise MissingPackageError without matplotlib. Commands call it before they measure for minutes."""
     if find_spec("matplotlib") is None:
-        raise InflightError("figures need matplotlib; install it with: pip install 'inflight[bench]'")
+        raise MissingPackageError(f"figures need matplotlib: {install_hint('bench')}")
 
 
 def new_table(title: str, *columns: str, left: str | None = None) -> Table:

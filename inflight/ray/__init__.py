@@ -1,17 +1,17 @@
 """Engines on the nodes of a Ray cluster, behind one stream.
 
 Ray chooses the node of each engine, gives it CPUs and GPUs, and tells of its end. Prompts, tokens and weights travel
-over inflight's own connections. It needs `inflight[ray]`. Names are loaded when they are first used, so that actors,
+over inflight's own connections. It needs the extra `ray`. Names are loaded when they are first used, so that actors,
 which import this package too, stay light.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-try:
+from inflight.core.extras import needing
+
+with needing("ray", "inflight.ray"):
     import ray as _ray  # noqa: F401
-except ImportError as error:
-    raise ImportError("inflight.ray needs Ray: pip install 'inflight[ray]'") from error
 
 if TYPE_CHECKING:
     from inflight.ray.placement import Placement as Placement

@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from inflight.command_line import argument, option
-from inflight.core.errors import InflightError
+from inflight.core.errors import MissingPackageError
+from inflight.core.extras import install_hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ def report(console: Console, options: ReportOptions) -> None:
 
     require_matplotlib()
     if find_spec("jinja2") is None:
-        raise InflightError("a report needs jinja2: pip install 'inflight[bench]'")
+        raise MissingPackageError(f"a report needs jinja2: {install_hint('bench')}")
     from inflight.report.page import write_report
     from inflight.report.results import read
 

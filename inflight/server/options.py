@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from inflight.command_line import option
+from inflight.core.arguments import named
 
 PLACE = "place-"
 """What places are called that are there for adapters of clients alone; under other names a trainer publishes its own,
 and clients may ask for those too."""
 
 
+@named({"api_key": "token"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Where a server listens, who may do what, and its bounds."""

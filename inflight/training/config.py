@@ -4,6 +4,7 @@ from dataclasses import InitVar, dataclass, field
 from math import isfinite
 from typing import get_args
 
+from inflight.core.arguments import named
 from inflight.core.sampling import SamplingParams
 from inflight.training.data.advantages import Advantages, group_advantages, of_rewards, resolve_advantages
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
@@ -12,6 +13,7 @@ from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule
 
 
+@named({"num_generations": "sampling", "loss": "objective", "loss_type": "objective", "beta": "reward_kl_weight"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOConfig:
     """What a run of GRPO is made of, besides model, optimizer and prompts."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from inflight.core.arguments import named
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -47,6 +48,7 @@ class EvaluationResult:
         return {f"{self.name}/{key}": number for key, number in numbers.items()}
 
 
+@named()
 class Evaluation:
     """Evaluates held-out prompts beside training: nothing trains on them, and generation and training go on.
 

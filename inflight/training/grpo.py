@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
+from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.spans import span, spanned
 from inflight.observability.loggers import Logger
@@ -40,6 +41,7 @@ __all__ = ["Example", "GRPOConfig", "StepReport", "grpo", "train_step"]
 logger = logging.getLogger(__name__)
 
 
+@named()
 def grpo(
     engine: RolloutEngine,
     publisher: WeightPublisher,

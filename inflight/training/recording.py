@@ -18,6 +18,7 @@ import torch
 
 import inflight
 from inflight.core import spans
+from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.messages import Status, Welcome
@@ -101,6 +102,7 @@ def _harmless(listen: Callable[..., None]) -> Callable[..., None]:
     return listen_harmlessly
 
 
+@named()
 class RunRecorder:
     """Writes what a run does into `events.jsonl` of a directory, for as long as it is open; one at a time in a process.
 

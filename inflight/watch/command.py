@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from inflight.core.errors import InflightError
+from inflight.core.extras import needing
 from inflight.watch.options import WatchOptions
 from inflight.watch.remote import Remote, RemoteRun
 from inflight.watch.sources import RunDirectory, Source, directory_of
@@ -37,10 +37,8 @@ def page_of(directory: Path, *, port: int, console: Console) -> "PageServer":
 
 
 def _serve(source: Source, host: str, port: int) -> "PageServer":
-    try:
+    with needing("watch", "the page"):
         from inflight.watch.server import PageServer
-    except ModuleNotFoundError as error:
-        raise InflightError(f"the page needs {error.name}: pip install 'inflight[watch]'") from error
     return PageServer(source, host=host, port=port)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import EngineDiedError, InflightError, LayoutMismatchError, NonFiniteWeightsError
 from inflight.core.spans import note, span
@@ -42,6 +43,7 @@ Engine = Any
 """A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
 
 
+@named()
 class Publisher:
     """Publishes a model's parameters, or weights that it is handed, to one engine or several.
 

@@ -10,5 +10,5 @@ def test_the_error_names_the_extra(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("inflight.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'inflight\[ray\]'"):
+    with pytest.raises(ImportError, match=r"needs ray: pip install 'inflight-rl\[ray\]'"):
         importlib.import_module("inflight.ray")

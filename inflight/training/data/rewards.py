@@ -6,11 +6,13 @@ from concurrent.futures import Future
 from math import isfinite, isnan
 from statistics import fmean
 
+from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.stream.held_groups import Group
 from inflight.training.data.scoring import BatchScore, GroupScorer, Prepare, Reward, Score, Scorer
 
 
+@named()
 class Rewards(GroupScorer):
     """Several score functions, whose weighted sum is the reward.
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.continuation import Continuation
 from inflight.core.errors import EngineDiedError
@@ -187,6 +188,7 @@ class RolloutStream:
         """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
         return self.inbox.partial(group_id)
 
+    @named()
     def batches(
         self,
         *,

@@ -18,6 +18,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.core.spans import span
 from inflight.stream.held_groups import Group
@@ -63,6 +64,7 @@ class GroupScorer(ABC):
         """Let the threads go. Calls that are under way are not waited for."""
 
 
+@named()
 class Scorer(GroupScorer):
     """A score function and how it is called.
 

@@ -10,10 +10,12 @@ from typing import Literal
 
 import numpy as np
 
+from inflight.core.arguments import named
 from inflight.core.clock import NS_PER_MS
 from inflight.core.rollout import Rollout
 
 
+@named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessRule:
     """A token is too old if a bound that is given is exceeded. A rollout is as old as its oldest token."""

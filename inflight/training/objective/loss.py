@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.core.arguments import named
 from inflight.core.errors import NonFiniteLossError
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.forward import TokenScores, score_tokens
@@ -26,6 +27,7 @@ observers: list[Observer] = []
 """Who looks at the ratios of every loss of this process, beside those who asked for it."""
 
 
+@named()
 def policy_loss(
     model: nn.Module,
     batch: PackedBatch,

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
+from inflight.core.arguments import named
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
@@ -21,6 +22,7 @@ from inflight.training.objective.tokens import DrawnTokens
 Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 
 
+@named({"beta": "kl_weight", "kl_coef": "kl_weight", "entropy_coef": "entropy_weight", "loss": "surrogate"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """A policy objective. Its functions are those of `corrections`, `surrogates` and `trust_regions`, with

@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from inflight.core.arguments import named
 from inflight.core.errors import BroadcastError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.waiting import telling
@@ -21,6 +22,7 @@ from inflight.weights.link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
 
 
+@named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast(Transport):
     """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""

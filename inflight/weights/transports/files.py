@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from inflight.core.arguments import named
 from inflight.core.layout import WeightLayout
 from inflight.weights.link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
 from inflight.weights.version_file import read_changes, read_version, remove_partial, write_version
 
 
+@named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files(Transport):
     """Safetensors files in a directory that trainer and engines see."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from inflight.core.arguments import named
 from inflight.core.errors import ChecksumError, InflightError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import CudaIpcDescriptor
@@ -19,6 +20,7 @@ from inflight.weights.tensors import slot_views
 from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
 
 
+@named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots(Transport):
     """The trainer writes to the engine's slots: shared memory, or device memory by CUDA IPC. On one machine."""

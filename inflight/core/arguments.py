@@ -1,0 +1,113 @@
+"""Arguments that users misspell or give in another type: the error names the class or function, and what was meant."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from functools import cache, wraps
+from numbers import Integral, Real
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Called = TypeVar("Called", bound=Any)
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "True or False",
+    NoneType: "None",
+}
+_PLURALS: dict[Any, str] = {int: "integers", float: "numbers", str: "strings", bool: "booleans"}
+
+
+def did_you_mean(name: str, known: Collection[str], others: Mapping[str, str] = NO_OTHERS) -> str:
+    """Return "; did you mean 'temperature'?", or "" if no known name is similar. others: names that other libraries
+    have for the same thing, mapped to ours."""
+    meant = others.get(name) or next(iter(get_close_matches(name, known, n=1)), None)
+    return f"; did you mean {meant!r}?" if meant else ""
+
+
+def check_names(what: str, given: Collection[str], known: Collection[str], others: Mapping[str, str]) -> None:
+    """Raise TypeError for a given name that is not known. what: the class or function, as users call it."""
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known, others) or f"; it takes {', '.join(known)}"
+            raise TypeError(f"{what} has no argument {name!r}{hint}")
+
+
+def check_type(what: str, value: Any, kind: Any) -> None:
+    """Raise TypeError if a value is not of a type. what: the argument, as in "SamplingParams.temperature"."""
+    if type(value) in usual_classes(kind) or (type(value) in (tuple, dict) and not value):  # quick, for most values
+        return
+    if not _fits(value, kind):
+        raise TypeError(f"{what} must be {_described(kind)}, got {value!r} ({type(value).__name__})")
+
+
+def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
+    """Decorate a function, or a class with an `__init__`, so that named arguments that do not exist, or are of another
+    type, are refused with their names. others: see `did_you_mean`."""
+
+    def decorate(called: Called) -> Called:
+        is_class = isinstance(called, type)
+        function: Any = vars(called)["__init__"] if is_class else called
+        what = called.__name__ if is_class else called.__qualname__.rpartition(".")[2]
+        parameters = inspect.signature(function).parameters.values()
+        known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name != "self"]
+        assert set(others.values()) <= set(known), others
+
+        @cache
+        def kinds() -> dict[str, Any]:
+            try:
+                return get_type_hints(called if is_class else function)
+            except NameError:  # some names are there for type checkers alone
+                return {}
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            check_names(what, given, known, others)
+            for name, kind in kinds().items() if given else ():
+                if name in given:
+                    check_type(f"{what}.{name}" if is_class else f"{name} of {what}", given[name], kind)
+            return function(*args, **given)
+
+        if is_class:
+            called.__init__ = checked
+            return called  # pyright: ignore[reportReturnType]
+        return checked  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+@cache
+def usual_classes(kind: Any) -> frozenset[type]:
+    """Return the classes of values that certainly are of a type."""
+    if get_origin(kind) in (Union, UnionType):
+        return frozenset().union(*map(usual_classes, get_args(kind)))
+    return frozenset({int, float} if kind is float else {kind} if kind in _NAMES else ())
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type. Only the types that options have are checked."""
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if kind in (str, bool, NoneType):
+        return isinstance(value, kind)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(item, parts[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
+    return True
+
+
+def _described(kind: Any) -> str:
+    parts = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_described, parts))
+    if get_origin(kind) is tuple:
+        return f"a tuple of {_PLURALS.get(parts[0], parts[0])}"
+    if get_origin(kind) is dict:
+        return f"a dict from {_PLURALS.get(parts[0], parts[0])} to {_PLURALS.get(parts[1], 'any values')}"
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
