@@ -24,6 +24,7 @@ from inflight.engine.clocks import StallClock
 from inflight.engine.requests import Requests, Schedules
 from inflight.engine.sequence import Sequence
 from inflight.engine.verbs import verb
+from inflight.weights.comparison import Asked
 from inflight.weights.slot_table import SlotTable
 
 
@@ -151,6 +152,11 @@ class Backend(ABC):
     def digests(self, least: int) -> list[Digests]:
         """SHA-256 of every tensor of a live version from `least` on, or nothing yet: ask again. Raises BackendError if
         the backend cannot tell."""
+
+    @verb()
+    @abstractmethod
+    def checksums(self, asked: Asked) -> list[Digests]:
+        """Checksums of the weights, or nothing yet: ask again. Raises BackendError if the backend has none."""
 
     # ---- what the process asks ----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from inflight.engine.prompt_scores import Scores, score_prompts
 from inflight.engine.sampler import Samples
 from inflight.engine.sequence import Schedule
 from inflight.engine.verbs import verb
+from inflight.weights.comparison import Asked
 from inflight.weights.digests import Digester
 from inflight.weights.slot_table import SlotTable
 
@@ -112,6 +113,10 @@ class Engine(Parts, Backend):
         if self.version < least:
             return []
         return self._digester.ask(min(least, self.slot_table.version))  # the newest version may be one of adapters
+
+    @verb()
+    def checksums(self, asked: Asked) -> list[Digests]:
+        return self._digester.ask(self.slot_table.version, asked)
 
     @property
     def has_work(self) -> bool:

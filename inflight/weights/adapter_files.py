@@ -17,12 +17,20 @@ import torch
 from inflight.core.errors import LayoutMismatchError, WeightFileError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.weights.lora import CHANGE_THE_BASE
 from inflight.weights.named import read_checkpoint
 from inflight.weights.sources import Offer, Source
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
+_HARMLESS = {
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "use_rslora", "inference_mode", "init_lora_weights", "auto_mapping", "runtime_config", "megatron_config",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying",
+}  # fmt: skip
+"""Options of PEFT's that can be set while an adapter is plain LoRA. Others that are switched on are refused, also those
+of later versions."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -107,10 +115,27 @@ def _config(directory: Path) -> dict[str, Any]:
             re.compile(pattern)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise WeightFileError(f"{path} is no configuration of an adapter: {error!r}") from error
-    special = [name for name in ("use_dora", "modules_to_save", "fan_in_fan_out", "use_qalora") if config.get(name)]
+    special = _special(config)
     if kind != "LORA" or special:
-        raise WeightFileError(f"{path} says {', '.join([str(kind), *special])}; what can be published is plain LoRA")
+        raise WeightFileError(
+            f"{path} says {', '.join([str(kind), *special])}; what can be published from files is plain LoRA. Save "
+            "PiSSA, OLoRA and their like as plain LoRA (save_pretrained(…, path_initial_model_for_weight_conversion=…)), "
+            "other adapters merged into the weights (merge_and_unload())"
+        )
     return config
+
+
+def _special(config: Mapping[str, Any]) -> list[str]:
+    """Name the options of a configuration that make an adapter more than A and B over the base model."""
+    special = [
+        f"{name}={value!r}"[:100]
+        for name, value in config.items()
+        if name not in _HARMLESS and (value is True or (isinstance(value, (dict, list, tuple)) and value))
+    ]
+    init, bias = str(config.get("init_lora_weights")), config.get("bias", "none")
+    special += [f"init_lora_weights={init!r}, which changes the base"] if init.startswith(CHANGE_THE_BASE) else []
+    special += [f"bias={bias!r}"] if bias != "none" else []
+    return special
 
 
 def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:

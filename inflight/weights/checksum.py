@@ -17,9 +17,9 @@ def checksum(buffer: torch.Tensor) -> int:
     """
     buffer = F.pad(buffer, (0, -len(buffer) % 8)) if len(buffer) % 8 else buffer
     words = buffer.view(torch.int64)
-    weights = (torch.arange(1, _WORDS + 1, device=buffer.device) * _ODD) | 1
+    weights = (torch.arange(1, min(_WORDS, len(words)) + 1, device=buffer.device) * _ODD) | 1
     whole, rest = words.split((len(words) // _WORDS * _WORDS, len(words) % _WORDS))
-    blocks = whole.view(-1, _WORDS).split(_BLOCKS[buffer.device.type])
+    blocks = whole.view(-1, _WORDS).split(_BLOCKS[buffer.device.type]) if len(whole) else ()
     sums = [(block * weights).sum(1) for block in blocks]
     sums += [(rest * weights[: len(rest)]).sum()[None]] if len(rest) else []
     total = len(words)

@@ -1,4 +1,4 @@
-"""SHA-256 of every tensor of the weights that an engine draws with, computed in a thread while it draws."""
+"""Digests of every tensor of the weights that an engine draws with, computed in a thread while it draws."""
 
 import hashlib
 import logging
@@ -8,8 +8,10 @@ import torch
 
 from inflight.core.errors import ProtocolError
 from inflight.core.messages import Digests
+from inflight.weights.comparison import Asked
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.slot_table import SlotTable
+from inflight.weights.tensors import slot_views
 
 logger = logging.getLogger("inflight.engine")
 
@@ -28,19 +30,23 @@ class Digester:
         """The version that the thread reads."""
         self._found: Digests | ProtocolError | None = None
         """What the thread found last, or why it found nothing."""
+        self._asked: Asked | None = None
+        """What the thread computes, or has computed last; None: SHA-256."""
 
-    def ask(self, least: int) -> list[Digests]:
+    def ask(self, least: int, asked: Asked | None = None) -> list[Digests]:
         """Digests of a version from `least` on, or nothing yet, while they are computed or that version is not live.
-        Raises ProtocolError if they could not be computed. Only the thread of the slot table's owner may ask."""
+        asked: checksums in the place of SHA-256. Raises ProtocolError if they could not be computed. Only the thread of
+        the slot table's owner may ask."""
         self.settle()
         if isinstance(self._found, ProtocolError):
             error, self._found = self._found, None
             raise error
-        if self._found is not None and self._found.version >= least:
+        if self._found is not None and self._found.version >= least and self._asked == asked:
             return [self._found]
         table = self._slot_table
         if self._thread is None and table.live is not None and table.version >= least:
             self._version, buffer = table.version, table.slots[table.live].buffer
+            self._found, self._asked = None, asked
             table.pin(self._version)
             self._thread = threading.Thread(target=self._compute, args=(buffer,), name="inflight-digests", daemon=True)
             self._thread.start()
@@ -53,10 +59,14 @@ class Digester:
             self._slot_table.unpin(self._version)
 
     def _compute(self, buffer: torch.Tensor) -> None:
-        layout = self._slot_table.layout
+        layout, asked = self._slot_table.layout, self._asked
         try:
             use_own_stream(buffer.device)  # behind which no pass waits
-            tensors = {spec.name: _sha256(buffer[spec.offset : spec.offset + spec.nbytes]) for spec in layout.tensors}
+            if asked is None:
+                parts = {spec.name: buffer[spec.offset : spec.offset + spec.nbytes] for spec in layout.tensors}
+                tensors = {name: _sha256(part) for name, part in parts.items()}
+            else:
+                tensors = asked.of(slot_views(buffer, layout))
             self._found = Digests(self._version, tensors)
         except Exception as error:
             logger.exception("no digests of version %d", self._version)

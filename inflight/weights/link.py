@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from inflight.core.messages import (
     Attached,
     Call,
     Detach,
+    Digests,
     FromEngine,
     Hello,
     Result,
@@ -41,6 +43,7 @@ from inflight.core.messages import (
     read,
     to_raw,
 )
+from inflight.weights.comparison import Asked, EngineWeights
 from inflight.weights.sources import Source
 
 logger = logging.getLogger("inflight.weights")
@@ -50,6 +53,9 @@ _LINGER_MS = 1000
 TOKEN_BYTES = 32
 """Length of what a publisher writes into the file that it locks."""
 _STATUS = msgspec.msgpack.Decoder(Status)
+_DIGESTS = msgspec.msgpack.Decoder(list[Digests])
+_CHECKSUMS_S = 600.0
+"""How long an engine may read its weights for checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,8 @@ class EngineLink:
                 self._alive_file = _open(self.welcome.alive_lock)
                 self._lock_file, token = _lock(self.welcome.publisher_lock)
             offer = source.offer(self.welcome)
+            self.matches = source.compare(EngineWeights(self.welcome.layout, self._checksums))
+            """True if the engine computed with these weights before, False if not; None if that is not known."""
             attach = Attach(ticket=self.ticket(), transport=transport, lock_token=token, **offer._asdict())
             self.attached = expect(self._ask(attach), Attached)
         except BaseException:
@@ -279,6 +287,20 @@ class EngineLink:
             status = read(_STATUS, result.value)
             pinned = len(status.versions) > 1 and f"; requests are pinned to versions among {status.versions}"
             self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
+
+    def _checksums(self, asked: Asked) -> dict[str, str]:
+        """Ask for checksums of the engine's weights until it has read them. Raises BackendError if it has none."""
+        wait, found = waiting.Wait(), list[Digests]()
+        while not found:
+            verb = Call(ticket=self.ticket(), verb="checksums", arguments=to_raw({"asked": asked}, "nothing"))
+            found = read(_DIGESTS, expect(self._ask(verb), Result).value)
+            wait.tick()
+            wait.tell(f"the engine at {self.address.endpoint} computes checksums of its weights")
+            if wait.waited_s > _CHECKSUMS_S:
+                raise EngineBusyError(f"the engine has no checksums of its weights after {_CHECKSUMS_S:.0f} s")
+            if not found:
+                time.sleep(_POLL_MS / 1e4)
+        return found[0].tensors
 
     def _ask(self, message: ToEngine) -> FromEngine:
         answer, what = self.send(message), f"did not answer {type(message).__name__}"

@@ -1,10 +1,14 @@
-"""Models that PEFT has put adapters on (LoRA): only the adapters travel, or weights with the adapters merged in.
+"""Models that PEFT has put adapters on: plain LoRA travels alone to engines that hold adapters; other engines get the
+weights with the adapters merged in.
 
-A PEFT model is told by its attributes, so that PEFT need not be installed. What is published of an adapter is A and
-α / r · B, cast to the engine's dtype; projections that it leaves alone, and ranks that it does not have, are zero.
+All that a model computes with is published, or the publisher refuses it by name: when it is made, and at a later
+`publish()` if the model has changed. What is published of an adapter is A and α / r · B, cast to the engine's dtype;
+projections that it leaves alone, and ranks that it does not have, are zero.
 """
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,67 +18,147 @@ from torch import nn
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.weights import peft_layers
+from inflight.weights.comparison import EngineWeights
 from inflight.weights.sources import ModelSource, Offer
-from inflight.weights.tensors import dtype_name, published_tensors, unwrap
+from inflight.weights.tensors import dtype_name, unwrap
+
+_SHOWN = 3
+"""How many parameters an error names."""
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Return whether a model carries adapters of PEFT."""
+    """Return whether a model is a PeftModel, whose adapters can be switched off."""
     model = unwrap(model)
-    return hasattr(model, "peft_config") and hasattr(model, "base_model")
+    return hasattr(model, "peft_config") and hasattr(model, "base_model") and hasattr(model, "disable_adapter")
 
 
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """An adapter on one projection: A [r, K], B [N, r] and α / r."""
+    """A LoRA adapter on one projection: A [r, K], B [N, r] and α / r."""
 
-    def __init__(self, name: str, module: Any, adapter: str):
-        self.name = name
-        self.a: torch.Tensor = module.lora_A[adapter].weight
-        self.b: torch.Tensor = module.lora_B[adapter].weight
-        self._scaling, self._adapter = module.scaling, adapter
+    name: str
+    a: torch.Tensor
+    b: torch.Tensor
+    layer: Any
+    adapter: str
 
     @property
     def scale(self) -> float:
-        return self._scaling[self._adapter]
+        return self.layer.scaling[self.adapter]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where the tensors of a model go, as long as its modules and parameters are the same."""
+
+    parts: list[_Part] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    """Tensors of the engine's adapters that this model has none for."""
+    copies: dict[int, ScaledCopies] = field(default_factory=dict)
+    """Maps the slot that adapters go to, by the id of its first view, to the copies."""
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors of the base model that are published as they are."""
+    merged: list[tuple[nn.Module, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
+    """Layers, their adapters to merge, and the published names of their tensors by the names in the layer."""
 
 
 class PeftSource(ModelSource):
-    """Publishes adapters to engines that hold adapters; to others the weights with the active adapters merged in."""
+    """Publishes LoRA adapters to engines that hold adapters; to others the weights with the active adapters merged in.
+
+    Raises LayoutMismatchError, naming it, for what the engine would compute without.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
-        self._base: nn.Module = unwrap(model).base_model.model  # pyright: ignore
-        self._parts: list[_Part] = []
-        self._copies: dict[int, ScaledCopies] = {}
-        """Maps the slot that they go to, by the id of its first view, to the copies."""
-        self._unused: list[str] = []
-        """Tensors of the engine's adapters that this model has none for."""
-        for name, module in self._base.named_modules():
-            if _adapters_of(module):
-                _check(name, module)
+        self._root = unwrap(model)
+        self._base = peft_layers.base_of(model)
+        self._seen: tuple[list[object], list[object]] = [], []
+        """What the plan was made of."""
+        self._plan = _Plan()
+        self._layout: WeightLayout | None = None
+        """The engine's layout of adapters; None: the adapters are merged."""
+        self._engine: EngineWeights | None = None
+        """The weights that adapters go onto, if they are compared with the base."""
 
     def offer(self, welcome: Welcome) -> Offer:
-        """Raise LayoutMismatchError, naming it, for an adapter that does not fit those of the engine."""
-        if welcome.adapter_layout is None:
-            tensors = self._merged_names()
-            return Offer(WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()))
-        return self.offer_to(welcome.adapter_layout)
+        """Raise LayoutMismatchError, naming it, for what does not fit the engine."""
+        if welcome.adapter_layout is not None:
+            return self.offer_to(welcome.adapter_layout)
+        self._plan_again(None)
+        offer = Offer(WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in self._offered()))
+        known = {spec.name for spec in welcome.layout.tensors}
+        apart = [name for spec in offer.layout.tensors if (name := spec.name) not in known]
+        if apart and getattr(getattr(self._base, "config", None), "tie_word_embeddings", False):
+            raise LayoutMismatchError(
+                f"{apart[0]} is the same tensor as the embedding in the engine (tied weights), but the adapters make "
+                "them differ; leave both out of the adapters, or launch the engine from a checkpoint with "
+                "tie_word_embeddings=false that holds both"
+            )
+        return offer
 
     def offer_to(self, adapter_layout: WeightLayout) -> Offer:
         """Offer adapters for slots of this layout. Raises as `offer` does."""
-        shapes = {spec.name: spec.shape for spec in adapter_layout.tensors}
-        self._parts = [
-            _Part(f"{adapter}.{name}", module, adapter)
-            for name, module in self._base.named_modules()
-            for adapter in _adapters_of(module)
-        ]
-        for part in self._parts:
+        self._plan_again(adapter_layout)
+        return Offer(adapter_layout, adapters=True)
+
+    def compare(self, engine: EngineWeights) -> bool | None:
+        """Raise LayoutMismatchError, naming tensors, if adapters that travel alone would go onto another base."""
+        if self._layout is None:
+            return engine.begin_as([*self._plan.plain.items(), *self._merged()])
+        self._engine = engine
+        self._check_base(engine)
+        return None  # the adapters themselves are not compared
+
+    def prepare(self) -> None:
+        """Look the tensors up again if the model has changed. Raises as `offer` and `compare` do."""
+        if not _same(self._seen, _state(self._root)):
+            self._plan_again(self._layout)
+            if self._engine is not None:
+                self._check_base(self._engine)
+
+    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
+        plan = self._plan
+        if self._layout is None:
+            with torch.no_grad():
+                for name, tensor in self._merged():
+                    views[name].copy_(tensor)
+                copy_all([views[name] for name in plan.plain], [tensor.detach() for tensor in plan.plain.values()])
+            return
+        view = next(iter(views.values()))
+        if id(view) not in plan.copies:  # a walk over the model takes longer than the copy
+            plan.copies[id(view)] = _copies_to(views, plan)
+        plan.copies[id(view)].run([factor for part in plan.parts for factor in (1.0, part.scale)])
+
+    def _plan_again(self, adapter_layout: WeightLayout | None) -> None:
+        state = _state(self._root)
+        plan = self._merge_plan() if adapter_layout is None else self._adapter_plan(adapter_layout)
+        self._layout, self._plan, self._seen = adapter_layout, plan, state
+
+    # ---- adapters alone -----------------------------------------------------------------------------------------
+
+    def _adapter_plan(self, layout: WeightLayout) -> _Plan:
+        parts: list[_Part] = []
+        for name, module in self._base.named_modules():
+            peft_layers.refuse_copies(name, module)
+            if peft_layers.is_adapted(module):
+                parts += _lora_parts(name, module)
+        fine = {id(tensor) for part in parts for tensor in (part.a, part.b)}
+        fine |= {id(t) for t in peft_layers.base_tensors(self._base).values() if not t.requires_grad}
+        lost = [name for name, parameter in self._root.named_parameters() if id(parameter) not in fine]
+        if lost:
+            raise LayoutMismatchError(
+                f"{_named(lost)} would not be published: an engine with lora_rank takes A and B of plain LoRA alone; "
+                "leave them out or freeze them, or launch the engine without lora_rank, which gets whole weights"
+            )
+        shapes = {spec.name: spec.shape for spec in layout.tensors}
+        for part in parts:
             expected = shapes.pop(f"{part.name}.lora_A", None), shapes.pop(f"{part.name}.lora_B", None)
             if None in expected:
                 raise LayoutMismatchError(
                     f"the engine has no adapter {part.name}; it was launched with adapters for "
-                    f"{', '.join(sorted({spec.name.split('.')[0] for spec in adapter_layout.tensors}))} on projections "
-                    "of attention and MLP"
+                    f"{', '.join(sorted({spec.name.split('.')[0] for spec in layout.tensors}))} on projections "
+                    "of attention and MLP; leave others out, or launch it without lora_rank, which gets whole weights"
                 )
             (rank, inputs), (outputs, _) = expected  # pyright: ignore
             if len(part.a) > rank or (part.a.shape[1], len(part.b)) != (inputs, outputs):
@@ -83,63 +167,165 @@ class PeftSource(ModelSource):
                     f"the engine it has rank {rank} and takes {inputs} to {outputs}; launch with "
                     f"lora_rank={len(part.a)} or more"
                 )
-        self._unused = list(shapes)
-        return Offer(adapter_layout, adapters=True)
+        return _Plan(parts=parts, unused=list(shapes))
 
-    def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
-        name, view = next(iter(views.items()))
-        if not name.endswith((".lora_A", ".lora_B")):
-            self._fill_merged(views)
+    def _check_base(self, engine: EngineWeights) -> None:
+        differences = engine.differences(peft_layers.base_tensors(self._base).items())
+        if not differences:
             return
-        if id(view) not in self._copies:  # a walk over the model takes longer than the copy
-            self._copies[id(view)] = self._copies_to(views)
-        self._copies[id(view)].run([factor for part in self._parts for factor in (1.0, part.scale)])
+        configs: Mapping[str, Any] = getattr(self._root, "peft_config", None) or {}
+        inits = {str(getattr(config, "init_lora_weights", None)) for config in configs.values()}
+        changing = [init for init in sorted(inits) if init.startswith(CHANGE_THE_BASE)]
+        merged = any(getattr(module, "merged_adapters", None) for module in self._base.modules())
+        reason = (
+            "adapters are merged into it; unmerge_adapter() first"
+            if merged
+            else f"init_lora_weights={changing[0]!r} changes it; take another initialization, or publish the changed "
+            "base first, or launch the engine without lora_rank, which gets whole weights"
+            if changing
+            else "launch the engine from the checkpoint of the trainer, or publish the base first"
+        )
+        raise LayoutMismatchError(
+            f"the base of the adapters is not what the engine computes with ({_named(differences)}): {reason}"
+        )
 
-    @torch.no_grad()
-    def _copies_to(self, views: Mapping[str, torch.Tensor]) -> ScaledCopies:
-        """Work out what does not depend on values: which tensor goes where, and what stays zero."""
-        destinations, sources = [], []
-        for part in self._parts:
-            view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
-            view_a[rank:].zero_()
-            view_b[:, rank:].zero_()
-            destinations += [view_a[:rank], view_b[:, :rank]]
-            sources += [part.a, part.b]
-        for name in self._unused:
-            views[name].zero_()
-        return ScaledCopies(destinations, sources)
+    # ---- merged -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _fill_merged(self, views: Mapping[str, torch.Tensor]) -> None:
-        plain = {name: tensor.detach() for name, tensor in self._merged_names().items()}
-        for name, module in self._base.named_modules():
-            adapters = [_Part(name, module, adapter) for adapter in _unmerged(module)]
-            if adapters:  # one at a time, as all of them in fp32 would take twice the memory of the model
-                merged = plain.pop(f"{name}.weight").float()
-                for part in adapters:
-                    merged = merged + part.scale * (part.b.float() @ part.a.float())
-                views[f"{name}.weight"].copy_(merged)
-        copy_all([views[name] for name in plain], list(plain.values()))
+    def _merge_plan(self) -> _Plan:
+        inside = {id(parameter) for parameter in self._base.parameters()}
+        lost = [name for name, parameter in self._root.named_parameters() if id(parameter) not in inside]
+        if lost:
+            raise LayoutMismatchError(
+                f"{_named(lost)} would not be published, being no weights of the base model; train LoRA, or a method "
+                "that PEFT can merge into the weights"
+            )
+        plan, of_tensor = _Plan(), dict[int, nn.Module]()
+        for name, holder in peft_layers.holders(self._base):
+            adapters = ()
+            if peft_layers.is_adapted(holder):
+                _check_enabled(name, holder)
+                adapters = tuple(peft_layers.unmerged(holder))
+            if adapters:
+                peft_layers.check_merge(name, holder, adapters)
+            names: dict[str, str] = {}
+            own = peft_layers.own_tensors(holder)
+            for key, tensor in own.items():
+                tied = of_tensor.setdefault(id(tensor), holder)
+                if tied is holder or not _computes_alike(tied, holder):
+                    names[key] = f"{name}.{key}" if name else key
+            if adapters:
+                plan.merged.append((holder, adapters, names))
+            else:
+                plan.plain.update({whole: own[key] for key, whole in names.items()})
+        return plan
 
-    def _merged_names(self) -> dict[str, torch.Tensor]:
-        """Return the model's own tensors under its own names."""
-        tensors = published_tensors(self._base)
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    def _offered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._plan.plain.items()
+        for layer, _, names in self._plan.merged:
+            own = peft_layers.own_tensors(layer)
+            yield from ((whole, own[key]) for key, whole in names.items())
+
+    def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield merged tensors layer by layer, as all of them in fp32 would take twice the memory of the model."""
+        for layer, adapters, names in self._plan.merged:
+            merged = peft_layers.merged_tensors(layer, adapters)
+            yield from ((whole, merged[key]) for key, whole in names.items())
 
 
-def _adapters_of(module: nn.Module) -> list[str]:
-    return list(getattr(module, "lora_A", ()))
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of PEFT's `init_lora_weights` that write to the weights of the base model."""
 
 
-def _unmerged(module: Any) -> list[str]:
-    """Return the active adapters that are not merged into the weight yet."""
-    names = _adapters_of(module)
-    return [name for name in names if name in module.active_adapters and name not in module.merged_adapters]
+def _lora_parts(name: str, layer: Any) -> list[_Part]:
+    """Return the adapters of a layer. Raises LayoutMismatchError, naming it, for more than A and B beside a linear
+    layer."""
+    from peft.tuners.lora.layer import Linear
+
+    _check_enabled(name, layer)
+    adapters = sorted(layer._get_available_adapters())
+    odd = "" if type(layer) is Linear else f"{type(layer).__name__} of {type(layer).__module__}"
+    for adapter in adapters if not odd else ():
+        variant = layer.lora_variant.get(adapter)
+        odd = odd or (f"{type(variant).__name__.removesuffix('Variant')}" if variant is not None else "")
+        odd = odd or ("a bias of lora_B" if layer.lora_B[adapter].bias is not None else "")
+    odd = odd or (f"a base of another kind ({type(layer.base_layer).__name__})" if not _is_linear(layer) else "")
+    odd = odd or ("no values yet (it is on the meta device)" if any(p.is_meta for p in layer.parameters()) else "")
+    active = [adapter for adapter in layer.active_adapters if adapter in adapters]
+    if odd:
+        raise LayoutMismatchError(
+            f"{name} has {odd}; an engine with lora_rank takes plain LoRA on linear layers alone: launch it without "
+            "lora_rank, which gets the weights with the adapters merged in"
+        )
+    if len(active) > 1:
+        raise LayoutMismatchError(
+            f"{name} computes with {len(active)} adapters at once ({', '.join(active)}); a request draws with one: "
+            "set_adapter() activates one, add_weighted_adapter() makes one of several"
+        )
+    a: Any = layer.lora_A
+    b: Any = layer.lora_B
+    return [_Part(f"{adapter}.{name}", a[adapter].weight, b[adapter].weight, layer, adapter) for adapter in adapters]
 
 
-def _check(name: str, module: Any) -> None:
-    """Check an adapted module. Raises LayoutMismatchError for what is more than A and B beside a linear layer."""
-    more = [kind for kind in ("lora_embedding_A", "lora_magnitude_vector") if len(getattr(module, kind, ()))]
-    more += ["bias of lora_B"] if any(module.lora_B[a].bias is not None for a in module.lora_B) else []
-    if more:
-        raise LayoutMismatchError(f"{name} has {', '.join(more)}; what can be published is plain LoRA")
+def _is_linear(layer: Any) -> bool:
+    return isinstance(layer.base_layer, nn.Linear) and layer.base_layer.weight.is_floating_point()
+
+
+def _check_enabled(name: str, layer: Any) -> None:
+    if layer.disable_adapters:
+        raise LayoutMismatchError(
+            f"the adapters of {name} are disabled; publish outside of disable_adapter(), or call "
+            "enable_adapter_layers() first"
+        )
+
+
+def _computes_alike(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two holders of one tensor compute with the same values: both as it is, or with one adapter."""
+    if not (peft_layers.is_adapted(one) or peft_layers.is_adapted(other)):
+        return True
+    addresses = [{p.untyped_storage().data_ptr() for p in holder.parameters()} for holder in (one, other)]
+    return addresses[0] == addresses[1] and getattr(one, "scaling", None) == getattr(other, "scaling", None)
+
+
+@torch.no_grad()
+def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> ScaledCopies:
+    """Work out what does not depend on values: which tensor goes where, and what stays zero."""
+    destinations, sources = [], []
+    for part in plan.parts:
+        view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
+        view_a[rank:].zero_()
+        view_b[:, rank:].zero_()
+        destinations += [view_a[:rank], view_b[:, :rank]]
+        sources += [part.a, part.b]
+    for name in plan.unused:
+        views[name].zero_()
+    return ScaledCopies(destinations, sources)
+
+
+def _state(root: nn.Module) -> tuple[list[object], list[object]]:
+    """Return what a plan depends on: modules and parameters, which are the same or not, and values, which are equal or
+    not. `nn.Module.modules()` would take several times as long."""
+    objects: list[object] = []
+    values: list[object] = []
+    stack: list[nn.Module] = [root]
+    while stack:
+        module = stack.pop()
+        objects.append(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                objects.append(parameter)
+                values += (parameter.requires_grad, parameter.shape)
+        own = module.__dict__
+        if "_active_adapter" in own:
+            values += (str(own["_active_adapter"]), own.get("_disable_adapters"), tuple(own.get("merged_adapters", ())))
+        stack += [child for child in module._modules.values() if child is not None]
+    return objects, values
+
+
+def _same(before: tuple[list[object], list[object]], now: tuple[list[object], list[object]]) -> bool:
+    """Hold objects by identity: a new one never has the address of one that `before` keeps alive."""
+    return len(before[0]) == len(now[0]) and all(map(operator.is_, before[0], now[0])) and before[1] == now[1]
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(name.removeprefix("base_model.model.") for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

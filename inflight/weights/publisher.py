@@ -19,13 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
-from inflight.core.errors import EngineDiedError, InflightError, LayoutMismatchError, NonFiniteWeightsError
+from inflight.core.errors import EngineDiedError, InflightError, NonFiniteWeightsError
 from inflight.core.spans import note, span
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineEndpoint, EngineLink, Published
-from inflight.weights.lora import PeftSource, is_peft
+from inflight.weights.lora import PeftSource
 from inflight.weights.named import NamedSource, Weights, copy_named
+from inflight.weights.peft_layers import carries_adapters
 from inflight.weights.sharded import ShardGroup, is_sharded
 from inflight.weights.sources import ModelSource, Source
 from inflight.weights.staging import StagingBuffer
@@ -104,6 +105,10 @@ class Publisher:
             self._addresses = [replace(address, endpoint=link.address.endpoint)]
             self._aliases = link.attached.aliases
             self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
+            self.matches = link.matches
+            """True if the engines had the trainer's weights before the first publish, False if not. None if that is not
+            known: of adapters, of weights that are handed over, and of sharded models, of which no rank has it all."""
+            self._published = self._warned = False
             self.version = link.version
             """The version that the last `publish()` returned."""
             self._follow(self._addresses[0])
@@ -133,6 +138,7 @@ class Publisher:
         link = self._target.add(partial(self._attach_to_living, address, transport), transport)
         address = replace(address, endpoint=link.address.endpoint)
         with self._condition:
+            self.matches = self.matches and link.matches
             self.version = max(self.version, link.version)
             self._addresses = [*self._addresses, address]
         self._follow(address)
@@ -203,6 +209,7 @@ class Publisher:
             )
         with self._condition:
             self._check_open()
+            self._source.prepare()
             record = self._number(now_ns())
             if self._gpu is not None:
                 self._written = torch.cuda.current_stream(self._gpu).record_event()
@@ -289,6 +296,7 @@ class Publisher:
         """Return the next version, which the engines' meters are told."""
         self.version += 1
         self._unpublished_steps = 0
+        self._published = True
         for address in self._addresses:
             address.on_publish(self.version, called_ns)
         return Published(self.version, called_ns)
@@ -387,8 +395,17 @@ class Publisher:
             with self._condition:
                 if self._condition.wait_for(lambda: self._pending is not None or self.closed, _LISTEN_EVERY_S):
                     return self._pending is not None
+            self._warn_of_other_weights()
             with self._handing:  # whoever hands weights over talks to the engine meanwhile
                 self._target.listen()
+
+    def _warn_of_other_weights(self) -> None:
+        if self.matches is False and not self._published and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the engine's weights are not the trainer's: tokens drawn before the first publish() come from other "
+                "weights than those that are trained"
+            )
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
         """Fill a slot. The parameters may change again once the copy is done, or in order on their device."""
@@ -423,13 +440,8 @@ def _source_of(model: nn.Module | Source | Weights | Callable[[], Weights] | Non
     if not isinstance(model, nn.Module):
         return NamedSource(model)
     if is_sharded(model):
-        if is_peft(model):
-            raise LayoutMismatchError(
-                "adapters on a model that is spread over ranks cannot be published; shard the model without them, or "
-                "train them on one rank"
-            )
         return ShardGroup(model)
-    return PeftSource(model) if is_peft(model) else ModelSource(model)
+    return PeftSource(model) if carries_adapters(model) else ModelSource(model)
 
 
 def _address(engine: Engine) -> EngineEndpoint:

@@ -24,6 +24,7 @@ from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
 from inflight.core.waiting import LOG_EVERY_S
+from inflight.weights.peft_layers import carries_adapters
 from inflight.weights.sources import Offer, Source
 from inflight.weights.tensors import layout_of, published_tensors
 
@@ -57,6 +58,11 @@ class ShardGroup(Source):
     """
 
     def __init__(self, model: nn.Module):
+        if carries_adapters(model):
+            raise LayoutMismatchError(
+                "adapters on a model that is spread over ranks cannot be published; shard the model without them, or "
+                "train them on one rank"
+            )
         self._size = dist.get_world_size()
         self.tensors = published_tensors(model)
         """The tensors as they are between two steps; in a forward pass FSDP puts whole parameters into the model."""

@@ -10,6 +10,7 @@ from torch import nn
 from inflight.core.errors import InflightError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
+from inflight.weights.comparison import EngineWeights
 from inflight.weights.pace import Pace
 from inflight.weights.tensors import fill, layout_of, published_tensors
 
@@ -36,6 +37,14 @@ class Source(ABC):
     def offer(self, welcome: Welcome) -> Offer:
         """Return what fits this engine. Raises LayoutMismatchError if nothing does."""
 
+    def compare(self, engine: EngineWeights) -> bool | None:
+        """Return whether the engine computes with these tensors already; None if that is not known. Raises
+        LayoutMismatchError if they would be wrong over the engine's weights."""
+        return None
+
+    def prepare(self) -> None:  # noqa: B027
+        """Get ready for a `fill`; called by `publish()`. Raises LayoutMismatchError if the model no longer fits."""
+
     def start(self, engine: tuple[WeightLayout, int] | InflightError) -> object:  # noqa: B027
         """Tell other ranks the layout of the slots and the engine's version, or what kept the publisher from them."""
 
@@ -60,6 +69,9 @@ class ModelSource(Source):
 
     def offer(self, welcome: Welcome) -> Offer:
         return Offer(layout_of(self._model))
+
+    def compare(self, engine: EngineWeights) -> bool | None:
+        return engine.begin_as(published_tensors(self._model).items())
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         fill(views, published_tensors(self._model), self.pace)

@@ -16,6 +16,7 @@ import numpy as np
 from inflight.core.clock import now_ns
 from inflight.core.errors import BackendError, DeviceMemoryError, InflightError
 from inflight.core.frames import TokenFrame
+from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
@@ -30,6 +31,8 @@ from inflight.engine.requests import Requests
 from inflight.engine.sequence import Sequence
 from inflight.engine.stopping import StopCondition
 from inflight.engine.verbs import verb
+from inflight.weights.comparison import Asked
+from inflight.weights.tensors import slot_views
 
 logger = logging.getLogger("inflight.engine")
 
@@ -125,6 +128,19 @@ class VllmEngine(Backend):
         raise BackendError(
             'digests() cannot be had with backend="vllm", which computes with tensors that are fused, split and packed'
         )
+
+    @verb()
+    def checksums(self, asked: Asked) -> list[Digests]:
+        """Of the slot that the live version came from. Raises BackendError if it holds another one by now, or vLLM has
+        loaded what no slot holds."""
+        table = self.slot_table
+        if table.whole is None or self._started.reload_reason:
+            raise BackendError(
+                f'version {table.version} of the weights cannot be compared with backend="vllm", which holds it fused '
+                "and packed alone; make the publisher before other weights are published, or take the inflight backend"
+            )
+        views = slot_views(table.slots[table.whole].buffer, table.layout)
+        return [Digests(table.version, asked.of(views))]
 
     @property
     def idle(self) -> bool:

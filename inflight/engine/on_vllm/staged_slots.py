@@ -20,6 +20,11 @@ class StagedSlots(SlotTable):
         self.live = None
         self._taken: SlotReady | None = None
         """The version that is being prepared."""
+        self._holds_live: int | None = 0
+        """The slot that still holds the live version, if one does. At the start the first slot holds the weights that
+        vLLM has loaded."""
+        self._lent_live = False
+        """That slot is lent, so that it might be written to."""
 
     @property
     def versions(self) -> list[int]:
@@ -35,11 +40,27 @@ class StagedSlots(SlotTable):
         """A whole version waits to be prepared."""
         return self._ready is not None
 
+    @property
+    def whole(self) -> int | None:
+        """The slot that holds the live version; None if it was written to since, or might have been."""
+        return None if self._lent_live else self._holds_live
+
+    def lend(self, *, in_use: int | None = None) -> list[int]:
+        lent = super().lend(in_use=in_use)
+        self._lent_live = self._lent_live or self._holds_live in lent
+        return lent
+
+    def written(self) -> None:
+        """A version was filled in or announced, perhaps where the live one was; `commit` will say where it is."""
+        self._holds_live = None
+
     def request(self) -> None:
         """The publisher gets a slot as soon as there is one; none is in use."""
 
     def withdraw(self, written: Sequence[int] = ()) -> None:
         """The publisher is gone; the next one gets its slots."""
+        self._holds_live = None if self._holds_live in written else self._holds_live
+        self._lent_live = False
 
     def take(self) -> SlotReady | None:
         """The newest whole version, which is to be prepared now; None if there is none or another is being prepared."""
@@ -55,4 +76,5 @@ class StagedSlots(SlotTable):
         taken, self._taken = self._taken, None
         self.states[taken.slot] = SlotState.IDLE
         self.version = taken.version
+        self._holds_live, self._lent_live = taken.slot, False
         return taken

@@ -1,0 +1,138 @@
+"""Every method of the installed PEFT, and the options of its LoRA, as models to publish."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.lora import config as lora_config
+from tiny_models import make_model
+
+TARGETS = ["q_proj", "down_proj"]
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "ADALORA": {"total_step": 10},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "PROMPT_TUNING": {"num_virtual_tokens": 4},
+    "P_TUNING": {"num_virtual_tokens": 4},
+    "PREFIX_TUNING": {"num_virtual_tokens": 4},
+    "CARTRIDGE": {"num_virtual_tokens": 4},
+    "MULTITASK_PROMPT_TUNING": {"num_virtual_tokens": 4, "num_tasks": 2},
+    "CPT": {"cpt_token_ids": [1, 2], "cpt_tokens_type_mask": [1, 1]},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]},
+    "C3A": {"block_size": 16},
+    "VBLORA": {"vector_length": 16, "num_vectors": 8},
+}
+UNBUILT = {
+    "ADAMSS": "it needs scikit-learn",
+    "XLORA": "it needs saved adapters",
+}
+"""Methods that cannot be made here, and why; no other may fail to be built."""
+
+
+def _of_method(name: str, config: type) -> Callable[[], Any]:
+    def make() -> Any:
+        arguments = dict(_ARGUMENTS.get(name, {}))
+        if "target_modules" in inspect.signature(config).parameters:
+            arguments.setdefault("target_modules", TARGETS)
+        model = "llama" if name == "ADAPTION_PROMPT" else "qwen3"  # which knows Llama alone
+        return get_peft_model(make_model(model), config(task_type="CAUSAL_LM", **arguments))
+
+    return make
+
+
+def _lora(model: str = "llama", change: Callable[[Any], Any] | None = None, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        arguments = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
+        made = get_peft_model(make_model(model), LoraConfig(**arguments))
+        return made if change is None else change(made) or made
+
+    return make
+
+
+def _unfreeze_norms(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            parameter.requires_grad_(True)
+
+
+def _two(model: Any) -> None:
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def _merged_already(model: Any) -> None:
+    train(model)
+    model.merge_adapter()
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    kind.value: _of_method(kind.value, config)
+    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+    if kind.value not in UNBUILT
+}
+OPTIONS: dict[str, Callable[[], Any]] = {
+    "rslora": _lora(use_rslora=True),
+    "patterns": _lora(alpha_pattern={"layers.0.self_attn.q_proj": 64}, rank_pattern={"layers.1.mlp.down_proj": 2}),
+    "dora": _lora(use_dora=True),
+    "lora_bias": _lora("qwen2", lora_bias=True, target_modules=["q_proj"]),
+    "lora_bias, no bias": _lora(lora_bias=True),
+    "bias=all": _lora("qwen2", bias="all"),
+    "bias=lora_only": _lora("qwen2", bias="lora_only"),
+    "modules_to_save lm_head": _lora(modules_to_save=["lm_head"]),
+    "modules_to_save embed_tokens": _lora(modules_to_save=["embed_tokens"]),
+    "modules_to_save lm_head, tied": _lora("qwen3", modules_to_save=["lm_head"]),
+    "modules_to_save both, tied": _lora("qwen3", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "token indices": _lora(trainable_token_indices={"embed_tokens": [5, 6, 7]}),
+    "token indices, tied": _lora("qwen3", trainable_token_indices={"embed_tokens": [5, 6, 7]}),
+    "norms": _lora(change=_unfreeze_norms),
+    "embed_tokens": _lora(target_modules=["q_proj", "embed_tokens"]),
+    "embed_tokens, scaled": _lora("gemma3", target_modules=["q_proj", "embed_tokens"]),
+    "embed_tokens, tied": _lora("qwen3", target_modules=["q_proj", "embed_tokens"]),
+    "lm_head": _lora(target_modules=["q_proj", "lm_head"]),
+    "lm_head, tied": _lora("qwen3", target_modules=["q_proj", "lm_head"]),
+    "both, tied": _lora("qwen3", target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+    "aLoRA": _lora(alora_invocation_tokens=[1, 2]),
+    "QALoRA": _lora(use_qalora=True, qalora_group_size=16),
+    "BD-LoRA": _lora(
+        target_modules=["q_proj", "o_proj"],
+        use_bdlora=lora_config.BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["o_proj"], nblocks=2),
+    ),
+    "VeLoRA": _lora(velora_config={}),
+    "KaSA": _lora(kasa_config=lora_config.KasaConfig()),
+    "MonteCLoRA": _lora(monteclora_config=lora_config.MontecloraConfig()),
+    "target_parameters": _lora("qwen3-moe", target_parameters=["mlp.experts.gate_up_proj"], target_modules=["q_proj"]),
+    "layer_replication": _lora(layer_replication=[[0, 2], [1, 3]]),
+    "two at once": _lora(change=_two),
+    "scaled by hand": _lora(change=lambda m: [layer.scale_layer(0.5) for layer in m.modules() if hasattr(layer, "r")]),
+    "disabled": _lora(change=lambda m: m.base_model.disable_adapter_layers()),
+    "merged already": _lora(change=_merged_already),
+    "without PeftModel": _lora(change=lambda m: m.base_model.model),
+} | {
+    f"init {init}": _lora(init_lora_weights=init)
+    for init in ("pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica", "eva", "lora_ga", False)
+}
+KINDS = METHODS | OPTIONS
+
+
+def make(kind: str) -> Any:
+    """A model of a kind whose trainable parameters have all been moved."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = KINDS[kind]()
+    train(model)
+    return model.eval()
+
+
+def train(model: Any) -> None:
+    """Move every parameter that is trained."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
