@@ -118,9 +118,9 @@ def _config(directory: Path) -> dict[str, Any]:
     special = _special(config)
     if kind != "LORA" or special:
         raise WeightFileError(
-            f"{path} says {', '.join([str(kind), *special])}; what can be published from files is plain LoRA. Save "
-            "PiSSA, OLoRA and their like as plain LoRA (save_pretrained(…, path_initial_model_for_weight_conversion=…)), "
-            "other adapters merged into the weights (merge_and_unload())"
+            f"{path} says {', '.join([str(kind), *special])}; files are published of plain LoRA alone. Save "
+            "PiSSA, OLoRA and their like as plain LoRA (save_pretrained(…, path_initial_model_for_weight_conversion=…)) "
+            "and other adapters merged into the weights (merge_and_unload())"
         )
     return config
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from full_forward import TOLERANCE, full_forward_logprobs
-from peft import LoraConfig, get_peft_model
 from tiny_adapters import error, publish_adapters, with_adapters
 from tiny_models import make_model
 
@@ -15,7 +14,6 @@ from inflight.core.errors import InvalidRequestError, LayoutMismatchError
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
 from inflight.stream.assembler import Assembler
-from inflight.weights.lora import PeftSource
 
 ARCHITECTURES = ["qwen3", "gemma2", "phi3", "qwen3-moe"]
 
@@ -177,12 +175,6 @@ def test_adapters_that_do_not_fit_are_named(make_engine, change, message):
     adapter = change.pop("adapter", "default")
     with pytest.raises(LayoutMismatchError, match=message):
         publish_adapters(engine, with_adapters("qwen3", adapter, **change))
-
-
-def test_more_than_plain_lora_is_named():
-    config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
-    with pytest.raises(LayoutMismatchError, match=r"layers.0.self_attn.q_proj has lora_magnitude_vector"):
-        PeftSource(get_peft_model(make_model("qwen3"), config))
 
 
 @pytest.mark.parametrize(

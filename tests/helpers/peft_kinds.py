@@ -15,7 +15,7 @@ TARGETS = ["q_proj", "down_proj"]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "ADALORA": {"total_step": 10},
-    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 1, "target_modules": None},
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
     "PROMPT_TUNING": {"num_virtual_tokens": 4},
     "P_TUNING": {"num_virtual_tokens": 4},
@@ -65,6 +65,12 @@ def _two(model: Any) -> None:
     model.base_model.set_adapter(["default", "other"])
 
 
+def _halve(model: Any) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "scale_layer"):
+            layer.scale_layer(0.5)
+
+
 def _merged_already(model: Any) -> None:
     train(model)
     model.merge_adapter()
@@ -108,7 +114,7 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     "target_parameters": _lora("qwen3-moe", target_parameters=["mlp.experts.gate_up_proj"], target_modules=["q_proj"]),
     "layer_replication": _lora(layer_replication=[[0, 2], [1, 3]]),
     "two at once": _lora(change=_two),
-    "scaled by hand": _lora(change=lambda m: [layer.scale_layer(0.5) for layer in m.modules() if hasattr(layer, "r")]),
+    "scaled by hand": _lora(change=_halve),
     "disabled": _lora(change=lambda m: m.base_model.disable_adapter_layers()),
     "merged already": _lora(change=_merged_already),
     "without PeftModel": _lora(change=lambda m: m.base_model.model),

@@ -1,6 +1,5 @@
 """Whatever PEFT trains is published as PEFT computes it, or refused by name: there is no third outcome."""
 
-
 import numpy as np
 import peft_kinds
 import pytest
@@ -12,16 +11,15 @@ from inflight.core.errors import LayoutMismatchError
 
 PARAMS = inflight.SamplingParams(max_tokens=12, ignore_eos=True, seed=3, n=2)
 MOST = 1e-4
-BASES = ["llama", "qwen2", "qwen3", "qwen3-moe", "gemma3"]
 QUICK = {"LORA", "IA3", "ADALORA", "PROMPT_TUNING", "bias=all", "modules_to_save lm_head", "token indices", "norms",
          "embed_tokens, tied", "lm_head, tied", "init pissa", "dora", "rslora"}  # fmt: skip
-RIGHT_ALONE = {"LORA", "rslora", "patterns", "scaled by hand", "without PeftModel", "init orthogonal", "init gaussian",
-               "init eva", "init False"}  # fmt: skip
-"""Kinds that an engine with adapters takes."""
+RIGHT_ALONE = {"LORA", "rslora", "patterns", "scaled by hand", "without PeftModel", "QALoRA", "init orthogonal",
+               "init gaussian", "init eva", "init lora_ga", "init False"}  # fmt: skip
+"""Kinds that an engine with adapters takes. Without quantization QALoRA is plain, and without gradients LoRA-GA."""
 REFUSED_MERGED = {
     "ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING",
     "PROMPT_TUNING", "P_TUNING", "SHADOW", "lora_bias, no bias", "modules_to_save lm_head, tied", "embed_tokens, tied",
-    "lm_head, tied", "aLoRA", "target_parameters", "layer_replication", "disabled",
+    "embed_tokens, scaled", "lm_head, tied", "aLoRA", "target_parameters", "layer_replication", "disabled",
 }  # fmt: skip
 """Kinds whose weights are no weights of the base model. A method that a later PEFT brings is in no set."""
 
@@ -72,7 +70,15 @@ def names_something(refusal: str, model) -> bool:
     modules = {name.removeprefix("base_model.model.") for name, _ in model.named_modules()}
     parameters = {name.removeprefix("base_model.model.") for name, _ in model.named_parameters()}
     plain = {name.replace(".base_layer", "") for name in parameters}
+    plain |= {f"{name}.weight" for name in modules}
     return "\n" not in refusal and bool(words & (modules | parameters | plain) - {""})
+
+
+def published_error(engine, publisher, model) -> float:
+    """How far the engine is from the model after another publish."""
+    engine.wait_for_version(publisher.publish())
+    [[rollout]] = engine.generate([[5, 6, 7, 8]], inflight.SamplingParams(max_tokens=12), adapter="default")
+    return error(model, rollout, "default")
 
 
 def test_every_method_of_this_peft_is_tried():
@@ -103,3 +109,89 @@ def test_merged_weights_are_right_or_refused_by_name(engines, kind):
     else:
         assert isinstance(found, float), found
         assert found < MOST
+
+
+def remade(model):
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(r=2, target_modules=["v_proj", "up_proj"]))
+    model.set_adapter("default")
+
+
+def loaded_without_a_copy(model):
+    state = {name: torch.randn_like(p) * 0.2 for name, p in model.named_parameters() if "lora_" in name}
+    model.load_state_dict(state, strict=False, assign=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", [remade, loaded_without_a_copy])
+def test_tensors_are_looked_up_at_each_publish(engines, change):
+    engine, model = engines("qwen3", 16), with_adapters("qwen3", "default")
+    with engine.publisher(model) as publisher:
+        assert published_error(engine, publisher, model) < MOST
+        change(model)
+        peft_kinds.train(model)
+        assert published_error(engine, publisher, model.eval()) < MOST
+
+
+def unfrozen(model):
+    next(p for name, p in model.named_parameters() if name.endswith("input_layernorm.weight")).requires_grad_(True)
+
+
+def of_pissa(model):
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights="pissa"))
+    model.set_adapter("default")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(unfrozen, r"layers\.0\.input_layernorm\.weight would not"), (of_pissa, r"v_proj\.weight .* 'pissa' changes it")],
+)
+def test_a_model_that_changes_is_refused_by_the_next_publish(engines, change, named):
+    engine, model = engines("qwen3", 16), with_adapters("qwen3", "default")
+    with engine.publisher(model) as publisher:
+        assert published_error(engine, publisher, model) < MOST
+        change(model)
+        with pytest.raises(LayoutMismatchError, match=named):
+            publisher.publish()
+
+
+def test_adapters_of_another_base_are_refused(engines):
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(make_model("qwen3", seed=2), config)
+    with pytest.raises(LayoutMismatchError, match=r"model\.embed_tokens\.weight.* more\): launch the engine from"):
+        engines("qwen3", 16).publisher(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_base_in_another_dtype_is_the_same_base(engines, dtype):
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    engines("qwen3", 16).publisher(get_peft_model(make_model("qwen3").to(dtype), config)).close()
+
+
+@pytest.mark.parametrize(("seed", "matches"), [(0, True), (2, False)])
+def test_a_publisher_says_whether_the_engine_has_its_weights(model_dir, caplog, seed, matches):
+    caplog.set_level(logging.WARNING, "inflight.weights")
+    with inflight.launch(model_dir("llama"), device="cpu", threads=1, max_sequences=2, max_context=64) as engine:
+        with engine.publisher(make_model("llama", seed=seed)) as publisher:
+            assert publisher.matches is matches
+            if matches:
+                engine.wait_for_version(publisher.publish())
+            else:
+                wait_until(lambda: "tokens drawn before the first publish() come from other weights" in caplog.text)
+        assert ("before the first publish" in caplog.text) is not matches
+
+
+def test_differences_are_named():
+    model = make_model("qwen3")
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    layout = layout_of(model)
+    engine = EngineWeights(layout, lambda asked: asked.of(dict(model.named_parameters())))
+    assert engine.differences(tensors.items()) == [], "lm_head.weight is another name of a tensor that is known"
+    changed = tensors["model.norm.weight"].detach().clone()
+    changed[-1] += 1e-3
+    more = {"model.norm.weight": changed, "extra": torch.zeros(2)}
+    assert engine.differences((tensors | more).items()) == ["extra is only in the trainer", "model.norm.weight"]
+    del tensors["model.norm.weight"]
+    assert engine.differences(tensors.items()) == ["model.norm.weight is only in the engine"]

@@ -30,6 +30,7 @@ class StandIn:
         self.buffers = [torch.zeros(self.layout.total_bytes, dtype=torch.uint8) for _ in range(num_slots)]
         self.address = EngineEndpoint("stand-in")
         self.attached = SimpleNamespace(aliases=[])
+        self.matches = None
         self.welcome = SimpleNamespace(num_slots=num_slots, layout=self.layout)
         self.announced: list[Published] = []
         self.wants: list[str] = []
