@@ -119,8 +119,8 @@ def _config(directory: Path) -> dict[str, Any]:
     if kind != "LORA" or special:
         raise WeightFileError(
             f"{path} says {', '.join([str(kind), *special])}; files are published of plain LoRA alone. Save "
-            "PiSSA, OLoRA and their like as plain LoRA (save_pretrained(…, path_initial_model_for_weight_conversion=…)) "
-            "and other adapters merged into the weights (merge_and_unload())"
+            "PiSSA, OLoRA and the like as plain LoRA (save_pretrained(…, path_initial_model_for_weight_conversion=…)), "
+            "and others merged into the weights (merge_and_unload())"
         )
     return config
 
