@@ -79,8 +79,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     kv_on_swap: str = "keep"
     """What becomes of the keys and values of running sequences when new weights go live. keep: they stay, and later
     tokens attend to what older weights computed. recompute: they are computed again before the next token is drawn, as
-    a prompt is; a sequence that is not through with that when the next version comes goes on, so that all of them
-    advance however often weights are published."""
+    a prompt is, and prompts that were computed in part start again, so that each token depends on its own version
+    alone. If versions arrive faster than a prompt is computed, the ninth waits until that prompt has a token."""
     prefix_across_versions: int = 0
     """How many versions older than the weights that go on with it a beginning may be that a prompt takes from the
     prefix cache; 0: none. More lets conversations go on without computing their past again after every publish; their

@@ -170,6 +170,9 @@ class Engine(Parts, Backend):
     def _swap(self) -> None:
         """Let the newest whole version of the weights, and of the adapters, go live."""
         self._digester.settle()
+        recomputes = self.options.kv_on_swap == "recompute"
+        if recomputes and not self.blocked and self.scheduler.must_finish_prefill:
+            return
         for slot_table in self.slot_tables:
             began_ns = now_ns()
             ready = slot_table.take()
@@ -180,7 +183,7 @@ class Engine(Parts, Backend):
                 continue
             num_in_flight = sum(bool(s.tokens or s.num_pending) for s in self.scheduler.running.values())
             self.scheduler.renew_kv_namespaces(self.options.adapters)
-            if self.options.kv_on_swap == "recompute":
+            if recomputes:
                 self.scheduler.recompute_unpinned(adapted=slot_table is not self.slot_table)
             self._note_swap(slot_table, ready, began_ns, num_in_flight)
 

@@ -19,6 +19,8 @@ from inflight.engine.sequence import UNPINNED, Chunk, Schedule, Sequence
 
 _COST_OF_SCORE = 8
 """A prompt token that is scored counts as so many in the budget of a pass, since its logits are computed, too."""
+_MOST_RESTARTS = 8
+"""Swaps in a row that can interrupt a prefill; the next swap waits until the sequence has drawn a token."""
 _MOST_REGIMES = 64
 """More than there are slots."""
 
@@ -128,19 +130,28 @@ class Scheduler:
             self._release(sequence)
 
     def recompute_unpinned(self, *, adapted: bool) -> None:
-        """Have sequences that are not pinned and draw a token in each pass compute their keys and values again.
-        Sequences still in prefill continue. Waiting forks drop the blocks that they share with their parents. adapted:
-        only those that use an adapter."""
+        """Have running sequences that are not pinned compute their keys and values again, those in prefill from the
+        first token. Waiting forks drop the blocks that they share with their parents. adapted: only those that use an
+        adapter."""
 
         def is_meant(sequence: Sequence) -> bool:
             return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
 
         for sequence in reversed(list(self.running.values())):
-            if is_meant(sequence) and self._rows.regimes[sequence.batch_row] != PREFILL:
+            if is_meant(sequence):
+                sequence.num_restarts += self._rows.regimes[sequence.batch_row] == PREFILL
                 self._send_back(sequence)
         for fork in list(self._waiting_forks.values()):
             if is_meant(fork):
                 self._release(fork)
+
+    @property
+    def must_finish_prefill(self) -> bool:
+        """A running sequence is in prefill that swaps have restarted as often as they are allowed to."""
+        return any(
+            sequence.num_restarts >= _MOST_RESTARTS and self._rows.regimes[sequence.batch_row] == PREFILL
+            for sequence in self.running.values()
+        )
 
     def renew_kv_namespaces(self, adapters: Iterable[str]) -> None:
         """Keep what these adapters compute from now on apart from all that was computed before."""
@@ -179,6 +190,7 @@ class Scheduler:
         for index, chunk in enumerate(chunks, len(single)):
             sequence = chunk.sequence
             if sequence.holding.computed == sequence.length:
+                sequence.num_restarts = 0
                 following = followers[sequence.request_id]
                 drawing_rows += [s.batch_row for s in (sequence, *following)]
                 after += [index] * (1 + len(following))

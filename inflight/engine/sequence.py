@@ -57,6 +57,8 @@ class Sequence:
     taken_over_version: int = NO_VERSION
     """The oldest version that computed some of those."""
 
+    num_restarts: int = 0
+    """Swaps since it last drew a token that made its prefill start again."""
     prompt_scored: bool = False
     """Another sample of its group was computed, and scored, with the same prompt."""
 

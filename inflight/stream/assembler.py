@@ -56,7 +56,7 @@ class _Partial:
     """The sampling mask of each token, if the request asked for it: its ids, and the vocabulary that they were cut from
     or 0."""
     routed_experts: dict[int, np.ndarray] = field(default_factory=dict)
-    """Maps a position to its experts; the first time that a token was computed counts."""
+    """Maps a position to its experts; the first time that a drawn token was computed counts."""
     prefix_tokens: int = 0
     prefix_version: int | None = None
 
@@ -258,13 +258,13 @@ class Assembler:
         columns |= {name: values for name, values in extras.items() if name not in _RAGGED}
         if len(rows) < header.num_tokens:
             columns = {name: values[known] for name, values in columns.items()}
-        self._store.append(rows, header.version, header.time_ns, columns)
-        if "mask_offsets" in extras:
-            self._append_masks(frame.request_ids.tolist(), extras)
-        if "routed_experts" in extras:
+        if "routed_experts" in extras:  # before the tokens that the pass drew: nothing had depended on these
             self._append_routed_experts(extras)
         if "scored_logprobs" in extras:
             self._append_prompt_scores(extras)
+        self._store.append(rows, header.version, header.time_ns, columns)
+        if "mask_offsets" in extras:
+            self._append_masks(frame.request_ids.tolist(), extras)
 
     def _find(self, engine_id: str, request_ids: np.ndarray) -> Found:
         """Which of these requests are known, and where in the store those go. One that is named twice counts once,
@@ -289,16 +289,17 @@ class Assembler:
                 self._know_experts(partial, [(position, experts)])
 
     def _append_prompt_scores(self, extras: Mapping[str, np.ndarray]) -> None:
-        """The first time that a token was scored counts."""
+        """Until a token is drawn, later scores replace earlier ones: a prompt that new weights compute again has all of
+        its scores under them."""
         ids, places = extras["scored_request_ids"], extras["scored_positions"]
         for request_id in np.unique(ids).tolist():
             partial = self._partials.get(request_id)
             scores = None if partial is None else partial.group.open_scores()
-            if scores is None or scores.known:
+            if partial is None or scores is None:
                 continue
             chosen = (ids == request_id) & (places >= 0) & (places < len(scores.logprobs))
             rows = places[chosen]
-            new = scores.ranks[rows] == 0
+            new = (scores.ranks[rows] == 0) | (not self._has_drawn(partial.group))
             for name in SCORES:
                 known, told = getattr(scores, name), extras[f"scored_{name}"][chosen][new]
                 if known.ndim > 1:
@@ -308,11 +309,19 @@ class Assembler:
                     known[rows[new]] = told
 
     def _know_experts(self, partial: _Partial, experts: Iterable[tuple[int, np.ndarray]]) -> None:
-        """experts: positions, and the experts of the tokens there."""
+        """experts: positions, and the experts of the tokens there. Until a token is drawn, those of a prompt that is
+        computed again replace the earlier ones."""
         num_prompt_tokens = len(partial.group.prompt_token_ids)
         for position, chosen in experts:
-            known = partial.group.prompt_routed_experts if position < num_prompt_tokens else partial.routed_experts
-            known.setdefault(position, chosen)
+            if position >= num_prompt_tokens:
+                partial.routed_experts.setdefault(position, chosen)
+            elif position not in partial.group.prompt_routed_experts or not self._has_drawn(partial.group):
+                partial.group.prompt_routed_experts[position] = chosen
+
+    def _has_drawn(self, group: _Group) -> bool:
+        """True if some sample of a group has a token or has ended."""
+        unfinished = self._unfinished(group).values()
+        return bool(group.finished) or any(self._store.length(partial.tokens) for partial in unfinished)
 
     def _rollout(self, request_id: int, partial: _Partial, reason: str, *, whole: bool = True) -> Rollout:
         """What has arrived of a request; without its tokens if it is not whole."""

@@ -161,17 +161,31 @@ def test_a_fork_shares_what_its_parent_computed():
     assert schedule.taken_over == [TakenOver(1, 8, 0)]
 
 
-def test_after_a_swap_sequences_that_draw_compute_their_tokens_again_and_prompts_go_on():
+def test_after_a_swap_sequences_that_draw_and_prompts_in_part_compute_all_tokens_again():
     run = Run()
     run.add(4)
     run.step()
     run.add(12)
     run.step()
     run.scheduler.recompute_unpinned(adapted=False)
-    assert run.running == [1]
+    assert run.running == []
     schedule = run.step(1)
-    assert chunks(schedule) == [(1, 8, 4), (0, 0, 4)], "the second one's prompt goes on where it was"
+    assert chunks(schedule) == [(0, 0, 6), (1, 0, 2)]
     assert run.scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_swaps_interrupt_again_and_again_is_finished_before_the_next_swap():
+    run = Run(budget=4)
+    run.add(12)
+    run.step()
+    for version in range(1, 9):
+        assert not run.scheduler.must_finish_prefill
+        run.scheduler.recompute_unpinned(adapted=False)
+        assert chunks(run.step(version)) == [(0, 0, 4)]
+    for start in (4, 8):
+        assert run.scheduler.must_finish_prefill
+        assert chunks(run.step(8)) == [(0, start, 4)]
+    assert not run.scheduler.must_finish_prefill
 
 
 # ---- orders ----------------------------------------------------------------------------------------------------------
