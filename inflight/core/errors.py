@@ -50,7 +50,8 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class TokenColumnError(InflightError, ValueError):
-    """A per-token column of one's own cannot be imported, or its function does not return one number per token."""
+    """A column of a user's own cannot be imported or does not return one number per token, or tokens lack a column that
+    their request asked for."""
 
 
 class LayoutMismatchError(InflightError, ValueError):

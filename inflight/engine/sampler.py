@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from inflight_kernels import draw, uniforms
 
+from inflight.core.columns import COLUMNS
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import to_device
 from inflight.engine.own_columns import ColumnFunction, compute_columns
@@ -80,6 +81,8 @@ class _Rows:
     batch_rows: torch.Tensor
     adjusted: list[int]
     filtered: list[int]
+    built_in: bool
+    """Some row asked for a built-in column."""
     entropy: bool
     top: int
     own: dict[str, ColumnFunction]
@@ -144,6 +147,7 @@ class Sampler:
                 batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
                 adjusted=[i for i, params in special if params.adjusted],
                 filtered=[i for i, params in special if params.filtered],
+                built_in=any(column.asked_by(params) for _, params in special for column in COLUMNS.values()),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
                 own={name: f for name, f in self._own_columns.items() if name in asked},
@@ -208,7 +212,7 @@ class Sampler:
     ) -> tuple[Samples, _Filtered]:
         """With tokens sorted by probability every filter leaves a prefix, and the mask is the shortest of them."""
         plain = len(rows.filtered) < len(sequences)
-        samples = self._sample_plain(logits_MV, rows, positions) if plain or rows.top or rows.entropy else None
+        samples = self._sample_plain(logits_MV, rows, positions) if plain or rows.built_in else None
         index = self._tensor(rows.filtered, torch.int64)
         params = [sequences[i].params for i in rows.filtered]
         temperature_F1 = rows.temperatures[index][:, None]

@@ -8,7 +8,7 @@ from itertools import repeat
 import numpy as np
 
 from inflight.core.columns import COLUMNS, SCORES, TOKENS, asked_columns
-from inflight.core.errors import FrameError
+from inflight.core.errors import FrameError, TokenColumnError
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
@@ -82,6 +82,9 @@ class Assembler:
         """Tokens that are held here of the requests that an engine draws, by its id."""
         self.next_request_id = 0
         """All requests that were announced have smaller ids."""
+        self.faults: dict[int, TokenColumnError] = {}
+        """Maps groups to the errors of requests whose tokens lack a column that the request asked for. The reader of
+        the frames removes them."""
 
     @property
     def num_unfinished_tokens(self) -> int:
@@ -231,13 +234,28 @@ class Assembler:
         """Finish a request, or give it up without a token if there is no reason. Returns its group if that is
         complete."""
         group = partial.group
-        rollout = self._rollout(request_id, partial, reason or "error", whole=reason is not None)
+        lacks = self._lacks(partial) if reason is not None else []
+        if lacks:
+            self.faults[group.start.group_id] = TokenColumnError(
+                f"request {request_id} of group {group.start.group_id} asked for {', '.join(lacks)}, and the engine "
+                "sent tokens without; it ends as an error. The engine's sampler has to compute each column that it accepts; "
+                "leave this one out of SamplingParams until it does"
+            )
+        rollout = self._rollout(request_id, partial, "error" if lacks else reason or "error", whole=reason is not None)
         self._drop(request_id)
         group.finished.append(rollout)
         if len(group.finished) < group.start.params.n:
             return None
         del self._groups[group.start.group_id]
         return sorted(group.finished, key=lambda rollout: rollout.sample)
+
+    def _lacks(self, partial: _Partial) -> list[str]:
+        """Names of the columns that a request asked for and some of its tokens do not have."""
+        num_tokens = self._store.length(partial.tokens)
+        lacks = [name for name, count in partial.tokens.num_values.items() if count != num_tokens]
+        if partial.masks is not None and len(partial.masks) != num_tokens:
+            lacks.append("sampling_mask")
+        return lacks
 
     def _drop(self, request_id: int) -> None:
         """Give the place of an unfinished request back."""

@@ -435,7 +435,10 @@ class Inbox:
         with self._lock:
             self.newest_version = max(self.newest_version, frame.header.version if frame.header.num_tokens else 0)
             self._on_frame(frame)
-            offered = self._finish(self._assembler.add(frame), frame.header.engine_id)
+            groups = self._assembler.add(frame)
+            if self._assembler.faults:
+                self._raise_faults()
+            offered = self._finish(groups, frame.header.engine_id)
             if self._damaged:
                 self._damaged = False
                 self._lost_below = frame.header.next_group_id
@@ -443,6 +446,14 @@ class Inbox:
         self._offer(offered)
         for listener in self._listeners:
             listener()
+
+    def _raise_faults(self) -> None:
+        """Raise the errors of single requests where their groups are awaited, or else in the next call."""
+        for group_id, error in self._assembler.faults.items():
+            logger.error("%s", error)
+            if not self._wake(lambda waiter, group_id=group_id: group_id in waiter.wanted, error):
+                self._errors.append(error)
+        self._assembler.faults.clear()
 
     def _lose(self, error: InflightError) -> None:
         with self._lock:
