@@ -95,8 +95,8 @@ def refuse_other_models(config: PretrainedConfig) -> None:
     kind = config.model_type
     if getattr(config, "text_config", None) is not None:
         raise UnsupportedModelError(
-            f"{kind} is multimodal, and Transformers has no causal language model of this kind; the engine runs text "
-            f"alone: save the model's language part ({config.get_text_config().model_type}) as a checkpoint of its own"
+            f"{kind} is multimodal, and Transformers' AutoModelForCausalLM does not load {type(config).__name__}; the "
+            "engine runs models of text alone: take one that AutoModelForCausalLM loads"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder and a decoder; the engine runs decoders alone")

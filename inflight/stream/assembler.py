@@ -238,8 +238,8 @@ class Assembler:
         if lacks:
             self.faults[group.start.group_id] = TokenColumnError(
                 f"request {request_id} of group {group.start.group_id} asked for {', '.join(lacks)}, and the engine "
-                "sent tokens without; it ends as an error. The engine's sampler has to compute each column that it accepts; "
-                "leave this one out of SamplingParams until it does"
+                "sent tokens without it. The sampler has to compute each column that the engine accepts; until then "
+                "leave it out of SamplingParams"
             )
         rollout = self._rollout(request_id, partial, "error" if lacks else reason or "error", whole=reason is not None)
         self._drop(request_id)

@@ -3,12 +3,20 @@
 import pytest
 import torch
 from family_check import long_rollouts
-from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.agreement import agrees_with
 from inflight.engine.engine import Engine
+from inflight.engine.loading import refuse_other_models
 from inflight.training.data.batch import pack
 from inflight.training.model.forward import token_logprobs
 
@@ -28,6 +36,24 @@ def test_a_model_with_two_language_models_in_one_is_refused(tmp_path):
     AutoConfig.for_model("musicgen", **parts).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="musicgen is not made for text alone"):
         Engine(EngineOptions(model=str(tmp_path), device="cpu"))
+
+
+def test_the_advice_for_multimodal_models_does_not_depend_on_a_text_model_of_their_kind():
+    refused = 0
+    for kind, config_class in CONFIG_MAPPING.items():
+        if config_class in MODEL_FOR_CAUSAL_LM_MAPPING or "text_config" not in (config_class.sub_configs or {}):
+            continue
+        config = config_class.__new__(config_class)  # some cannot be made by default
+        config.__dict__["text_config"] = PretrainedConfig()
+        with pytest.raises(UnsupportedModelError) as caught:
+            refuse_other_models(config)
+        expected = f"AutoModelForCausalLM does not load {config_class.__name__}"
+        assert f"{config.model_type} is multimodal" in str(caught.value), kind
+        assert expected in str(caught.value), kind
+        assert "take one that AutoModelForCausalLM loads" in str(caught.value), kind
+        assert "checkpoint of its own" not in str(caught.value), kind
+        refused += 1
+    assert refused > 90
 
 
 def test_an_error_while_loading_names_the_family(tmp_path):

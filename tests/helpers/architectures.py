@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     "bert-generation": (lambda: BertGenerationConfig(**_ENCODER), "BertGenerationDecoder is no causal decoder"),
     "ernie": (lambda: ErnieConfig(**_ENCODER), "ErnieForCausalLM is no causal decoder"),
     "doge": (lambda: DogeConfig(num_experts=4, keep_window_size=8, **_SHAPE), "DogeForCausalLM .*mask of its own"),
-    "qwen2_5_vl": (lambda: Qwen2_5_VLConfig(), "qwen2_5_vl is multimodal.*language part .*checkpoint of its own"),
+    "qwen2_5_vl": (lambda: Qwen2_5_VLConfig(), "qwen2_5_vl is multimodal.*take one that AutoModelForCausalLM loads"),
     "qwen3_vl": (lambda: Qwen3VLConfig(), "qwen3_vl is multimodal"),
     "mistral3": (lambda: Mistral3Config(), "mistral3 is multimodal"),
 }
