@@ -81,8 +81,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     return_entropy: bool = False
     """Record the entropy, in nats, of each distribution that a token is sampled from."""
     return_sampling_mask: bool = False
-    """Record the token ids that top-k, top-p and min-p left at each position, or where they left most of a large
-    vocabulary those that they cut (`Rollout.sampling_mask`)."""
+    """Record the token ids that top-k, top-p, min-p and the tokenizer left at each position, or where they left most of
+    a large vocabulary those that they cut (`Rollout.sampling_mask`)."""
     cache_salt: str = ""
     """Share prefix-cache blocks only with prompts of the same salt."""
     columns: tuple[str, ...] = ()

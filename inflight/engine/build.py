@@ -1,5 +1,7 @@
 """From options to the parts of an engine."""
 
+import logging
+
 import msgspec
 import torch
 from transformers import PretrainedConfig
@@ -18,6 +20,7 @@ from inflight.engine.kv_cache import KVCache
 from inflight.engine.loading import (
     context_limit,
     eos_token_ids,
+    ids_without_token,
     load_model,
     load_tokenizer,
     module_over,
@@ -32,10 +35,13 @@ from inflight.engine.requests import Requests
 from inflight.engine.rows import Rows
 from inflight.engine.sampler import Sampler
 from inflight.engine.scheduler import Scheduler
+from inflight.engine.shapes import SHAPES
 from inflight.engine.stopping import StopCondition
 from inflight.engine.warm_up import warm_up
 from inflight.weights.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+
+logger = logging.getLogger("inflight.engine")
 
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
 
@@ -87,7 +93,8 @@ class Parts:
             max_blocks=self.memory.max_blocks,
             prefix_caching=options.prefix_caching,
         )
-        eos_ids = eos_token_ids(modules[0].generation_config, modules[0].config)
+        tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
+        eos_ids = eos_token_ids(modules[0].generation_config, modules[0].config, tokenizer=tokenizer)
         self.rows = Rows(
             options.max_sequences,
             num_groups=self.cache.num_groups,
@@ -97,7 +104,6 @@ class Parts:
         )
         self.runner = ModelRunner(modules, self.memory, self.rows, options, self.adapters, unfused_reason)
         self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
-        tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
         self.stop = StopCondition(eos_ids, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
         self.requests = Requests(
@@ -108,7 +114,12 @@ class Parts:
             can_read_text=tokenizer is not None,
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
-        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns)
+        banned = []
+        if options.model not in SHAPES:  # whose tokenizer of bytes is there to have some
+            banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]
+        if banned:
+            logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(banned))
+        self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)
         # Logits that are changed before a draw are in fp32, and so are all of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
         warm_up(drawn_from, self.vocab_size, self.memory)

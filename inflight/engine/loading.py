@@ -191,10 +191,34 @@ def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tens
     return copy.deepcopy(model, memo)
 
 
-def eos_token_ids(*configs: GenerationConfig | PretrainedConfig | None) -> frozenset[int]:
-    """The end-of-sequence ids of the first of these configs that has some: the generation config goes before the
+def eos_token_ids(
+    *configs: GenerationConfig | PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """The end-of-sequence ids of the first of these configs that has some, and that of the tokenizer: a chat template
+    can end turns with a token that a base model's config does not name. The generation config goes before the
     model's."""
+    found: frozenset[int] = frozenset()
     for config in configs:
         if (ids := getattr(config, "eos_token_id", None)) is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()
+            found = frozenset([ids] if isinstance(ids, int) else ids)
+            break
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is None or own in found:
+        return found
+    logger.info(
+        "the tokenizer's end-of-sequence token %s (%d) ends samples, too; the model's configs name %s",
+        getattr(tokenizer, "eos_token", ""), own, sorted(found) or "none",
+    )  # fmt: skip
+    return found | {own}
+
+
+def ids_without_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+    """Ids of a model's vocabulary that its tokenizer does not have, as in a vocabulary that was padded; none if the
+    tokenizer does not list its tokens."""
+    if tokenizer is None:
+        return []
+    try:
+        known = set(tokenizer.get_vocab().values())
+    except NotImplementedError:
+        return []
+    return [token for token in range(vocab_size) if token not in known]

@@ -214,4 +214,4 @@ class Rows:
 
 def is_plain(params: SamplingParams) -> bool:
     """Whether a draw needs no more than a temperature and a seed, and records nothing beside its log-probability."""
-    return not (params.adjusted or params.filtered or asked_columns(params))
+    return not (params.adjusted or params.filtered or params.return_sampling_mask or asked_columns(params))

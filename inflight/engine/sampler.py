@@ -81,6 +81,8 @@ class _Rows:
     batch_rows: torch.Tensor
     adjusted: list[int]
     filtered: list[int]
+    masked: list[int]
+    """Rows without filters that asked for their sampling mask, which lacks the banned ids."""
     built_in: bool
     """Some row asked for a built-in column."""
     entropy: bool
@@ -98,11 +100,14 @@ class Sampler:
         eos_ids: frozenset[int],
         last_tokens: torch.Tensor,
         own_columns: Mapping[str, ColumnFunction] | None = None,
+        banned: Seq[int] = (),
     ):
+        """banned: ids that are never drawn, as the tokenizer does not have them."""
         self._vocab_size, self._eos_ids = vocab_size, sorted(eos_ids)
         self._last_tokens = last_tokens
         self._own_columns = own_columns or {}
         self._device = last_tokens.device
+        self._banned = torch.tensor(banned, dtype=torch.int64, device=self._device) if banned else None
         self._rows: _Rows | None = None
         self._seen: torch.Tensor | None = None
         """bool[batch_rows, V]: tokens of the prompt or sampled, for sequences with a repetition penalty."""
@@ -110,7 +115,10 @@ class Sampler:
         """Maps a batch row to the request whose tokens `_seen` holds, and how many of them."""
 
     def sample(self, logits_MV: torch.Tensor, draws: Draws) -> Samples:
-        """Sample the next token of each sequence from its row of logits of any float dtype."""
+        """Sample the next token of each sequence from its row of logits of any float dtype, in which banned ids become
+        −inf."""
+        if self._banned is not None:
+            logits_MV.index_fill_(1, self._banned, float("-inf"))
         rows, sequences = self._rows_of(draws.cohort), draws.cohort.sequences
         positions = to_device(torch.from_numpy(draws.positions), self._device)
         if rows.adjusted:
@@ -125,6 +133,8 @@ class Sampler:
                 cut_FV = torch.full_like(logprobs_MV[filtered.rows], float("-inf"))
                 logprobs_MV[filtered.rows] = cut_FV.scatter_(1, filtered.order_FK, filtered.logprobs_FK)
             samples.columns.update(compute_columns(rows.own, logprobs_MV, samples.tokens))
+        if rows.masked:
+            self._add_masks_of_plain(samples, filtered, rows, sequences)
         self._last_tokens.index_copy_(0, rows.batch_rows, samples.tokens)
         watched = [i for i in rows.adjusted if sequences[i].params.repetition_penalty != 1]
         if watched and self._seen is not None:
@@ -147,6 +157,13 @@ class Sampler:
                 batch_rows=to_device(torch.from_numpy(cohort.rows), self._device),
                 adjusted=[i for i, params in special if params.adjusted],
                 filtered=[i for i, params in special if params.filtered],
+                masked=[
+                    i
+                    for i, params in special
+                    if self._banned is not None
+                    and params.return_sampling_mask
+                    and not (params.filtered or params.greedy)
+                ],
                 built_in=any(column.asked_by(params) for _, params in special for column in COLUMNS.values()),
                 entropy=any(params.return_entropy for _, params in special),
                 top=max((params.top_logprobs for _, params in special), default=0),
@@ -242,6 +259,24 @@ class Sampler:
             index_A, order_AK, mask_AK = index_A[among], order_AK[among], mask_AK[among]
         whole = mask_AK.shape[1] == self._vocab_size
         return mask_columns(mask_AK, order_AK, index_A, num_rows=len(sequences), whole=whole)
+
+    def _add_masks_of_plain(
+        self, samples: Samples, filtered: _Filtered | None, rows: _Rows, sequences: Seq[Sequence]
+    ) -> None:
+        """Put the masks of all rows that asked into the columns, with those of rows without filters among them."""
+        asked = {row: f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask}
+        among = sorted([*asked, *rows.masked])
+        mask_AV = torch.ones(len(among), self._vocab_size, dtype=torch.bool, device=self._device)
+        mask_AV[:, self._banned] = False
+        if filtered is not None and asked:
+            places = self._tensor([among.index(row) for row in asked], torch.int64)
+            chosen = self._tensor(list(asked.values()), torch.int64)
+            kept_FV = torch.zeros(len(asked), self._vocab_size, dtype=torch.bool, device=self._device)
+            mask_AV[places] = kept_FV.scatter_(1, filtered.order_FK[chosen], filtered.mask_FK[chosen])
+        ids_AV = torch.arange(self._vocab_size, device=self._device).expand_as(mask_AV)
+        index_A = self._tensor(among, torch.int64)
+        samples.columns.pop("mask_cut_from", None)
+        samples.columns.update(mask_columns(mask_AV, ids_AV, index_A, num_rows=len(sequences)))
 
 
 def mask_columns(

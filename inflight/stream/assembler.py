@@ -216,7 +216,7 @@ class Assembler:
         self._groups[start.group_id] = group = _Group(
             start, np.array(start.prompt_token_ids, np.int32), engine_id=engine_id
         )
-        masked = start.params.return_sampling_mask and start.params.filtered
+        masked = start.params.return_sampling_mask and not start.params.greedy
         opened = [_Partial(group, self._store.open(columns), [] if masked else None) for _ in ids]
         self._partials.update(zip(ids, opened, strict=True))
         self._index.add(ids[0], [partial.tokens.row for partial in opened])
@@ -253,7 +253,8 @@ class Assembler:
         """Names of the columns that a request asked for and some of its tokens do not have."""
         num_tokens = self._store.length(partial.tokens)
         lacks = [name for name, count in partial.tokens.num_values.items() if count != num_tokens]
-        if partial.masks is not None and len(partial.masks) != num_tokens:
+        num_masks = num_tokens if partial.masks is None else len(partial.masks)
+        if num_masks != num_tokens and (num_masks or partial.group.start.params.filtered):
             lacks.append("sampling_mask")
         return lacks
 
@@ -297,8 +298,8 @@ class Assembler:
         cut_from = extras["mask_cut_from"].tolist() if "mask_cut_from" in extras else repeat(0)
         for request_id, mask in zip(request_ids, zip(ids, cut_from, strict=False), strict=True):
             partial = self._partials.get(request_id)
-            if partial is not None and partial.masks is not None:
-                partial.masks.append(mask)
+            if partial is not None and partial.masks is not None and (len(mask[0]) or mask[1]):
+                partial.masks.append(mask)  # a mask that is empty is none
 
     def _append_routed_experts(self, extras: Mapping[str, np.ndarray]) -> None:
         ids, positions = extras["routed_request_ids"].tolist(), extras["routed_positions"].tolist()

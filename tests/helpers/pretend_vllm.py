@@ -115,6 +115,7 @@ def make_pretender(core: PretendCore, **options: Any) -> VllmEngine:
         records_columns=core.records_columns,
         reload_reason="",
         vocab_size=VOCABULARY,
+        tokenizer=None,
         eos_ids=frozenset({END}),
         kv_cache_bytes=1 << 20,
     )

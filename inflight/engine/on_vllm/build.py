@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import msgspec
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from inflight.core.errors import BackendError, DeviceMemoryError, InflightError, ModelLoadError, UnsupportedModelError
 from inflight.core.layout import Alias, WeightLayout
@@ -23,7 +23,7 @@ from inflight.engine.adapters import PROJECTIONS, SLOTS, adapter_layout
 from inflight.engine.aliases import aliases_of
 from inflight.engine.checkpoints import compare_checkpoint
 from inflight.engine.device import memory_left, resolve_device
-from inflight.engine.loading import context_limit, eos_token_ids, load_config, resolve_dtype
+from inflight.engine.loading import context_limit, eos_token_ids, load_config, load_tokenizer, resolve_dtype
 from inflight.engine.on_vllm import worker
 from inflight.engine.on_vllm.columns import UNRECORDED
 from inflight.engine.on_vllm.staged_slots import StagedSlots
@@ -97,6 +97,7 @@ class Started:
     reload_reason: str
     """"": versions are prepared beside what vLLM computes with. Else why vLLM loads them by itself."""
     vocab_size: int
+    tokenizer: PreTrainedTokenizerBase | None
     eos_ids: frozenset[int]
     kv_cache_bytes: int
 
@@ -230,6 +231,7 @@ def start(options: EngineOptions) -> Started:
             generation_config = GenerationConfig.from_pretrained(path)
         except OSError:  # there is none
             generation_config = None
+    tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
     return Started(
         core=engine.engine_core,
         config=engine.vllm_config,
@@ -242,7 +244,8 @@ def start(options: EngineOptions) -> Started:
         records_columns=records,
         reload_reason=reason,
         vocab_size=vocab_size,
-        eos_ids=eos_token_ids(generation_config, config),
+        tokenizer=tokenizer,
+        eos_ids=eos_token_ids(generation_config, config, tokenizer=tokenizer),
         kv_cache_bytes=int(engine.vllm_config.cache_config.kv_cache_memory_bytes or 0),
     )
 

@@ -20,7 +20,6 @@ from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
 from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
-from inflight.engine.loading import load_tokenizer
 from inflight.engine.on_vllm.build import Started, start
 from inflight.engine.on_vllm.columns import Columns
 from inflight.engine.on_vllm.line import Line
@@ -68,15 +67,14 @@ class VllmEngine(Backend):
             kv_cache_tokens=started.kv_blocks * started.block_tokens,
         )
         self.scheduler: Line = Line(self.max_sequences, records_columns=started.records_columns)
-        tokenizer = load_tokenizer(options.model, trust=options.trust_remote_code)
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
             self.options,
             vocab_size=self.vocab_size,
-            can_read_text=tokenizer is not None,
+            can_read_text=started.tokenizer is not None,
         )
-        self.stop = StopCondition(started.eos_ids, tokenizer)
+        self.stop = StopCondition(started.eos_ids, started.tokenizer)
         self._preparing: StagedSlots | None = None
         """Whose version the workers prepare."""
         self._preparing_since_ns = 0

@@ -1,0 +1,138 @@
+"""The tokenizer says which ids can be drawn, and adds its end-of-sequence token to those of the model."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from full_forward import full_forward_logprobs
+from tiny_models import run
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from inflight.core.messages import Prompt
+from inflight.core.sampling import SamplingParams
+from inflight.engine.engine import Engine
+from inflight.engine.loading import eos_token_ids, ids_without_token
+from inflight.engine.shapes import byte_tokenizer
+from inflight.training.data.batch import pack
+from inflight.training.objective.loss import policy_loss
+
+VOCABULARY, KNOWN, EOS = 300, 258, 256
+"""A vocabulary that was padded beyond the bytes, end-of-text and padding of its tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=128, initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def engine(model, tmp_path, make_engine) -> Engine:
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    return make_engine(str(tmp_path))
+
+
+def masked_logprobs(model, rollout) -> np.ndarray:
+    """f32[T]: log-probabilities of the drawn tokens among the ids that the tokenizer has."""
+    ids = torch.tensor([[*rollout.prompt_token_ids.tolist(), *rollout.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(rollout.prompt_token_ids) - 1 : -1, :KNOWN]
+    chosen = torch.tensor(rollout.token_ids[:, None]).long()
+    return logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+
+def prompts(**params) -> list[Prompt]:
+    return [
+        Prompt([seed + 1, 7], SamplingParams(n=4, max_tokens=20, seed=seed, ignore_eos=True, **params))
+        for seed in range(6)
+    ]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 2.0, "logit_bias": {KNOWN + 1: 50.0}},
+        {"repetition_penalty": 1.5, "min_tokens": 20},
+        {"top_k": 290, "return_sampling_mask": True, "return_entropy": True},
+        {"top_p": 1.0, "min_p": 1e-9, "top_logprobs": 5},
+        {"return_sampling_mask": True},
+    ],
+    ids=str,
+)
+def test_ids_that_the_tokenizer_lacks_are_never_drawn(engine, params):
+    rollouts = run(engine, prompts(**params))
+    assert len(rollouts) == 24
+    assert all(rollout.token_ids.max() < KNOWN for rollout in rollouts)
+    assert all(np.isfinite(rollout.logprobs).all() for rollout in rollouts)
+    if "return_entropy" in params:
+        assert all(np.isfinite(rollout.columns["entropies"]).all() for rollout in rollouts)
+
+
+def test_the_recorded_logprob_is_that_of_the_distribution_that_was_drawn_from(engine, model):
+    for rollout in run(engine, prompts()):
+        assert np.abs(masked_logprobs(model, rollout) - rollout.logprobs).max() < 5e-5
+        assert (full_forward_logprobs(model, rollout) < rollout.logprobs - 0.01).any(), "there is mass to cut"
+
+
+def test_with_a_sampling_mask_the_trainer_has_the_same_distribution(engine, model):
+    requests = prompts(return_sampling_mask=True)
+    requests[1] = Prompt(requests[1].token_ids, SamplingParams(n=4, max_tokens=20, top_k=9, return_sampling_mask=True))
+    requests[2] = prompts()[2]
+    rollouts = run(engine, requests)
+    plain = run(engine, prompts())
+    for rollout, other in zip(rollouts[8:], plain[8:], strict=True):
+        assert rollout.token_ids.tolist() == other.token_ids.tolist(), "asking for the mask does not change draws"
+    for rollout in rollouts:
+        assert (rollout.sampling_mask is None) == (not rollout.params.return_sampling_mask)
+    for rollout in rollouts[:4]:
+        assert [sorted(ids.tolist()) for ids in rollout.sampling_mask.split()] == [list(range(KNOWN))] * 20
+    for rollout in rollouts[4:8]:
+        assert {len(ids) for ids in rollout.sampling_mask.split()} == {9}
+    masked = [rollout for rollout in rollouts if rollout.sampling_mask is not None]
+    batch = pack(masked, [1.0] * len(masked))
+    _, stats = policy_loss(model, batch)
+    assert (stats.ratios.min, stats.ratios.max) == pytest.approx((1, 1), abs=1e-4)
+
+
+def test_without_one_the_ratio_is_the_mass_that_was_left(engine, model):
+    rollouts = run(engine, prompts())
+    _, stats = policy_loss(model, pack(rollouts, [1.0] * len(rollouts)))
+    left = [full_forward_logprobs(model, rollout) - masked_logprobs(model, rollout) for rollout in rollouts]
+    assert stats.ratios.mean == pytest.approx(np.exp(np.concatenate(left)).mean(), abs=1e-4)
+    assert 0.7 < stats.ratios.mean < 0.95
+    assert stats.ratios.max < 1
+
+
+def test_the_end_of_sequence_token_of_the_tokenizer_ends_a_sample(engine):
+    params = SamplingParams(max_tokens=50, logit_bias={EOS: 100.0})
+    [rollout] = run(engine, [Prompt([1, 2], params)])
+    assert (rollout.finish_reason, rollout.token_ids.tolist()) == ("stop", [EOS])
+    [waits] = run(engine, [Prompt([1, 2], SamplingParams(max_tokens=5, min_tokens=3, logit_bias={EOS: 100.0}))])
+    assert (waits.finish_reason, len(waits.token_ids)) == ("stop", 4)
+    [ignores] = run(engine, [Prompt([1, 2], SamplingParams(max_tokens=5, ignore_eos=True, logit_bias={EOS: 100.0}))])
+    assert ignores.finish_reason == "length"
+
+
+def test_end_of_sequence_ids_are_those_of_one_config_and_of_the_tokenizer(caplog):
+    tokenizer, none = byte_tokenizer(), LlamaConfig(eos_token_id=None)
+    with caplog.at_level(logging.INFO, logger="inflight.engine"):
+        assert eos_token_ids(LlamaConfig(eos_token_id=[EOS, 3]), none, tokenizer=tokenizer) == {EOS, 3}
+        assert eos_token_ids(None, LlamaConfig(eos_token_id=5), tokenizer=None) == {5}
+        assert not caplog.records
+        assert eos_token_ids(none, LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {5, EOS}
+        assert eos_token_ids(LlamaConfig(eos_token_id=4), LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {4, EOS}
+    assert ["<|endoftext|> (256)" in record.message for record in caplog.records] == [True, True]
+
+
+def test_ids_without_a_token():
+    assert ids_without_token(byte_tokenizer(), VOCABULARY) == list(range(KNOWN, VOCABULARY))
+    assert ids_without_token(byte_tokenizer(), 100) == []
+    assert ids_without_token(None, 100) == []
