@@ -193,11 +193,11 @@ def _constant(objective: Objective) -> Objective:
     return replace(objective, aggregation="constant", max_tokens=LENGTH)
 
 
-SEQUENCE_RATIO = _constant(Objective(correction=partial(sequence_truncate, cap=inf)))
+SEQUENCE_RATIO = _constant(replace(PRESETS["tis"], correction=partial(sequence_truncate, cap=inf)))
 """The whole ratio of a sequence, which nothing bounds."""
 OBJECTIVES: dict[str, Objective] = {
     "sequence ratio, no bound": SEQUENCE_RATIO,
-    "token ratio, no bound": _constant(Objective(correction=partial(token_truncate, cap=inf))),
+    "token ratio, no bound": _constant(replace(PRESETS["tis"], correction=partial(token_truncate, cap=inf))),
     **{name: _constant(objective) for name, objective in PRESETS.items()},
 }
 """Maps the names of the table to objectives; every preset is among them."""

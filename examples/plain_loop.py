@@ -46,7 +46,7 @@ def train(name: str, log: Logger) -> None:
         engine.submit(islice(prompts, 16), params)  # the more is under way, the older are the tokens that arrive
         for step, batch in enumerate(engine.stream.batches(rollouts=64, score=reward), 1):
             engine.submit(islice(prompts, 8), params)
-            loss, stats = inflight.policy_loss(model, batch, objective="tis")
+            loss, stats = inflight.policy_loss(model, batch)
             loss.backward()
             inflight.clip_and_step(optimizer)  # no step is taken if the gradient is not finite
             publisher.publish()  # returns at once; the generator never stops

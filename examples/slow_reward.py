@@ -54,7 +54,7 @@ def main(name: str = "tiny", logger: LoggerName = "jsonl") -> None:
         engine.submit(islice(prompts, 24), params)
         for step, batch in enumerate(engine.stream.batches(rollouts=64, score=inflight.Scorer(judge, timeout_s=10)), 1):
             engine.submit(islice(prompts, 8), params)
-            loss, stats = inflight.policy_loss(model, batch, objective="tis")
+            loss, stats = inflight.policy_loss(model, batch)
             loss.backward()
             inflight.clip_and_step(optimizer, max_grad_norm=1.0)
             version = publisher.publish()

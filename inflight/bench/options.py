@@ -214,7 +214,7 @@ class LearningOptions(EngineChoice):
     )
     tokens: int = option(0, "Tokens of an answer at most; 0 is what the task's longest answer needs.", min=0)
     objective: str = option(
-        "tis",
+        "ppo_clip",
         "The objective, which corrects for tokens of older versions, in all modes.",
         "--objective",
         "--correction",

@@ -26,7 +26,7 @@ class GRPOConfig:
     groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     objective: str | Objective | None = None
-    """What is minimised: an `Objective`, or the name of one of `objective.PRESETS`; None is "tis"."""
+    """What is minimised: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip"."""
     correction: InitVar[str | Objective | None] = None
     """Another name of the argument `objective`; giving both raises ValueError. It is read as `objective`."""
     staleness: tuple[StalenessRule, ...] = ()

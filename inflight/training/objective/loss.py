@@ -37,12 +37,12 @@ def policy_loss(
 ) -> tuple[torch.Tensor, LossStats]:
     """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
-    objective: an `Objective`, or the name of one of `objective.PRESETS`; None is "tis". correction: another name of the
-    same argument; giving both raises ValueError. The batch may lie on the CPU: laid out there, nothing waits for the
-    device. Losses of the micro-batches of a step add up to the loss of the step, and so do their statistics (but for
-    `m2po_mask` and `second_moment_mask`, which rank the tokens that they are given). Raises ValueError for an unknown
-    name and for a column that the objective needs and the batch lacks, and NonFiniteLossError for a loss that is not
-    finite.
+    objective: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip". correction: another name
+    of the same argument; giving both raises ValueError. The batch may lie on the CPU: laid out there, nothing waits for
+    the device. Losses of the micro-batches of a step add up to the loss of the step, and so do their statistics (but
+    for `m2po_mask` and `second_moment_mask`, which rank the tokens that they are given). Raises ValueError for an
+    unknown name and for a column that the objective needs and the batch lacks, and NonFiniteLossError for a loss or a
+    log-probability that is not finite.
     """
     objective = resolve(objective, correction=correction)
     scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
@@ -127,6 +127,7 @@ def _drawn_tokens(
         sequences=sequences,
         num_sequences=batch.num_sequences,
         proximal_is_current=objective.proximal == "current",
+        proximal_is_behavior=objective.proximal == "behavior",
     )
 
 

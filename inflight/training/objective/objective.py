@@ -27,19 +27,21 @@ Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 class Objective:
     """A policy objective. Its functions are those of `corrections`, `surrogates` and `trust_regions`, with
     `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n], or to bool[n] for a
-    trust region.
+    trust region. `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token.
+    Weights of tokens instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
     Raises ValueError for what cannot be meant: bounds between which nothing lies, clipping that never clips, names that
     do not exist. `LossStats.clipped` is None if the correction or the surrogate does not declare its bounds
     (`bounds.bounded`), as it is not known then which tokens they changed. What a trust region leaves out is known."""
 
     correction: TokenFunction = corrections.token_truncate
-    surrogate: TokenFunction = surrogates.reinforce
+    """The weights w = π_p / π_b, which are 1 with proximal="behavior"."""
+    surrogate: TokenFunction = surrogates.ppo_clip
     trust_regions: tuple[TokenFunction, ...] = ()
     aggregation: Aggregation = "token"
     max_tokens: int | None = None
     """The length that the generator allows, by which the aggregation "constant" divides."""
-    proximal: Proximal = "current"
+    proximal: Proximal = "behavior"
     """Which policy π_p is. current: π_θ itself, for one optimizer step per batch. behavior: π_b, so that the
     surrogate's ratio is the whole of ρ and there is nothing left to correct. recomputed: the batch's
     `proximal_logprobs`, computed before the first of several steps. loglinear: between π_b and π_θ by versions, which
@@ -61,7 +63,12 @@ class Objective:
     def __post_init__(self) -> None:
         none, where = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
         columns = {"logprobs": none, "behavior": none, "proximal": none, "advantages": none, "sequences": where}
-        nothing = DrawnTokens(**columns, num_sequences=0, proximal_is_current=self.proximal == "current")
+        nothing = DrawnTokens(
+            **columns,
+            num_sequences=0,
+            proximal_is_current=self.proximal == "current",
+            proximal_is_behavior=self.proximal == "behavior",
+        )
         for function in (self.correction, self.surrogate, *self.trust_regions):
             form = open_form(function)
             if form is not None:  # it declares its bounds; it refuses those that make no sense
@@ -74,10 +81,17 @@ class Objective:
         ):
             if name not in names:
                 raise ValueError(f"unknown {what} {name!r}; choose {', '.join(names)}")
-        if self.proximal == "behavior" and self.correction is not corrections.uncorrected:
+        if self.proximal == "behavior" and self.correction not in (corrections.token_truncate, corrections.uncorrected):
             raise ValueError(
-                "with proximal='behavior' the surrogate's ratio is the whole of ρ and nothing is left to correct; "
-                "give correction=uncorrected"
+                "with proximal='behavior', the default, the surrogate's ratio is the whole of ρ and nothing is left to "
+                "correct. Set surrogate=reinforce and proximal='current' to weight tokens by the correction, or leave "
+                "correction out"
+            )
+        if self.proximal == "behavior" and self.surrogate is surrogates.reinforce:
+            raise ValueError(
+                "surrogate=reinforce has no ratio, so that with proximal='behavior', the default, nothing corrects for "
+                "tokens of older policies. Set proximal='current' and a correction such as token_truncate, or "
+                "correction=uncorrected if π_θ drew all tokens"
             )
         if self.aggregation == "constant" and not (self.max_tokens and self.max_tokens > 0):
             raise ValueError(
@@ -113,42 +127,47 @@ class Objective:
         return None if correction is None or surrogate is None else correction(tokens) * surrogate(tokens)
 
 
+def _weighted(correction: TokenFunction, *trust_regions: TokenFunction, drift_weight: float = 0.0) -> Objective:
+    """REINFORCE with weights."""
+    return Objective(
+        correction=correction,
+        surrogate=surrogates.reinforce,
+        proximal="current",
+        trust_regions=trust_regions,
+        drift_weight=drift_weight,
+    )
+
+
 _UNTRUNCATED = partial(corrections.token_truncate, cap=inf)
 
+DEFAULT = "ppo_clip"
 PRESETS: dict[str, Objective] = {
-    "none": Objective(correction=corrections.uncorrected),
-    "tis": Objective(correction=corrections.token_truncate),
-    "icepop": Objective(correction=corrections.token_mask),
-    "sequence_tis": Objective(correction=corrections.sequence_truncate),
-    "sequence_mask": Objective(correction=corrections.sequence_mask),
-    "geometric_mask": Objective(trust_regions=(regions.geometric_mask,)),
-    "ppo_clip": Objective(correction=corrections.uncorrected, surrogate=surrogates.ppo_clip, proximal="behavior"),
-    "cispo": Objective(correction=corrections.uncorrected, surrogate=surrogates.cispo, proximal="behavior"),
-    "gspo": Objective(
-        correction=corrections.uncorrected, surrogate=surrogates.gspo, proximal="behavior", aggregation="sequence"
-    ),
-    "decoupled_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="recomputed"),
-    "loglinear_ppo": Objective(surrogate=surrogates.ppo_clip, proximal="loglinear"),
-    "dppo": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,)),
-    "dppo_kl": Objective(correction=_UNTRUNCATED, trust_regions=(regions.binary_tv_mask,), drift_weight=1e-3),
-    "opsm": Objective(
-        correction=corrections.uncorrected,
-        surrogate=surrogates.ppo_clip,
-        proximal="behavior",
-        trust_regions=(regions.opsm_mask,),
-    ),
-    "m2po": Objective(correction=_UNTRUNCATED, trust_regions=(regions.m2po_mask,)),
-    "second_moment": Objective(correction=_UNTRUNCATED, trust_regions=(regions.second_moment_mask,)),
+    "none": _weighted(corrections.uncorrected),
+    "tis": _weighted(corrections.token_truncate),
+    "icepop": _weighted(corrections.token_mask),
+    "sequence_tis": _weighted(corrections.sequence_truncate),
+    "sequence_mask": _weighted(corrections.sequence_mask),
+    "geometric_mask": _weighted(corrections.token_truncate, regions.geometric_mask),
+    DEFAULT: Objective(),
+    "cispo": Objective(surrogate=surrogates.cispo),
+    "gspo": Objective(surrogate=surrogates.gspo, aggregation="sequence"),
+    "decoupled_ppo": Objective(proximal="recomputed"),
+    "loglinear_ppo": Objective(proximal="loglinear"),
+    "dppo": _weighted(_UNTRUNCATED, regions.binary_tv_mask),
+    "dppo_kl": _weighted(_UNTRUNCATED, regions.binary_tv_mask, drift_weight=1e-3),
+    "opsm": Objective(trust_regions=(regions.opsm_mask,)),
+    "m2po": _weighted(_UNTRUNCATED, regions.m2po_mask),
+    "second_moment": _weighted(_UNTRUNCATED, regions.second_moment_mask),
 }
 """Objectives by name. The bounds are the defaults of their functions."""
 
 
 def resolve(objective: str | Objective | None = None, *, correction: str | Objective | None = None) -> Objective:
-    """The objective that is given as such or by the name of a preset; "tis" if there is none. `correction` is another
-    name of the argument. Raises ValueError if both are given, and for a name that is not that of a preset."""
+    """Returns the objective that is given as such or by the name of a preset; without either the default, "ppo_clip".
+    `correction` is another name of the argument. Raises ValueError if both are given, and for an unknown name."""
     if objective is not None and correction is not None:
         raise ValueError("objective= and correction= are two names of one argument; give only objective=")
-    chosen = objective if objective is not None else correction if correction is not None else "tis"
+    chosen = objective if objective is not None else correction if correction is not None else DEFAULT
     if isinstance(chosen, Objective):
         return chosen
     if chosen not in PRESETS:

@@ -76,6 +76,6 @@ def _check_that_u_varies(tokens: DrawnTokens, name: str) -> None:
     if tokens.proximal_is_current:
         raise ValueError(
             f"{name} bounds π_θ / π_p, which is always 1 with proximal='current', so that it would never clip. Set "
-            "proximal='behavior' and correction=uncorrected to clip π_θ / π_b, or proximal='recomputed' for several "
-            "optimizer steps on a batch, or proximal='loglinear'; surrogate=reinforce is the same without clipping"
+            "proximal='behavior' to clip π_θ / π_b, or proximal='recomputed' for several optimizer steps on a batch, "
+            "or proximal='loglinear'; surrogate=reinforce is the same without clipping"
         )

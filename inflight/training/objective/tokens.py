@@ -31,6 +31,8 @@ class DrawnTokens:
     num_sequences: int
     proximal_is_current: bool = False
     """True if π_p is π_θ itself, so that u = π_θ / π_p is always 1 and bounds on it bound nothing."""
+    proximal_is_behavior: bool = False
+    """True if π_p is π_b, so that w = π_p / π_b is always 1 and bounds on it bound nothing."""
 
     @cached_property
     def log_ratios(self) -> torch.Tensor:

@@ -15,14 +15,16 @@ from inflight.training.objective.tokens import DrawnTokens
 
 @bounded(low=0.0, high=inf)
 def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01) -> torch.Tensor:
-    """Keeps the sequences whose geometric mean of w = π_p / π_b lies in [low, high]. Unlike a product the mean does not
-    grow with length (1.1 per token is 2.6 after 10 tokens and 13,781 after 100).
+    """Keeps the sequences whose geometric mean of w = π_p / π_b lies in [low, high]; of ρ = π_θ / π_b with
+    proximal="behavior", where w is 1. Unlike a product the mean does not grow with length (1.1 per token is 2.6 after
+    10 tokens and 13,781 after 100).
 
     Source: Liu and Li 2025; verl's geometric rejection; the bounds are SkyRL's. With NeMo-RL's [0.999, 1.002] and
     untruncated token weights it is its seq-mask-tis.
     """
     check_interval(low=low, high=high)
-    log_means = tokens.sequence_means(tokens.log_weights)
+    logs = tokens.log_behavior_ratios if tokens.proximal_is_behavior else tokens.log_weights
+    log_means = tokens.sequence_means(logs)
     return ((log_means.exp() >= low) & (log_means.exp() <= high))[tokens.sequences]
 
 

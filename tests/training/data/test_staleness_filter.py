@@ -107,7 +107,7 @@ def test_masked_tokens_have_no_gradient_and_leave_the_weight_of_others_alone():
     logprobs = token_logprobs(model, batch)
     taken = torch.from_numpy(np.concatenate(included))
     expected = -(logprobs * (logprobs.detach() - batch.behavior_logprobs[batch.loss_mask]).exp().clamp(max=2))[taken]
-    loss, _ = policy_loss(model, pack(rollouts, [1.0] * len(rollouts), included=included))
+    loss, _ = policy_loss(model, pack(rollouts, [1.0] * len(rollouts), included=included), objective="tis")
     assert loss.item() == pytest.approx(expected.sum().item() / len(taken), rel=1e-5)
 
 

@@ -469,7 +469,7 @@ def test_verl_bypass_with_reinforce_is_tis():
     weights = verl_is_weights(log_ratio, mask, "token", "2.0")
     loss = -(weights * padded(case, "advantages") * pad(case.batch, logprobs))[mask].mean()
     loss.backward()
-    assert agree(ours(Objective(surrogate=reinforce), case), (loss.detach(), logprobs.grad))
+    assert agree(ours(Objective(surrogate=reinforce, proximal="current"), case), (loss.detach(), logprobs.grad))
 
 
 def test_verl_averages_over_the_tokens_that_rejection_leaves_and_we_over_all():

@@ -64,7 +64,7 @@ def test_loss_and_gradient_equal_a_float64_restatement(name, objective):
 
 def test_statistics_on_policy_and_off_policy():
     model, rollouts = make_model("qwen3"), make_rollouts()
-    _, off = policy_loss(model, pack(rollouts, [1.0] * 6))
+    _, off = policy_loss(model, pack(rollouts, [1.0] * 6), objective="tis")
     exact = token_logprobs(model, pack(rollouts, [0.0] * 6)).detach()
     behavior = np.concatenate([r.logprobs for r in rollouts])
     ratios = np.exp(exact.double().numpy() - behavior)

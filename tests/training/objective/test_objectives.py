@@ -13,9 +13,9 @@ from inflight.training.objective import corrections, surrogates, trust_regions
 from inflight.training.objective.corrections import token_mask, token_truncate, uncorrected
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.loss import loss_of_scores
-from inflight.training.objective.objective import PRESETS, Objective
+from inflight.training.objective.objective import PRESETS, Objective, resolve
 from inflight.training.objective.statistics import LossStats, RatioStats
-from inflight.training.objective.surrogates import cispo, gspo, ppo_clip
+from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce
 from inflight.training.objective.trust_regions import m2po_mask, opsm_mask, second_moment_mask
 
 CLIPPED = {"correction": uncorrected, "proximal": "behavior"}
@@ -23,11 +23,11 @@ CLIPPED = {"correction": uncorrected, "proximal": "behavior"}
 
 @pytest.mark.parametrize("surrogate", [ppo_clip, cispo, gspo, partial(ppo_clip, high=0.3), partial(cispo, cap=2.0)])
 def test_clipping_that_would_never_clip_is_refused_with_what_to_set(surrogate):
-    with pytest.raises(ValueError, match=r"would never clip.*proximal='behavior' and correction=uncorrected"):
-        Objective(surrogate=surrogate)
+    with pytest.raises(ValueError, match=r"would never clip.*proximal='behavior' to clip"):
+        Objective(surrogate=surrogate, proximal="current")
     for proximal in ("recomputed", "loglinear"):
         Objective(surrogate=surrogate, proximal=proximal)
-    Objective(surrogate=surrogate, **CLIPPED)
+    Objective(surrogate=surrogate)
 
 
 BAD_BOUNDS = [
@@ -57,7 +57,7 @@ def test_bounds_that_nothing_could_keep_are_refused_when_made_and_when_called(pa
     modules = {"corrections": corrections, "surrogates": surrogates, "trust_regions": trust_regions}
     function = getattr(modules[part], name)
     settings = {
-        "corrections": {"correction": partial(function, **bounds)},
+        "corrections": {"correction": partial(function, **bounds), "surrogate": reinforce, "proximal": "current"},
         "surrogates": {"surrogate": partial(function, **bounds), **CLIPPED},
         "trust_regions": {"trust_regions": (partial(function, **bounds),)},
     }[part]
@@ -85,7 +85,7 @@ def test_weights_and_names_that_make_no_sense_are_refused(settings, message):
 
 def test_options_that_a_function_has_not_are_told_when_the_objective_is_made():
     with pytest.raises(TypeError, match="unexpected keyword argument 'max'"):
-        Objective(correction=partial(token_truncate, max=2.0))
+        Objective(correction=partial(token_truncate, max=2.0), surrogate=reinforce, proximal="current")
 
 
 def test_m2po_leaves_out_only_what_was_pushed_and_the_second_moment_mask_anything():
@@ -214,7 +214,35 @@ def test_the_effective_sample_size_of_sequences_is_that_of_products_of_their_tok
 def test_masks_and_presets_that_are_sound_still_are():
     for objective in PRESETS.values():
         replace(objective)
-    Objective(correction=partial(token_mask, low=1.0, high=1.0), trust_regions=(partial(opsm_mask, delta=0.0),))
+    replace(PRESETS["tis"], correction=partial(token_mask, low=1.0, high=1.0))
+    Objective(trust_regions=(partial(opsm_mask, delta=0.0),))
+
+
+def test_a_geometric_mask_masks_where_the_clipped_ratio_is_the_whole_one():
+    """π_p is π_b there, so that π_p / π_b is always 1."""
+    case = make_case(3)
+    region = partial(trust_regions.geometric_mask, low=0.9, high=1.1)
+    _, masked = loss_of_scores(Objective(trust_regions=(region,)), case.batch, case.scores())
+    _, plain = loss_of_scores(Objective(), case.batch, case.scores())
+    assert masked.num_clipped > plain.num_clipped
+    behavior = replace(case.tokens(), proximal=case.tokens().behavior, proximal_is_behavior=True)
+    current = replace(case.tokens(), proximal=case.logprobs)
+    assert torch.equal(region(behavior), region(current))
+    assert 0 < region(behavior).sum() < len(case.logprobs)
+
+
+@pytest.mark.parametrize("objective", [None, Objective(), Objective(kl_weight=0.0, aggregation="token")])
+def test_the_default_objective_has_a_trust_region(objective):
+    """A token that moved far the way in which its advantage pushes has no gradient."""
+    assert resolve(objective) == PRESETS["ppo_clip"]
+    case = make_case(3)
+    scores = case.scores()
+    loss, stats = loss_of_scores(resolve(objective), case.batch, scores)
+    loss.backward()
+    tokens = case.tokens()
+    moved = tokens.log_behavior_ratios * tokens.advantages.sign()
+    assert not scores.logprobs.grad[moved > 0.3].any()
+    assert stats.num_clipped >= (moved > 0.3).sum() > 0
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -16,7 +16,7 @@ from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.bounds import bounded, open_form, unbounded
 from inflight.training.objective.corrections import token_truncate, uncorrected
 from inflight.training.objective.loss import loss_of_scores, policy_loss
-from inflight.training.objective.objective import Objective, resolve
+from inflight.training.objective.objective import PRESETS, Objective, resolve
 from inflight.training.objective.statistics import LossStats
 from inflight.training.objective.surrogates import ppo_clip, reinforce
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
@@ -34,7 +34,7 @@ def test_a_trust_region_of_ones_own_takes_part_in_loss_gradient_and_statistics()
         exact = token_logprobs(model, batch)
     drawn = batch.loss_mask
     batch.behavior_logprobs[drawn] = exact + torch.linspace(-1.5, 1.5, len(exact))
-    objective = Objective(correction=uncorrected, trust_regions=(partial(near_mask, high=3.0),))
+    objective = replace(PRESETS["none"], trust_regions=(partial(near_mask, high=3.0),))
     loss, stats = policy_loss(model, batch, objective=objective)
     loss.backward()
 
@@ -56,7 +56,7 @@ def test_grpo_trains_with_a_trust_region_of_ones_own():
     batch = make_batch()
     objective = Objective(trust_regions=(near_mask,))
     models = [make_model("qwen3") for _ in range(2)]
-    for model, chosen in zip(models, (objective, "tis"), strict=True):
+    for model, chosen in zip(models, (objective, "ppo_clip"), strict=True):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         update = train_step(model, optimizer, batch, GRPOConfig(objective=chosen))
         assert update.stats.clipped > 0
@@ -97,8 +97,8 @@ class Trainer:
 
 
 def statistics(**parts) -> LossStats:
-    case = make_case(4)
-    return loss_of_scores(Objective(**parts), case.batch, case.scores())[1]
+    case, weights = make_case(4), {"surrogate": reinforce, "proximal": "current"}
+    return loss_of_scores(Objective(**(weights | parts)), case.batch, case.scores())[1]
 
 
 SAME_AS_TOKEN_TRUNCATE = {
@@ -206,7 +206,7 @@ def test_objective_and_correction_are_two_names_of_one_argument():
     ]
     assert losses[0] == losses[1] == losses[2] != losses[3]
     assert GRPOConfig(correction="icepop") == GRPOConfig(objective="icepop")
-    assert GRPOConfig() == GRPOConfig(objective="tis") == GRPOConfig(objective=Objective())
+    assert GRPOConfig() == GRPOConfig(objective="ppo_clip") == GRPOConfig(objective=Objective())
     assert replace(GRPOConfig(correction="icepop"), steps=3) == GRPOConfig(objective="icepop", steps=3)
     for both in ({"objective": "tis", "correction": "tis"}, {"objective": Objective(), "correction": "none"}):
         with pytest.raises(ValueError, match="two names of one argument; give only objective="):

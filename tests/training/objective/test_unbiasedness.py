@@ -4,6 +4,7 @@
 """
 
 import sys
+from dataclasses import replace
 from functools import cache
 from math import exp, log
 from pathlib import Path
@@ -102,9 +103,7 @@ def stated_target(objective: Plain, of_world: World, pattern: tuple[int, ...]) -
     rewards = of_world.rewards.tolist()
     baseline = sum(p * reward for p, reward in zip(probabilities, rewards, strict=True))
     out = {prefix: [0.0] * VOCABULARY for prefix in prefixes}
-    together = Plain(
-        objective.correction, objective.surrogate, objective.trust_regions, "constant", 1, objective.proximal
-    )
+    together = replace(objective, aggregation="constant", max_tokens=1)
     for tokens, reward in zip(drawn, rewards, strict=True):
         for token in tokens:
             token.advantage = reward - baseline
