@@ -156,6 +156,8 @@ def learning() -> None:
     lags = ("--steps", "80", "--lags", "1,4,16", "--corrections", "none,tis,icepop,ppo_clip,gspo,second_moment")
     path, plot = RESULTS / "learning-lags.json", DOCS / "learning-lags.png"
     inflight(*common, *lags, "--json", str(path), "--plot", str(plot))
+    (RESULTS / "objectives_default.json").unlink(missing_ok=True)  # else its runs are not repeated
+    script("objective_table.py")
 
 
 def kernels() -> None:

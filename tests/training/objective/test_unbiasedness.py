@@ -166,6 +166,41 @@ def test_one_version_is_right_where_one_version_drew():
     assert relative_error(estimate.gradient, truth) < 1e-12
 
 
+def penalised(table: torch.Tensor, penalty: float) -> torch.Tensor:
+    """The logits with a repetition penalty on the tokens that were drawn before."""
+    out = table.clone()
+    for prefix, row in PREFIXES.items():
+        for token in set(prefix):
+            out[row, token] = table[row, token] / penalty if table[row, token] > 0 else table[row, token] * penalty
+    return out
+
+
+def test_the_full_ratio_is_unbiased_with_a_repetition_penalty_or_a_finite_logit_bias():
+    """The policy that draws is the penalised one, as recorded, and the gradient that of the model without penalty."""
+    model = world().tables[-1]
+    biased = model + torch.tensor([-2.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    for table in (penalised(model, 1.5), biased):
+        of_penalty = World([table, model], world().rewards)
+        truth = of_penalty.on_policy_gradient()
+        errors = {
+            name: relative_error(expect(OBJECTIVES[name], of_penalty, (0,) * LENGTH).gradient, truth)
+            for name in ("sequence ratio, no bound", "tis", "none")
+        }
+        assert errors["sequence ratio, no bound"] < 1e-12
+        assert errors["tis"] > 0.05
+        assert errors["none"] > 0.05
+
+
+def test_no_ratio_makes_up_for_tokens_that_are_never_drawn():
+    """As with `min_tokens`, which rules the end out."""
+    model = world().tables[-1]
+    table = model.clone()
+    table[PREFIXES[()], 0] = -100.0
+    ruled_out = World([table, model], world().rewards)
+    estimate = expect(SEQUENCE_RATIO, ruled_out, (0,) * LENGTH).gradient
+    assert relative_error(estimate, ruled_out.on_policy_gradient()) > 0.05
+
+
 SAMPLES = 2**15
 
 
