@@ -200,6 +200,10 @@ class RunningEngine:
             await asyncio.to_thread(self._wait_until_held, version)
         return await self._supervisor.asubmit(messages, partial(self._expect, reserved=True), self._undo)
 
+    def prompt_lengths(self, prompts: Iterable[PromptLike]) -> list[int]:
+        """Number of tokens of each prompt, as `submit` takes them. Raises InvalidRequestError, naming the prompt."""
+        return [len(message.token_ids) for message in self._messages(prompts, None, None, None, None)]
+
     def abandon(self, group_ids: Sequence[int]) -> None:
         """Nobody wants these groups any more: end their unfinished samples and throw away what comes, without waiting
         for the engine's answer."""

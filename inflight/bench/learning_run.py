@@ -210,9 +210,9 @@ def learn(
 class LaggedPublisher:
     """Stands in for a Publisher in ablations: `publish()` sends the weights that the model had `lag` calls ago.
 
-    The n-th call sends what the model was at call n − lag, under that version number: a version means the same weights
-    of the trainer as without a lag. Until there is something that old, the engine keeps what it was launched with.
-    With schedule "sync" the tokens of step t are all of version max(0, t − 1 − lag). Holds lag + 2 copies of the model.
+    The first call sends the weights at once. From then on the n-th call sends what the model was at call n − lag, under
+    that version number: a version means the same weights of the trainer as without a lag. With schedule "sync" the
+    tokens of step t are all of version max(1, t − lag). Holds lag + 2 copies of the model.
     """
 
     def __init__(self, engine: LaunchedEngine, model: nn.Module, *, lag: int):
@@ -224,6 +224,7 @@ class LaggedPublisher:
         lagged = deepcopy(model)
         self._lagged = published_tensors(lagged)
         self._publisher = engine.publisher(lagged)
+        self._has_sent = False
 
     @property
     def version(self) -> int:
@@ -233,7 +234,8 @@ class LaggedPublisher:
     def publish(self) -> int:
         """Remember the parameters as they are now, and send those of `lag` calls ago. Returns their version."""
         self._snapshots.append({name: tensor.detach().clone() for name, tensor in self._current.items()})
-        if len(self._snapshots) > self._lag:
+        if len(self._snapshots) > self._lag or not self._has_sent:
+            self._has_sent = True
             self._publisher.wait_copied()
             fill(self._lagged, self._snapshots.popleft())
             self._publisher.publish()

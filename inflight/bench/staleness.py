@@ -61,7 +61,6 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         prompts = random_prompts(engine.info.vocab_size, settings.prompt_tokens)
         with engine.publisher(model) as publisher:
-            engine.wait_for_version(publisher.publish())  # from here on the engine draws by the trainer's weights
             seldom = _EveryNth(publisher, settings.publish_every)
             reports = grpo(engine, seldom, model, optimizer, prompts, parity_of_tokens, config)
             for report in islice(reports, WARM_UP_STEPS):
@@ -84,8 +83,9 @@ class _EveryNth:
         return self._publisher.version
 
     def publish(self) -> int:
+        is_due = self._calls % self._every == 0  # as before the first step
         self._calls += 1
-        return self.version if self._calls % self._every else self._publisher.publish()
+        return self._publisher.publish() if is_due else self.version
 
 
 def random_prompts(vocabulary: int, length: int) -> Iterator[list[int]]:

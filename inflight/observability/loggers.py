@@ -4,6 +4,7 @@ Those of libraries import them when they are made, and say what to install if th
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
@@ -38,14 +39,31 @@ class _Closed(ABC):
 
 class JsonLines(_Closed):
     """Appends an object to a file for each call: {"step": …, "reward": …, …}. Lines are there at once, so that a run
-    that is killed keeps what it had; one that goes on from a checkpoint repeats the steps after it, of which the last
-    line counts. Raises LoggerError if the file cannot be written."""
+    that is killed keeps what it had. The last evaluation of `grpo` has a line of its own under the last step. Raises
+    LoggerError if the file cannot be written."""
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
         with file_errors(LoggerError, f"cannot write {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115  it is closed by `close`
+
+    def continue_after(self, step: int) -> None:
+        """Remove the lines of later steps, which a run that continues after this step repeats. `grpo` calls it when a
+        run was loaded. Raises LoggerError if the file has lines that are not its own."""
+        lines = self._path.read_text().splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):  # the run was killed while it wrote this line
+            del lines[-1]
+        try:
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LoggerError(f"{self._path} has a line that JsonLines did not write: {error}") from None
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        with file_errors(LoggerError, f"cannot write {self._path}"):
+            partial.write_text("".join(kept))
+            os.replace(partial, self._path)
+            self._file.close()
+            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value for name, value in values.items() if isfinite(value)}  # JSON has no others

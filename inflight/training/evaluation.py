@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -98,7 +99,14 @@ class Evaluation:
 
     def start(self, step: int, version: int) -> None:
         """Begin to evaluate a version that has just been published, after this step. Returns as soon as its prompts are
-        submitted, which waits until it is live. Raises what `engine.submit` raises."""
+        submitted, which waits until it is live. Warns if the trainer has other weights than this version: nothing was
+        published, or optimizer steps were taken since. Raises what `engine.submit` raises."""
+        if self._engine.staleness.unpublished_steps and version == self._engine.staleness.published_version:
+            warnings.warn(
+                f"the evaluation after step {step} draws with version {version}, and the trainer has other weights: "
+                "call publisher.publish() first, and give the version that it returns",
+                stacklevel=2,
+            )
         self._take_result()
         if self._running is not None:
             logger.warning(
@@ -118,12 +126,13 @@ class Evaluation:
         new, self._num_told = self.results[self._num_told :], len(self.results)
         return new
 
-    def wait(self) -> None:
-        """Return when the evaluation that is under way has ended: as long as its answers take, while the engine
-        lives."""
+    def wait(self) -> list[EvaluationResult]:
+        """Wait until the running evaluation has ended: as long as its answers take, while the engine lives. Returns the
+        results that `finished` returns next."""
         if self._running is not None:
             wait([self._running.result])
             self._take_result()
+        return self.results[self._num_told :]
 
     def close(self) -> None:
         """Cancel what is under way, and let the scorer's threads go."""

@@ -2,6 +2,7 @@
 scored, a corrected policy-gradient step is taken, and new weights are published while the generator goes on drawing."""
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
@@ -10,14 +11,18 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
 from inflight.core.spans import span, spanned
-from inflight.observability.loggers import Logger
+from inflight.core.waiting import telling
+from inflight.observability.loggers import JsonLines, Logger
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.config import GRPOConfig
+from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
@@ -27,6 +32,7 @@ from inflight.training.objective.probe import VersionProbe
 from inflight.training.reference import ReferenceScorer, charge_kl, reference_scorer
 from inflight.training.report import StepReport
 from inflight.training.schedules import (
+    LIVE_S,
     ROLLOUT_SCHEDULES,
     Admission,
     Example,
@@ -60,8 +66,14 @@ def grpo(
     """Train for `config.steps` optimizer steps, or until the examples end; yields after each. Groups still in flight at
     the end are cancelled.
 
+    The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
+    of this trainer. A run that goes on has published them when it was loaded. It trains on one rank; several raise
+    InflightError (`engine.stream.batches` gives each rank its share).
+
     examples: prompts as `engine.submit` takes them (text, token ids, chat messages, rows of a `datasets.Dataset`), or
-    `Example`s of such a prompt and metadata.
+    `Example`s of such a prompt and metadata. One that the engine refuses, such as a prompt longer than its context, or
+    that can exceed `config.micro_batch_tokens` with its answer, is skipped: logged by its index, and counted in
+    `dropped.num_unfit_examples`. If the first ones do not fit, ValueError is raised.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
     reference: the policy that a KL penalty refers to, where there is one, such as a copy of the model made before
     training; it is put into evaluation mode, and scores every batch once. None: a PEFT model without its adapters.
@@ -70,11 +82,13 @@ def grpo(
     and `lr_scheduler` after it, and then the run. Of a run that was loaded, training goes on with the next step; the
     same examples must be given, of which those that were submitted before are skipped.
     evaluation: begins before the first step, after every `evaluation.every` steps, and after the last; that is waited
-    for when the reports have ended. What has ended comes with the next report, and lies in `evaluation.results`.
+    for when the reports have ended. What has ended comes with the next report, and lies in `evaluation.results`; the
+    last one, after the last report, is there and in the loggers alone.
     loggers: each is told the numbers of every report, `log(step, report.as_dict())`; they stay their owner's to close.
     An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
     are never published: NonFiniteWeightsError ends the run, and the engine keeps those that it has.
     """
+    _check_one_rank(engine)
     score_reference = reference_scorer(
         resolve(config.objective), model, reference, reward_kl_weight=config.reward_kl_weight
     )
@@ -82,6 +96,11 @@ def grpo(
 
     def steps() -> Iterator[StepReport]:
         progress = GRPOProgress() if run is None else msgspec.convert(run.progress.get("grpo", {}), GRPOProgress)
+        if progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps:
+            _publish_first(engine, publisher)
+        for each in loggers:
+            if isinstance(each, JsonLines) and progress.step:
+                each.continue_after(progress.step)
         trainer = _Trainer(
             engine.staleness, publisher, model, optimizer, config, lr_scheduler, score_reference, progress
         )
@@ -99,6 +118,7 @@ def grpo(
             in_flight=set(progress.in_flight),
             num_submitted=progress.num_submitted,
             most_replaced=config.replace_uniform_groups,
+            most_tokens=config.micro_batch_tokens,
         )
         step = begin = progress.step
         with nullcontext() if evaluation is None else closing(evaluation):
@@ -158,7 +178,9 @@ class _Trainer:
         self._model, self._optimizer, self._lr_scheduler = model, optimizer, lr_scheduler
         self._score_reference = score_reference
         self._num_skipped, self.dropped = progress.num_skipped, Dropped(**progress.dropped)
-        meter.trainer_version = publisher.version
+        objective = resolve(config.objective)
+        self._needs_advantages = not objective.kl_weight and not objective.entropy_weight
+        self._nothing_to_learn = NothingToLearn()
         self._probe = VersionProbe(model) if config.probe_every else None
         if self._probe is not None:
             self._probe.remember(meter.trainer_version)
@@ -179,6 +201,8 @@ class _Trainer:
         )
         measure_taken(self._meter, scored, batch)
         self.dropped += charged.dropped
+        if self._needs_advantages:
+            self._nothing_to_learn.note(charged, stacklevel=4)
         update, staleness, causes = Update(), None, None
         if batch is not None:
             causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
@@ -212,7 +236,28 @@ class _Trainer:
     def progress(self, step: int, admission: Admission, evaluating: list[int]) -> GRPOProgress:
         """How far the run has come after a step."""
         in_flight, dropped = sorted(admission.in_flight), asdict(self.dropped)
+        dropped["num_unfit_examples"] += admission.num_unfit  # skipped while groups of the next step were submitted
         return GRPOProgress(step, admission.num_submitted, in_flight, self._num_skipped, dropped, evaluating)
+
+
+def _check_one_rank(engine: RolloutEngine) -> None:
+    """Raise InflightError on every rank of a trainer of several."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_initialized():
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    attached = getattr(engine, "rank", None)  # of an engine that another rank launched
+    if attached is not None or (size.isdigit() and int(size) > 1):
+        raise InflightError(
+            f"grpo trains on one rank, and this is rank {rank if attached is None else attached} of {size}; write the "
+            "loop over engine.stream.batches, which gives each rank its share (docs/training.md, Several ranks)"
+        )
+
+
+def _publish_first(engine: RolloutEngine, publisher: WeightPublisher) -> None:
+    """Have the engine draw with the trainer's weights, whatever it was launched with."""
+    version = publisher.publish()
+    with telling(f"version {version}, the trainer's weights before the first step, goes live"):
+        engine.wait_for_version(version, timeout_s=LIVE_S)
 
 
 def _begin_evaluation(

@@ -15,9 +15,11 @@ on, because a sample of it was cancelled or ended with an error, or none has a r
 while its batch is taken; so are groups of equal rewards, up to a bound, where that is wanted.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -29,8 +31,12 @@ from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.data.scoring import GroupScorer, Score
 
-_LIVE_S = 3600.0
+logger = logging.getLogger(__name__)
+
+LIVE_S = 3600.0
 """As long as a publisher waits for a slot, which an evaluation may keep."""
+_MOST_UNFIT_IN_A_ROW = 1000
+"""Examples that are skipped one after another before a run ends with an error."""
 
 
 class Example(NamedTuple):
@@ -56,6 +62,7 @@ class RolloutEngine(Protocol):
     def submit(
         self, prompts: Any, params: SamplingParams, *, metadata: Any, version: int | None = None, train: bool = True
     ) -> list[int]: ...
+    def prompt_lengths(self, prompts: Any) -> list[int]: ...
     def cancel(self, group_ids: list[int] | None = None) -> None: ...
     def wait_for_version(self, version: int, *, timeout_s: float) -> None: ...
 
@@ -81,6 +88,9 @@ class HasProgress(Protocol):
 class Admission:
     """Keeps at most `limit` groups in flight: submitted, and not taken by the trainer yet.
 
+    Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
+    index. If it refuses all of the first ones, its error is raised.
+
     As a context manager it cancels, at the end, what is still in flight.
     """
 
@@ -98,13 +108,23 @@ class Admission:
     """Examples that were taken so far."""
     most_replaced: int = 0
     """Groups of equal rewards that further prompts take the place of, at most, for each batch."""
+    most_tokens: int = 0
+    """Tokens of a prompt and its longest answer, at most; examples that can exceed it are skipped. Before the first
+    step they raise ValueError instead. 0: no bound."""
+    num_unfit: int = 0
+    """Examples that were skipped since the last batch was taken."""
+    _num_unfit_in_a_row: int = 0
+    _any_accepted: bool = False
+
+    def __post_init__(self) -> None:
+        self._any_accepted = self.num_submitted > 0  # before the run was saved
 
     def fill(self, version: int | None = None) -> None:
         """Submit prompts up to the limit, or until there are no more.
 
         version: the version that draws all of their tokens; None: each token is drawn by the newest.
         """
-        self._submit(list(islice(self.examples, max(0, self.limit - len(self.in_flight)))), version)
+        self._submit(max(0, self.limit - len(self.in_flight)), version)
 
     def take(self, version: int | None = None) -> ScoredGroups:
         """The next groups that can be trained on, with their rewards: those of one step, fewer if the prompts have
@@ -130,31 +150,93 @@ class Admission:
                     "of a group's has a reward (None, not finite, or it took too long)"
                 )
             self._replace(version)
+        scored.dropped.num_unfit_examples, self.num_unfit = self.num_unfit, 0
         return scored
 
     def wait_until_live(self) -> int:
         """Wait until a slot holds the newest version that was published: prompts can be pinned to it. Returns it."""
         version = self.publisher.version
-        self.engine.wait_for_version(version, timeout_s=_LIVE_S)
+        self.engine.wait_for_version(version, timeout_s=LIVE_S)
         return version
 
-    def _submit(self, taken: list[Any], version: int | None) -> None:
-        if examples := [as_example(example) for example in taken]:
-            prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
-            self.in_flight.update(self.engine.submit(prompts, self.sampling, metadata=metadata, version=version))
-            self.num_submitted += len(examples)
-
     def _replace(self, version: int | None) -> bool:
-        """Submit one more prompt, under the live version if `version` is gone: no slot keeps an older version once the
-        last group that is pinned to it has ended. Returns whether there was a prompt."""
-        examples = list(islice(self.examples, 1))
+        """Submit one more prompt. Returns whether there was one."""
+        return self._submit(1, version) > 0
+
+    def _submit(self, count: int, version: int | None) -> int:
+        """Submit so many further prompts, and skip those that do not fit. Returns how many there were."""
+        num_accepted = 0
+        while num_accepted < count and (taken := list(islice(self.examples, count - num_accepted))):
+            first, examples = self.num_submitted, [as_example(example) for example in taken]
+            self.num_submitted += len(examples)
+            fitting = self._within_bound(first, examples)
+            try:
+                accepted = self._accept([examples[index - first] for index in fitting], version)
+            except InvalidRequestError:  # of one of them: the others are submitted one by one
+                each = partial(self._accept_alone, version=version)
+                accepted = [group_id for index in fitting for group_id in each(index, examples[index - first])]
+                if not (accepted or self._any_accepted):
+                    raise
+            self._any_accepted |= bool(accepted)
+            self.in_flight.update(accepted)
+            num_accepted += len(accepted)
+        return num_accepted
+
+    def _accept(self, examples: list[Example], version: int | None) -> list[int]:
+        if not examples:
+            return []
+        prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
+        accepted = self.engine.submit(prompts, self.sampling, metadata=metadata, version=version)
+        self._num_unfit_in_a_row = 0
+        return accepted
+
+    def _accept_alone(self, index: int, example: Example, *, version: int | None) -> list[int]:
+        """Submit an example, under the live version if `version` is gone: no slot keeps an older version once the last
+        group that is pinned to it has ended."""
         try:
-            self._submit(examples, version)
-        except InvalidRequestError:
-            if version is None:
-                raise
-            self._submit(examples, LIVE_VERSION)  # raises again if it was the prompt that the engine refused
-        return bool(examples)
+            return self._accept([example], version)
+        except InvalidRequestError as error:
+            reason = error
+        if version is not None:
+            try:
+                return self._accept([example], LIVE_VERSION)
+            except InvalidRequestError as error:
+                reason = error
+        self._skip(index, str(reason).replace("prompt 0", "its prompt"))
+        if self._num_unfit_in_a_row >= _MOST_UNFIT_IN_A_ROW:
+            raise InflightError(
+                f"{self._num_unfit_in_a_row} examples in a row were refused by the engine, up to example {index}"
+            ) from reason
+        return []
+
+    def _within_bound(self, first: int, examples: list[Example]) -> list[int]:
+        """Indices of the examples whose sequences fit into `most_tokens`."""
+        everything = range(first, first + len(examples))
+        if not self.most_tokens:
+            return list(everything)
+        try:
+            lengths = self.engine.prompt_lengths([example.prompt for example in examples])
+        except InvalidRequestError:  # the engine refuses the same prompt
+            return list(everything)
+        fitting = []
+        for index, length in zip(everything, lengths, strict=True):
+            longest = length + self.sampling.max_tokens
+            if longest <= self.most_tokens:
+                fitting.append(index)
+                continue
+            reason = (
+                f"its prompt has {length} tokens, and with an answer of sampling.max_tokens "
+                f"({self.sampling.max_tokens}) that does not fit into micro_batch_tokens ({self.most_tokens})"
+            )
+            if not self._any_accepted:
+                raise ValueError(f"example {index}: {reason}; allow at least {longest}, or leave such examples out")
+            self._skip(index, reason)
+        return fitting
+
+    def _skip(self, index: int, reason: str) -> None:
+        self.num_unfit += 1
+        self._num_unfit_in_a_row += 1
+        logger.warning("example %d is skipped: %s", index, reason)
 
     def __enter__(self) -> "Admission":
         return self

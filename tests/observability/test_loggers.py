@@ -30,6 +30,26 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         JsonLines(tmp_path / "file" / "steps.jsonl")
 
 
+def test_a_run_that_goes_on_has_every_step_once(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    with JsonLines(path) as logger:
+        for step in range(1, 6):
+            logger.log(step, {"reward": 0.1 * step})
+    with path.open("a") as file:
+        file.write('{"step": 6, "rew')  # killed in the middle of a line
+    with JsonLines(path) as logger:
+        logger.continue_after(3)
+        logger.log(4, {"reward": 9.0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["reward"] == 9.0
+    assert [each.name for each in tmp_path.iterdir()] == ["steps.jsonl"]
+    path.write_text("a,b\n1,2\n")
+    with JsonLines(path) as logger, pytest.raises(LoggerError, match=r"steps.jsonl has a line that JsonLines did not"):
+        logger.continue_after(3)
+    assert path.read_text() == "a,b\n1,2\n"
+
+
 @pytest.mark.parametrize(("kind", "package"), [(TensorBoard, "tensorboard"), (WandB, "wandb"), (Trackio, "trackio")])
 def test_a_library_that_is_not_installed_is_named_with_what_to_do(kind, package, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)

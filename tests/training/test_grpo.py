@@ -112,7 +112,7 @@ def test_weights_that_are_not_finite_are_never_published(engine):
     with pytest.raises(NonFiniteWeightsError, match=r"model.layers.0.mlp.up_proj.weight of \d+ parameters hold NaN"):
         run(engine, model, optimizer, steps=9)
     with engine.publisher(make_model("qwen3")) as publisher:
-        assert publisher.version == before + 3  # published first, then after two steps
+        assert publisher.version == before + 4  # published by this test, by the run before its first step, and twice
     [[rollout, *_]] = engine.generate([[1, 2, 3]], SAMPLING)
     assert rollout.finish_reason == "length"
     assert np.isfinite(rollout.logprobs).all()
@@ -351,7 +351,7 @@ def test_a_report_is_numbers_under_flat_names(engine):
         assert numbers["grad_norm"] == report.grad_norm > 0
         assert numbers["num_skipped"] == numbers["dropped/num_failed_groups"] == 0
         assert numbers["dropped/num_unscored_groups"] == numbers["dropped/num_unscored_rollouts"] == 0
-        assert numbers["dropped/num_tokens"] + 20 * numbers["dropped/num_uniform_groups"] == 40 * report.step
+        assert numbers["dropped/num_tokens"] == 40 * report.step
         assert numbers["dropped/stale_share"] == numbers["dropped/num_stale_tokens"] == 0
         assert numbers["loss"] == report.stats.loss
         assert numbers["ratio/mean"] == report.stats.ratios.mean

@@ -206,7 +206,7 @@ def versions_by_step(engine, schedule, lag=0):
 
     examples = (Example([index % VOCABULARY, 3], {}) for index in count())
     with closing(LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)) as publisher:
-        begin = publisher.version
+        begin = publisher.version + 1  # published before the first step
         models = {0: deepcopy(model)}
         by_step = []
         for report in grpo(engine, publisher, model, optimizer, examples, score, config):
