@@ -13,7 +13,6 @@ from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.messages import Status
 from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
-from inflight.observability.staleness_meter import StalenessMeter
 from inflight.pool.dispatcher import Dispatcher
 from inflight.pool.frames import EngineFrames, MergedFrames
 from inflight.pool.member import Member
@@ -44,13 +43,14 @@ class Keeper:
         merged: MergedFrames,
         publishers: Callable[[], "list[Publisher]"],
         changing: threading.RLock,
-        meter: StalenessMeter,
+        published: Callable[[int, int], None],
+        stepped: Callable[[int], None],
     ):
         """publishers: returns those of the pool that are open. changing: held while engines or publishers come or go.
-        meter: learns of publishes and optimizer steps."""
+        published: called with every publish. stepped: called before every optimizer step."""
         self.member = member
         self._dispatcher, self._merged, self._publishers = dispatcher, merged, publishers
-        self._changing, self._meter = changing, meter
+        self._changing, self._published, self._stepped = changing, published, stepped
         self._timeout_s = member.engine.options.answer_timeout_s
         self._thread = threading.Thread(target=self._run, name="inflight-pool-keeper", daemon=True)
 
@@ -61,8 +61,8 @@ class Keeper:
         return replace(
             self.member.engine.address,
             check=self._dispatcher.check,
-            on_publish=self._meter.published,
-            on_step=self._meter.stepped,
+            on_publish=self._published,
+            on_step=self._stepped,
             comes_back=True,
             end=self._dispatcher.kill,
         )

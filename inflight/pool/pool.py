@@ -112,8 +112,9 @@ class EnginePool(RunningEngine):
         does, and what `Publisher.add` does."""
         with self._changing:
             member = Member(engine, engine.lend())
+            meter, publishers = self.staleness, self._open_publishers
             keeper = Keeper(
-                member, self._dispatcher, self._frames, self._open_publishers, self._changing, self.staleness
+                member, self._dispatcher, self._frames, publishers, self._changing, meter.published, meter.stepped
             )
             try:
                 self._check_alike(engine)
