@@ -29,7 +29,7 @@ class Updates:
         self._kind = ""
         self.labels: dict[int, str] = {}
         """What clients call versions, where they have a name for them."""
-        self.files = AdapterFiles()
+        self.files = AdapterFiles(lambda: engine.options.model, lambda: engine.digests())
         """All adapters that are loaded: they are published together."""
 
     async def publish_directory(self, directory: str, label: str | None = None) -> int:
@@ -65,6 +65,8 @@ class Updates:
             published = publisher.publish(*weights)
             if kind == "adapters":
                 publisher.wait_copied()
+            else:
+                self.files.known_bases.clear()
             self._engine.wait_for_version(published)
         except TimeoutError:  # it goes live later, under this name
             raise

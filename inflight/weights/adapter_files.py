@@ -5,21 +5,25 @@ A directory holds `adapter_config.json` and `adapter_model.safetensors`. What is
 """
 
 import json
+import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from inflight.core.errors import LayoutMismatchError, WeightFileError
+from inflight.core.errors import BackendError, LayoutMismatchError, WeightFileError
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import Welcome
+from inflight.core.messages import Digests, Welcome
+from inflight.weights.digests import sha256
 from inflight.weights.lora import CHANGE_THE_BASE
 from inflight.weights.named import read_checkpoint
 from inflight.weights.sources import Offer, Source
+
+logger = logging.getLogger("inflight.weights")
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -39,15 +43,20 @@ class AdapterFiles(Source):
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[], str], digests: Callable[[], Digests]):
+        """model: returns the path or name of the engine's model. digests: returns the SHA-256 of its tensors."""
+        self._model, self._digests = model, digests
+        self.known_bases: set[str] = set()
+        """Directories whose weights are those of the engine."""
         self.tensors: dict[str, Tensors] = {}
         """Maps places to tensors by the engine's names without the place."""
         self._layout: WeightLayout | None = None
+        self._weights: WeightLayout | None = None
 
     def offer(self, welcome: Welcome) -> Offer:
         if welcome.adapter_layout is None:
             raise LayoutMismatchError("the engine holds no adapters; launch it with lora_rank")
-        self._layout = welcome.adapter_layout
+        self._layout, self._weights = welcome.adapter_layout, welcome.layout
         return Offer(welcome.adapter_layout, adapters=True)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
@@ -78,7 +87,35 @@ class AdapterFiles(Source):
                     f"{name} of {directory} is {list(tensor.shape)}; the engine takes {list(shape)} at most (lora_rank "
                     f"is {shape[rank]})"
                 )
+        self._check_base(Path(directory))
         self.tensors[place] = tensors
+
+    def _check_base(self, directory: Path) -> None:
+        """Raise WeightFileError, naming a tensor, if the adapter says that it was trained over another checkpoint, which
+        lies in a directory here. Over one that does not, log the two names."""
+        base, model = str(_config(directory).get("base_model_name_or_path") or ""), self._model()
+        if not base or base == model or os.path.realpath(base) in {os.path.realpath(model), *self.known_bases}:
+            return
+        if not os.path.isdir(base):
+            logger.warning("%s was trained over %s, and goes onto %s; they are not compared", directory, base, model)
+            return
+        try:
+            digests = self._digests().tensors
+        except BackendError as error:
+            logger.warning("%s was trained over %s, which is not compared with %s: %s", directory, base, model, error)
+            return
+        assert self._weights is not None
+        specs = {spec.name: spec for spec in self._weights.tensors}
+        for name, tensor in read_checkpoint(base):
+            spec = specs.get(name)  # others are parts of tensors, or other names
+            if spec is not None and (
+                tuple(tensor.shape) != spec.shape or sha256(tensor.to(getattr(torch, spec.dtype))) != digests.get(name)
+            ):
+                raise WeightFileError(
+                    f"{directory} was trained over {base}, whose {name} is not what the engine computes with; start "
+                    "the server from that checkpoint, or load its weights first"
+                )
+        self.known_bases.add(os.path.realpath(base))
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> Tensors:

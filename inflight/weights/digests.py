@@ -74,6 +74,11 @@ class Digester:
             self._found = ProtocolError(f"the digests of version {self._version} could not be computed: {reason}")
 
 
+def sha256(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes."""
+    return _sha256(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+
 def _sha256(part: torch.Tensor) -> str:
     """Of u8[n]."""
     digest = hashlib.sha256()

@@ -1,5 +1,6 @@
 """Whatever PEFT trains is published as PEFT computes it, or refused by name: there is no third outcome."""
 
+import json
 import logging
 
 import numpy as np
@@ -13,7 +14,8 @@ from tiny_models import make_model
 from waiting import wait_until
 
 import inflight
-from inflight.core.errors import LayoutMismatchError
+from inflight.core.errors import LayoutMismatchError, WeightFileError
+from inflight.weights.adapter_files import AdapterFiles
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import layout_of
 
@@ -203,3 +205,60 @@ def test_differences_are_named():
     assert engine.differences((tensors | more).items()) == ["extra is only in the trainer", "model.norm.weight"]
     del tensors["model.norm.weight"]
     assert engine.differences(tensors.items()) == ["model.norm.weight is only in the engine"]
+
+
+# ---- from files -------------------------------------------------------------------------------------------------
+
+
+def from_files(engine, model, directory) -> float | str:
+    """Save the adapter, and load it as a server does."""
+    model.save_pretrained(directory)
+    files = AdapterFiles(lambda: engine.options.model, engine.digests)
+    with engine.publisher(files) as publisher:
+        try:
+            files.load("default", directory)
+        except (LayoutMismatchError, WeightFileError) as refused:
+            return str(refused)
+        engine.wait_for_version(publisher.publish())
+    [group] = engine.generate([[5, 6, 7, 8, 9, 1, 2, 3]], PARAMS, adapter="default")
+    return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in group)
+
+
+UNSAVED = {"norms", "disabled", "scaled by hand", "merged already", "two at once", "without PeftModel"}
+"""Kinds that a saved adapter says nothing of."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", marked(kind for kind in peft_kinds.KINDS if kind not in UNSAVED))
+def test_adapters_in_files_are_right_or_refused_by_name(engines, tmp_path, kind):
+    model = peft_kinds.make(kind)
+    found = from_files(engines(base_name(model), 16), model, tmp_path)
+    if kind in (RIGHT_ALONE | {"init mica"}) - {"init lora_ga", "QALoRA"}:
+        assert isinstance(found, float), found
+        assert found < MOST
+    else:
+        assert isinstance(found, str), found
+        assert "\n" not in found
+        assert str(tmp_path) in found
+
+
+def test_an_adapter_in_files_of_another_base_is_refused(engines, tmp_path, caplog):
+    engine, paths = engines("qwen3", 16), {seed: tmp_path / f"base-{seed}" for seed in (0, 2)}
+    for seed, path in paths.items():
+        base = make_model("qwen3", seed=seed)
+        base.save_pretrained(path)
+        base.name_or_path = str(path)
+        config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        found = from_files(engine, get_peft_model(base, config).eval(), tmp_path / f"adapter-{seed}")
+        if seed == 0:
+            assert isinstance(found, float)
+            assert found < MOST
+        else:
+            assert f"trained over {path}, whose " in str(found)
+    config = json.loads((tmp_path / "adapter-0" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "somebody/model"
+    (tmp_path / "adapter-0" / "adapter_config.json").write_text(json.dumps(config))
+    files = AdapterFiles(lambda: engine.options.model, engine.digests)
+    with engine.publisher(files):
+        files.load("default", tmp_path / "adapter-0")
+    assert "was trained over somebody/model" in caplog.text
