@@ -91,8 +91,8 @@ class AdapterFiles(Source):
         self.tensors[place] = tensors
 
     def _check_base(self, directory: Path) -> None:
-        """Raise WeightFileError, naming a tensor, if the adapter says that it was trained over another checkpoint, which
-        lies in a directory here. Over one that does not, log the two names."""
+        """Raise WeightFileError, naming a tensor, if the adapter was trained over another checkpoint that
+        is a directory here. Log the two names if the recorded base is no directory."""
         base, model = str(_config(directory).get("base_model_name_or_path") or ""), self._model()
         if not base or base == model or os.path.realpath(base) in {os.path.realpath(model), *self.known_bases}:
             return
