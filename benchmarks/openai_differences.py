@@ -124,6 +124,7 @@ ASKS = [
     completion("error: n is 0", n=0),
     completion("error: more tokens than the context", max_tokens=1000),
     completion("error: prompt beyond the context", prompt=[1] * 300),
+    chat("error: messages beyond the context", messages=[{"role": "user", "content": "a" * 300}]),
     completion("error: token id beyond the vocabulary", prompt=[100_000]),
     completion("error: empty prompt", prompt=[]),
     chat("error: top_logprobs alone", top_logprobs=2),
@@ -145,7 +146,6 @@ WHY: list[tuple[str, str, str]] = [
     ("*", "usage.prompt_tokens_details.*", "tokens that the prefix cache had, always told"),
     ("tools*", "choices.*.content", "the line break before a tool call is not part of the content"),
     ("a tool's answer", "choices.*.content", "the line break before a tool call is not part of the content"),
-    ("*", "choices.*.tool_calls.function.arguments", "the same JSON without spaces"),
 ]
 """Pattern of a request's name, pattern of a field without [], why it differs. The first one that fits counts."""
 

@@ -121,6 +121,20 @@ def test_trls_asynchronous_trainer_learns():
 
 
 @pytest.mark.slow
+def test_trl_learns_to_call_a_tool():
+    pytest.importorskip("aiohttp", reason="the trl extra is not installed")
+    done = run_program(str(EXAMPLES / "trl_tools.py"))
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rewards = [step["reward"] for step in steps]
+    assert rewards[-1] > rewards[0] + 0.1, done.stdout
+    assert max(step["rollout/turns_mean"] for step in steps) > 1.5, done.stdout
+    [(swaps, reused)] = re.findall(r"swaps: (\d+), context tokens from the prefix cache: (\d+)", done.stdout)
+    assert int(swaps) >= 15
+    assert int(reused) > 0
+
+
+@pytest.mark.slow
 def test_a_short_demo_writes_what_it_says(tmp_path):
     """In flight, and in turn from the model that came out of that."""
     first, second = tmp_path / "inflight", tmp_path / "sync"

@@ -179,7 +179,9 @@ def _refuse_unsupported_settings(trainer: Any) -> None:
         raise InvalidRequestError("use_vllm=True starts vLLM beside the engine, which generates; leave it off")
     if getattr(trainer, "tools", None):
         raise InvalidRequestError(
-            "tools and environments: TRL would generate the turns after a tool's answer without the engine"
+            "rollout_func gets no turns after a tool's answer, so it takes no tools and no environment_factory. Both "
+            "work over HTTP: leave rollout_func out, serve the engine (engine.serve() or `inflight serve`), and make "
+            "the trainer with use_vllm=True, vllm_mode='server' inside of inflight_server(directory) (docs/trl.md)"
         )
     for name in ("use_transformers_continuous_batching", "use_transformers_paged", "vllm_structured_outputs_regex"):
         if getattr(trainer.args, name, None):

@@ -5,21 +5,18 @@ Marks around calls and reasoning are read by `tools.py` and `reasoning.py`. Wher
 """
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing import ResponseParser, parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from inflight.server.reasoning import Thinking, thinking_marks
 from inflight.server.text import TextDecoder
 from inflight.server.tools import ToolCall, ToolFormat, Tools, tool_format
-
-logger = logging.getLogger("inflight.server")
 
 Template = Mapping[str, Any]
 """A response template."""
@@ -122,45 +119,54 @@ class TemplateReader:
     call cannot be read, the answer is content from the first call on."""
 
     def __init__(self, template: Template, prompt: str, tools: Tools):
-        loaded = load_response_template(dict(template))
-        self._opening = loaded.fields["tool_calls"].open_re if "tool_calls" in loaded.fields else None
-        self._parser = ResponseParser(loaded, prefix=prompt, tools=[dict(tool) for tool in tools])
-        self._reasoning, self._content, self._after_calls = _Trimmed(), _Trimmed(), _Trimmed()
-        self._text = ""
-        self._calls: list[ToolCall] = []
-        self._called = self._failed = False
+        self._template, self._prompt, self._tools = template, prompt, [dict(tool) for tool in tools]
+        # Calls are read at the end: the parser forgets the text around a call that it cannot read.
+        fields = {name: _as_text(field) for name, field in template["fields"].items()}
+        regions = load_response_template({**template, "fields": fields})
+        self._opening = regions.fields["tool_calls"].open_re if "tool_calls" in fields else None
+        self._regions = ResponseParser(regions, prefix=prompt)
+        self._reasoning, self._content = _Trimmed(), _Trimmed()
+        self._text = self._gap = ""
+        """All text, and the white space before the first call."""
+        self._called = False
 
     def feed(self, text: str, *, last: bool) -> Read:
         self._text += text
-        if not self._failed:
-            try:
-                self._note(self._parser.feed(text))
-                if last:
-                    self._note(self._parser.finalize()[1])
-            except (ValueError, TypeError, KeyError) as error:  # the text does not fit the template
-                logger.debug("an answer does not fit its response template: %s", error)
-                self._failed = True
-        read = Read(self._reasoning.take(), self._content.take())
-        if last and self._failed:
-            found = self._opening.search(self._text) if self._opening is not None else None
-            read.content += self._text[found.start() if found else 0 :]
-        elif last and not (self._calls or self._reasoning.said or self._content.said):
+        events = self._regions.feed(text) + (self._regions.finalize()[1] if last else [])
+        read = Read()
+        for event in events:
+            if event["field"] == "tool_calls" and not self._called:
+                self._called, read.content = True, self._content.take()
+                self._gap = self._content.waiting
+            elif event["field"] in _REASONING:
+                self._reasoning.add(event)
+            elif event["field"] == "content":
+                self._content.add(event)
+        read.reasoning = self._reasoning.take()
+        if not self._called:
+            read.content = self._content.take()
+        if last and self._called:
+            read.calls = self._calls()
+            rest = self._content.take() if read.calls else self._gap + self._text[self._first_call() :]
+            read.content += rest
+        elif last and not (self._reasoning.said or self._content.said):
             read.content = self._text
-        elif last:
-            read.calls, read.content = self._calls, read.content + self._after_calls.take()
         return read
 
-    def _note(self, events: list[dict[str, Any]]) -> None:
-        for event in events:
-            name, kind = event["field"], event["type"]
-            if name == "tool_calls":
-                self._called = True
-                if kind == "region_close":
-                    value = event["value"]
-                    self._calls += [_call_of(each) for each in (value if isinstance(value, list) else [value])]
-            elif name in (*_REASONING, "content"):
-                text = self._reasoning if name in _REASONING else self._after_calls if self._called else self._content
-                text.add(event["text"] if kind == "region_chunk" else "\n")
+    def _calls(self) -> list[ToolCall]:
+        """All calls of the answer, or none if one cannot be read."""
+        try:
+            message = parse_response(self._text, dict(self._template), prefix=self._prompt, tools=self._tools)
+            found = [
+                each for value in message["tool_calls"] for each in (value if isinstance(value, list) else [value])
+            ]
+            return [_call_of(each) for each in found]
+        except (ValueError, TypeError, KeyError):
+            return []
+
+    def _first_call(self) -> int:
+        found = self._opening.search(self._text) if self._opening is not None else None
+        return found.start() if found else 0
 
 
 class _Trimmed:
@@ -168,18 +174,28 @@ class _Trimmed:
 
     def __init__(self) -> None:
         self.said = False
-        self._new = ""
+        self.waiting = ""
 
-    def add(self, text: str) -> None:
-        self._new += text
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take an event of the parser. Regions are apart by a line break."""
+        if event["type"] == "region_chunk":
+            self.waiting += event["text"]
+        elif event["type"] == "region_open" and self.said:
+            self.waiting = "\n"
 
     def take(self) -> str:
         """The new text, but for white space that can turn out to be its end."""
-        new = self._new if self.said else self._new.lstrip()
+        new = self.waiting if self.said else self.waiting.lstrip()
         given = new.rstrip()
-        self._new = new[len(given) :]
+        self.waiting = new[len(given) :]
         self.said = self.said or bool(given)
         return given
+
+
+def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
+    """The field with its text as its value."""
+    marks = {key: value for key, value in field.items() if key.startswith(("open", "close"))}
+    return {**marks, "repeats": True, "transform": "{content}"}
 
 
 def _call_of(value: Any) -> ToolCall:

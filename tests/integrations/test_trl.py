@@ -224,7 +224,7 @@ def test_a_run_with_a_repetition_penalty_and_stop_strings(path, tmp_path, engine
     ("changes", "message"),
     [
         ({"use_vllm": True}, "use_vllm=True starts vLLM beside the engine"),
-        ({"tools": [print]}, "tools and environments: TRL would generate"),
+        ({"tools": [print]}, "takes no tools and no environment_factory. Both work over HTTP"),
         ({"args": SimpleNamespace(vllm_structured_outputs_regex="a+")}, "vllm_structured_outputs_regex is for"),
         ({"args": SimpleNamespace(use_transformers_paged=True)}, "use_transformers_paged is for"),
     ],

@@ -1,0 +1,145 @@
+"""Answers in the formats of model families: reasoning, content and tool calls, at once and character by character."""
+
+import json
+
+import pytest
+from tiny_tokenizers import byte_level
+
+from inflight.server.readers import AnswerReading
+from inflight.server.text import TextDecoder
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {"properties": {"zip": {"type": "string"}, "count": {"type": "integer"}}},
+        },
+    }
+]
+FIND = {"zip": "75001", "count": 3}
+QUOTED = {"zip": "</tool_call><｜tool▁call▁end｜>}; [TOOL_CALLS]<|tool_call_end|>", "count": 3}
+DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+QWEN_TEMPLATE = {
+    "start_anchor": "assistant:",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*"},
+    },
+}
+
+
+def reading(chat_template, *, split_reasoning=False, response_template=None, tools=TOOLS, prompt=""):
+    tokenizer = byte_level()
+    tokenizer.chat_template = chat_template
+    if response_template is not None:
+        tokenizer.response_template = response_template
+    how = AnswerReading(TextDecoder(tokenizer), split_reasoning=split_reasoning)
+    assert how.reads_tools
+    return how.of(tokenizer(prompt)["input_ids"], None, tools)
+
+
+def read(how, parts):
+    """(reasoning, content, calls) of a text that arrives in these parts."""
+    reader, reasoning, content, calls = how.reader(), "", "", []
+    for index, part in enumerate(parts):
+        new = reader.feed(part, last=index == len(parts) - 1)
+        reasoning, content, calls = reasoning + new.reasoning, content + new.content, calls + new.calls
+    return reasoning, content, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def both(how, text):
+    whole = read(how, [text])
+    assert read(how, [*text, ""]) == whole
+    assert read(how, [text[at : at + 7] for at in range(0, len(text), 7)] or [""]) == whole
+    return whole
+
+
+@pytest.mark.parametrize("arguments", [FIND, QUOTED], ids=["plain", "marks in a string"])
+@pytest.mark.parametrize(
+    ("template", "call"),
+    {
+        "hermes": ("<tool_call>", '<tool_call>\n{{"name": "find", "arguments": {}}}\n</tool_call>'),
+        "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{{"name": "find", "arguments": {}}}]'),
+        "mistral, by name": ("[TOOL_CALLS]", "[TOOL_CALLS]find[ARGS]{}"),
+        "mistral, with an id": ("[TOOL_CALLS]", "[TOOL_CALLS]find[CALL_ID]a1[ARGS]{}"),
+        "deepseek v3": (
+            "<｜tool▁calls▁begin｜>",
+            DEEPSEEK.format("<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{}\n```<｜tool▁call▁end｜>"),
+        ),
+        "deepseek v3.1": (
+            "<｜tool▁calls▁begin｜>",
+            DEEPSEEK.format("<｜tool▁call▁begin｜>find<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ),
+        "kimi": (
+            "<|tool_calls_section_begin|>",
+            KIMI.format("<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{}<|tool_call_end|>"),
+        ),
+    }.values(),
+)
+def test_calls_of_json(template, call, arguments):
+    text = call.format(json.dumps(arguments, ensure_ascii=False))
+    assert both(reading(template), text) == ("", "", [("find", arguments)])
+    assert both(reading(template), f"Let me see.\n{text}") == ("", "Let me see.", [("find", arguments)])
+    if "[{" not in call:
+        assert both(reading(template), f"{text}\n{text}")[2] == [("find", arguments)] * 2
+    broken = call.format('{"zip": "7')
+    assert both(reading(template), f"So: {broken}") == ("", f"So: {broken}", [])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<tool_call>\n<function=find>\n<parameter=zip>\n75001\n</parameter>\n<parameter=count>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>find\n<arg_key>zip</arg_key>\n<arg_value>75001</arg_value>\n<arg_key>count</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>",
+    ],
+    ids=["qwen coder", "glm"],
+)
+def test_arguments_between_tags_have_the_types_of_the_request(call):
+    assert both(reading("<tool_call>"), call) == ("", "", [("find", FIND)])
+    marked = call.replace("75001", "a</tool_call>b")
+    assert both(reading("<tool_call>"), marked)[2] == [("find", FIND | {"zip": "a</tool_call>b"})]
+
+
+@pytest.mark.parametrize("text", ["<|python_tag|>{}", "{}", "{0}; {0}"])
+def test_calls_of_llama(text):
+    call = json.dumps({"name": "find", "parameters": FIND | {"zip": "a; b"}})
+    _, content, calls = both(reading("<|python_tag|>"), text.format(call))
+    assert (content, set(map(str, calls))) == ("", {str(("find", FIND | {"zip": "a; b"}))})
+    assert both(reading("<|python_tag|>"), f"{call} or so") == ("", f"{call} or so", [])
+
+
+def test_channels_of_gpt_oss():
+    how = reading("<|channel|><|message|>", prompt="<|start|>assistant")
+    analysis = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.find <|constrain|>json<|message|>{json.dumps(FIND)}"
+    assert both(how, f"{analysis}<|channel|>final<|message|>It is 3.") == ("Think.", "It is 3.", [])
+    assert both(how, f"{analysis}{call}") == ("Think.", "", [("find", FIND)])
+    assert both(how, f"{analysis} to=functions.find<|channel|>commentary json<|message|>{json.dumps(FIND)}")[2] == [
+        ("find", FIND)
+    ]
+    preamble = "<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant"
+    assert both(how, preamble + call) == ("", "One moment.", [("find", FIND)])
+    assert both(how, "no channel") == ("", "no channel", [])
+
+
+def test_a_response_template_reads_what_no_known_mark_does():
+    options = {"response_template": QWEN_TEMPLATE, "prompt": "user: hi assistant:"}
+    how = reading("", split_reasoning=True, **options)
+    call = f"<call>{json.dumps({'name': 'find', 'arguments': FIND})}</call>"
+    assert both(how, f"<think>\nHm.\n</think>\n\nYes. {call} Done.") == ("Hm.", "Yes.\n Done.", [("find", FIND)])
+    assert both(how, 'Yes. <call>{"name": "fi</call>') == ("", 'Yes. <call>{"name": "fi</call>', [])
+    assert both(reading("", **options), f"<think>Hm.</think>{call}") == ("", "<think>Hm.</think>", [("find", FIND)])
+    assert reading("", tools=[], **options) is None
+    opened = reading("", split_reasoning=True, response_template=QWEN_TEMPLATE, prompt="assistant:<think>")
+    assert both(opened, "Hm.</think>Yes.") == ("Hm.", "Yes.", [])
