@@ -124,6 +124,8 @@ class Publisher:
             raise
         self._source.start((link.layout, self.version))
         self._unpublished_steps = 0
+        if self.matches is False:  # the engine's weights are as stale as after an optimizer step
+            self._count_step()
         self.last_copy_s = 0.0
         """Seconds that the last copy of the parameters took."""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -311,9 +313,12 @@ class Publisher:
         if self._source.is_changed_by(optimizer):
             with span("wait for the publish copy"):
                 self.wait_copied()
-            self._unpublished_steps += 1
-            for address in self._addresses:
-                address.on_step(self._unpublished_steps)
+            self._count_step()
+
+    def _count_step(self) -> None:
+        self._unpublished_steps += 1
+        for address in self._addresses:
+            address.on_step(self._unpublished_steps)
 
     def _attach(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
         if not isinstance(transport, Transport):

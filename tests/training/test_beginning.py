@@ -118,6 +118,26 @@ def test_an_evaluation_of_weights_that_were_changed_since_is_told(engine):
     evaluation.close()
 
 
+def test_weights_that_were_never_published_are_stale_and_an_evaluation_of_them_is_told(model_dir):
+    """In a loop of one's own, which forgot to publish: what the engine was launched with is no mismatch of numerics."""
+    model = other_model()
+    with (
+        inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=32) as fresh,
+        fresh.publisher(model) as publisher,
+    ):
+        fresh.submit([[1, 2], [3, 4]], SAMPLING)
+        [batch] = fresh.stream.batches(rollouts=8, score=lambda r: float(r.sample))
+        _, stats = inflight.policy_loss(model, batch)
+        assert (stats.mismatch.num_tokens, stats.stale.num_tokens) == (0, 40)
+        assert stats.stale.logprob_diff > 0.01
+        evaluation = inflight.Evaluation(fresh, [[7, 1]], lambda r: 1.0)
+        with pytest.warns(UserWarning, match="draws with version 0, and the trainer has other weights"):
+            evaluation.start(0, publisher.version)
+        evaluation.close()
+        publisher.publish()
+        assert fresh.staleness.trainer_version == 1
+
+
 def test_rows_that_do_not_fit_are_skipped_counted_and_named(engine, caplog):
     model = make_model("qwen3")
     rows = [[index, 3] for index in range(5)] + [[9] * 100, [], [7] * 64] + [[index, 3] for index in range(5)]
