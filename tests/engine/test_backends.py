@@ -339,7 +339,7 @@ def test_adapters_change_while_requests_run(adapted_engine):
     """A prefix is taken over from requests with the same adapter of the same version alone."""
     engine, model = adapted_engine, with_tied_adapters("first", "second")
     params = inflight.SamplingParams(max_tokens=4, ignore_eos=True, seed=0)
-    live = engine.status().version
+    live = publish_base(engine)
     with engine.publisher(model) as publisher:
         version = publisher.publish()
         engine.wait_for_version(version)
@@ -362,6 +362,34 @@ def test_adapters_change_while_requests_run(adapted_engine):
         assert rollout.prefix_tokens == 0  # of another version
         [[rollout]] = engine.generate([[7] * 100], params, timeout_s=120)
         assert rollout.prefix_tokens > 0  # the weights are the same
+
+
+def unfreeze_norms(model) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "layernorm" in name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "change", "named"),
+    [
+        ({"modules_to_save": ["lm_head"]}, None, r"lm_head .*modules_to_save"),
+        ({"trainable_token_indices": {"embed_tokens": [1]}}, None, r"embed_tokens .*trainable_token_indices"),
+        ({"use_dora": True}, None, r"q_proj has DoraLinear"),
+        ({"init_lora_weights": "pissa"}, None, r"q_proj\.weight.*'pissa' changes it"),
+        ({"target_modules": ["lm_head"]}, None, r"no adapter first\.lm_head"),
+        ({}, unfreeze_norms, r"input_layernorm\.weight.* would not be published"),
+        ({}, lambda model: perturb_base(model, 3), r"embed_tokens\.weight.*launch the engine from the checkpoint"),
+    ],
+)
+def test_what_adapters_do_not_hold_is_refused_by_name(adapted_engine, options, change, named):
+    publish_base(adapted_engine)
+    config = LoraConfig(**({"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options))
+    model = get_peft_model(make_tied(), config, adapter_name="first")
+    if change is not None:
+        change(model)
+    with pytest.raises(LayoutMismatchError, match=named):
+        adapted_engine.publisher(model)
 
 
 def test_versions_that_do_not_fit_are_refused_and_the_old_one_serves(engine, trainer, monkeypatch):
@@ -404,6 +432,14 @@ def with_tied_adapters(*names: str) -> PeftModel:
     for name in names[1:]:
         model.add_adapter(name, config)
     return model.eval()
+
+
+def publish_base(engine) -> int:
+    """Let an engine that earlier tests changed have the weights of `make_tied` again."""
+    with engine.publisher(make_tied()) as publisher:
+        version = publisher.publish()
+        engine.wait_for_version(version)
+    return version
 
 
 def perturb_base(base: torch.nn.Module, seed: int) -> None:
