@@ -4,6 +4,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep GPU)
 CONSTRAINTS := $(if $(GPU),constraints/gpu.txt,constraints/cpu.txt)
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEMO_STAMP := .venv/.installed-demo
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
@@ -35,13 +36,19 @@ help:
 setup: $(STAMP)
 	@$(if $(filter setup,$(MAKECMDGOALS)),echo '. .venv/bin/activate    # once per shell: then `inflight` and `python` are those of .venv',:)
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(STAMP): EXTRAS := demo,serve,bench,trl,deepspeed,peft,ray,docs,dev
+$(DEMO_STAMP): EXTRAS := demo
+
+# pip compiles nothing: Python compiles the few modules that are imported, at their first import.
+$(STAMP) $(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n '$(PYTHON)' || { echo 'inflight needs Python 3.11, 3.12 or 3.13 on the PATH (or PYTHON=/path/to/it)'; exit 1; }
+	@echo 'installing inflight[$(EXTRAS)] in .venv'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[demo,serve,bench,trl,deepspeed,peft,ray,docs,dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	touch $@
 
-demo: setup
+# The demo needs a part of the packages; `make setup` adds the others, and has them already where it ran before.
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/inflight demo
 
 # Three at a time, since many of them wait.

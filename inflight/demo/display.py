@@ -77,8 +77,13 @@ class Display:
             self._console.print(name if total == 1 else f"{name}, {total} steps")
 
     def advance(self, note: str = "") -> None:
+        """Count a step of this phase; without a terminal, every tenth of them prints a line if there is a note."""
         self._progress.advance(self._task)
         self._progress.update(self._task, note=note)
+        task = self._progress.tasks[0]
+        done, total = int(task.completed), int(task.total or 1)
+        if note and not self._live and done * 10 // total > (done - 1) * 10 // total:
+            self._console.print(f"{task.description}  step {done} of {total}  {note}", highlight=False, soft_wrap=True)
 
     def add(self, record: StepRecord) -> None:
         """Show a step of reinforcement learning."""

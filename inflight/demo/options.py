@@ -10,8 +10,13 @@ from inflight.watch.options import PORT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions(ModelChoice):
-    """Run the whole loop on this machine: warm up a small model, then improve it while the generator never stops."""
+    """Run the whole loop on this machine: improve a small model while the generator never stops."""
 
+    real: bool = option(
+        False,
+        "Train SmolLM2-135M-Instruct, a real language model, to answer questions in one word: at most 10 minutes on 2 "
+        "cores.",
+    )
     task: str = option("spell_backward", "The task of reasoning-gym to learn.", panel="Task")
     data: Path | None = option(
         None, 'A file to learn instead of a task: JSON lines, each {"prompt": …, "answer": …}.', panel="Task"
@@ -19,17 +24,24 @@ class DemoOptions(ModelChoice):
     max_tokens: int | None = option(
         None, "Tokens of an answer at most.", min=1, shown="what the task needs, or 64", panel="Task"
     )
-    steps: int = option(200, "Optimizer steps of reinforcement learning.", min=1)
+    steps: int | None = option(
+        None, "Optimizer steps of reinforcement learning.", min=1, shown="200, or 60 with --real"
+    )
     warmup_steps: int | None = option(
-        None, "Supervised steps before them.", min=0, shown="250, or 0 for a model that is not built in"
+        None,
+        "Supervised steps before them, from random weights.",
+        min=0,
+        shown="a checkpoint instead for the demo's own model and task, 250 for others that are built in, else 0",
     )
     backend: Literal["inflight", "vllm"] = option(
         "inflight", "What generates; vllm is one that is installed, or that of `make peers`.", panel="Model"
     )
     sync: bool = option(False, "Generate and train in turn, for comparison.")
     group_size: int = option(8, "Samples per prompt.", min=2)
-    groups_per_step: int = option(128, "Prompts per optimizer step.", min=1)
-    learning_rate: float = option(3e-4, "The peak learning rate of reinforcement learning.", min=0)
+    groups_per_step: int | None = option(None, "Prompts per optimizer step.", min=1, shown="128, or 8 with --real")
+    learning_rate: float | None = option(
+        None, "The peak learning rate of reinforcement learning.", min=0, shown="0.0003, or 0.00005 with --real"
+    )
     seed: int = option(0, SEED_HELP, min=0)
     restarts: int = option(3, "How often an engine that ends is replaced by another one.", min=0)
     out: Path | None = option(

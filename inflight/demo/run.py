@@ -17,11 +17,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
+from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
 from inflight.demo.checkpoints import OPTIONS_FILE, checkpoints, newest_checkpoint, remove_checkpoints, save_checkpoint
 from inflight.demo.display import Display, StepRecord, plot, print_summary
 from inflight.demo.options import DemoOptions
+from inflight.demo.real import MODEL as REAL_MODEL
+from inflight.demo.real import freeze_lower_layers, load_real, real_task
+from inflight.demo.recipes import Recipe, recipe_of
+from inflight.demo.start import RECIPE, load_start, starts_from_file
 from inflight.demo.tasks import Task, file_task, gym_task
 from inflight.demo.trainer import (
     WarmupConfig,
@@ -35,6 +40,7 @@ from inflight.demo.trainer import (
     without_full_collections,
 )
 from inflight.engine.device import resolve_device
+from inflight.engine.prompts import encode_prompts
 from inflight.engine.shapes import SHAPES
 from inflight.observability.environment import environment, replacing, write_json
 from inflight.observability.events import EVENTS_FILE
@@ -46,13 +52,8 @@ from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 from inflight.training.recording import RunRecorder
 from inflight.watch.command import page_of
 
-EVALUATE_EVERY = 25
-"""Optimizer steps between two evaluations."""
-QUICK_EVALUATION = 128
-"""Held-out prompts of those evaluations; the first and the last take all of them."""
-MAX_SEQUENCES = 128
-"""Sequences that the engine decodes together, at most."""
-WARMUP_STEPS = 250
+SHOWN_ANSWERS = 10
+"""Held-out prompts whose answers before and after are kept in the summary."""
 _TRAINER = "trainer.pt"
 _STEPS = "steps.jsonl"
 
@@ -66,6 +67,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     checkpoint = newest_checkpoint(options.resume) if options.resume else None
     if checkpoint is not None:
         options = _options_of(checkpoint, options)
+    recipe = recipe_of(options)
     task = _make_task(options)
     mode = "sync" if options.sync else "inflight"
     out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -75,13 +77,18 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     device = resolve_device(options.device)
     threads = split_cores(device)
     began_ns = now_ns()
-    source = str(checkpoint or options.model)
-    model, tokenizer = load_trainer(source, device), require_tokenizer(source)
+    if options.real and checkpoint is None:
+        console.print(f"loading {REAL_MODEL}")
+        model, tokenizer = load_real(device)
+    else:
+        source = str(checkpoint or options.model)
+        model, tokenizer = load_trainer(source, device), require_tokenizer(source)
+    name = REAL_MODEL if options.real else options.model
     title = f"{task.name}, {_parameters(model)} parameters, {mode}"
     example = task.train[0]
     console.print(
-        f"{task.name}: {example.prompt!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
-        f"train on, {len(task.held_out)} held out; {options.model}, {_parameters(model)} parameters, {device.type}",
+        f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
+        f"train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
         highlight=False,
         soft_wrap=True,
     )
@@ -90,14 +97,10 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         tracker(options, out, task.name) as loggers,
         Display(title, console=console) as display,
     ):
-        warmup_steps = options.warmup_steps
-        if warmup_steps is None and options.model in SHAPES:
-            warmup_steps = WARMUP_STEPS
-        if warmup_steps and checkpoint is None:
-            display.phase("warm-up", warmup_steps)
-            for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=warmup_steps, seed=options.seed)):
-                display.advance(f"loss {loss:.3f}")
-        run = _Run(task, options, out, title, display, tokenizer, loggers)
+        if checkpoint is None:
+            _start(options, model, tokenizer, task, threads.trainer, display)
+        run = _Run(task, options, recipe, out, title, display, tokenizer, loggers)
+        display.phase("engine start", 1)
         with (
             saved(model, tokenizer, out / "start") as directory,
             torch_threads(threads.trainer),
@@ -105,7 +108,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
                 directory,
                 backend=options.backend,
                 device=options.device,
-                max_sequences=MAX_SEQUENCES,
+                max_sequences=recipe.max_sequences,
                 max_context=longest(task, tokenizer),
                 threads=threads.engine,
                 restarts=options.restarts,
@@ -116,7 +119,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     summary |= {
         "mode": mode,
         "task": task.name,
-        "model": options.model,
+        "model": name,
         "backend": options.backend,
         "seed": options.seed,
         "steps": len(run.records),
@@ -136,6 +139,29 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     return summary
 
 
+def _start(
+    options: DemoOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    threads: int,
+    display: Display,
+) -> None:
+    """Prepare a model for reinforcement learning: load the checkpoint of the package, or train it on examples."""
+    if starts_from_file(options):
+        load_start(model)
+        return
+    steps = options.warmup_steps
+    if steps is None:
+        steps = RECIPE.steps if options.model in SHAPES else 0
+    if not steps:
+        return
+    display.phase("warm-up", steps)
+    with torch_threads(threads):  # such small products are slower on more cores as soon as anything else runs there
+        for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=steps, seed=options.seed)):
+            display.advance(f"loss {loss:.3f}")
+
+
 def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
     """The options of the run that the checkpoint is of, which goes on in its directory; those of this machine are the
     given ones."""
@@ -149,6 +175,8 @@ def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
 
 
 def _make_task(options: DemoOptions) -> Task:
+    if options.real:
+        return real_task(seed=options.seed)
     if options.data:
         return file_task(options.data, max_tokens=options.max_tokens or 64)
     return gym_task(options.task, seed=options.seed, max_tokens=options.max_tokens)
@@ -183,6 +211,7 @@ class _Run:
         self,
         task: Task,
         options: DemoOptions,
+        recipe: Recipe,
         out: Path,
         title: str,
         display: Display,
@@ -190,10 +219,11 @@ class _Run:
         loggers: Sequence[Logger],
     ):
         self._task, self._options, self._out, self._display = task, options, out, display
-        self._title, self._tokenizer, self._loggers = title, tokenizer, loggers
+        self._title, self._tokenizer, self._loggers, self._recipe = title, tokenizer, loggers, recipe
         self.records: list[StepRecord] = []
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
+        self.answers: list[dict[str, str]] = [{} for _ in self._task.held_out[:SHOWN_ANSWERS]]
         self.interrupted = False
         self.resumed_after_step = 0
         self._dropped = Dropped()
@@ -201,21 +231,24 @@ class _Run:
 
     def train(self, engine: LaunchedEngine, model: PreTrainedModel, checkpoint: Path | None) -> None:
         """checkpoint: where the run goes on from."""
-        task, options = self._task, self._options
-        optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-        scheduler = ramp_and_decay(optimizer, ramp=10, steps=options.steps, floor=0.1)
+        task, options, recipe = self._task, self._options, self._recipe
+        layers = recipe.trained_layers
+        trained = model.parameters() if layers is None else freeze_lower_layers(model, layers)
+        optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+        scheduler = ramp_and_decay(optimizer, ramp=recipe.ramp, steps=recipe.steps, floor=0.1)
         state = {"optimizer": optimizer, "scheduler": scheduler}
         config = GRPOConfig(
-            steps=options.steps,
-            groups_per_step=options.groups_per_step,
-            sampling=SamplingParams(n=options.group_size, max_tokens=task.max_tokens),
+            steps=recipe.steps,
+            groups_per_step=recipe.groups_per_step,
+            sampling=SamplingParams(n=options.group_size, max_tokens=task.max_tokens, temperature=recipe.temperature),
+            objective=recipe.objective,
             schedule="sync" if options.sync else "inflight",
         )
         try:
             with without_full_collections():
                 if checkpoint is None:
                     self._display.phase("evaluation", 1)
-                    self.accuracy_before = held_out_accuracy(engine, task, task.held_out)
+                    self.accuracy_before = self._evaluate(engine, "before")
                 with engine.publisher(model) as publisher:
                     run = Run(engine, publisher)
                     self._began_ns = now_ns()
@@ -236,32 +269,39 @@ class _Run:
                             loggers=[*self._loggers, recorder],
                         )
                         for report in self._followed(engine, reports, recorder):
-                            at_end = report.step == options.steps
+                            at_end = report.step == recipe.steps
                             if options.save_every and (at_end or report.step % options.save_every == 0):
                                 self._save(report.step, run, model, state)
                         engine.wait_for_version(publisher.version)
                         self._display.phase("evaluation", 1)
-                        self.accuracy_after = held_out_accuracy(engine, task, task.held_out)
+                        self.accuracy_after = self._evaluate(engine, "after")
                         self.records[-1].accuracy = self.accuracy_after
                         recorder.log(self.records[-1].step, {"accuracy": self.accuracy_after})
         except KeyboardInterrupt:
             self.interrupted = True
 
+    def _evaluate(self, engine: LaunchedEngine, when: str) -> float:
+        """Return the accuracy of all held-out prompts, and keep the first answers."""
+        rollouts = held_out_answers(engine, self._task, self._task.held_out)
+        for example, answer, rollout in zip(self._task.held_out, self.answers, rollouts, strict=False):
+            answer |= {"question": _text(example), "expected": example.metadata["answer"], when: rollout.text}
+        return accuracy_of(self._task, rollouts)
+
     def _followed(
         self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
     ) -> Iterator[StepReport]:
         """The reports, of which each was recorded, and some steps evaluated."""
-        task, options = self._task, self._options
+        task, recipe = self._task, self._recipe
         if not self.resumed_after_step and self.accuracy_before is not None:
             recorder.log(0, {"accuracy": self.accuracy_before})
-        self._display.phase("GRPO", options.steps - len(self.records))
+        self._display.phase("GRPO", recipe.steps - len(self.records))
         last_ns, last_tokens = now_ns(), engine.stream.num_tokens
         for report in reports:
             tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
             last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
             accuracy = None
-            if report.step % EVALUATE_EVERY == 0 and report.step < options.steps:
-                accuracy = held_out_accuracy(engine, task, task.held_out[:QUICK_EVALUATION])
+            if report.step % recipe.evaluate_every == 0 and report.step < recipe.steps:
+                accuracy = held_out_accuracy(engine, task, task.held_out[: recipe.quick_evaluation])
                 recorder.log(report.step, {"accuracy": accuracy})
             self._record(engine, report, tokens / seconds, accuracy)
             yield report
@@ -280,6 +320,7 @@ class _Run:
             "tokens_per_s": num_tokens / last.seconds if last else None,
             "seconds_rl": last.seconds if last else None,
             "interrupted": self.interrupted,
+            "answers": self.answers,
             **meter.summary(),
         }
 
@@ -289,7 +330,7 @@ class _Run:
             self._tokenizer.save_pretrained(directory)
             torch.save({name: one.state_dict() for name, one in state.items()}, directory / _TRAINER)
             (directory / OPTIONS_FILE).write_bytes(msgspec.json.encode(self._options, enc_hook=str))
-            run.progress["accuracy_before"] = self.accuracy_before
+            run.progress |= {"accuracy_before": self.accuracy_before, "answers": self.answers}
             run.save(directory)
 
         with _writing(self._out):
@@ -300,7 +341,7 @@ class _Run:
         for name, one in state.items():
             one.load_state_dict(saved_state[name])
         run.load(checkpoint)
-        self.accuracy_before = run.progress["accuracy_before"]
+        self.accuracy_before, self.answers = run.progress["accuracy_before"], run.progress["answers"]
         self.resumed_after_step = run.progress["grpo"]["step"]
         lines = (self._out / _STEPS).read_text().splitlines()[: self.resumed_after_step]
         with replacing(self._out / _STEPS) as partial:  # steps after the checkpoint are taken again
@@ -344,16 +385,30 @@ def tracker(options: DemoOptions, out: Path, task: str) -> Iterator[list[Logger]
 
 def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
     """Return the share of these prompts whose greedy answer scores 1."""
+    return accuracy_of(task, held_out_answers(engine, task, examples))
+
+
+def held_out_answers(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> list[Rollout]:
+    """Return the greedy answer of each prompt."""
     params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
     with span("evaluation"):
         groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
-        return float(np.mean([task.score(group[0]) >= 1 for group in groups]))
+        return [group[0] for group in groups]
+
+
+def accuracy_of(task: Task, rollouts: Sequence[Rollout]) -> float:
+    return float(np.mean([task.score(rollout) >= 1 for rollout in rollouts]))
 
 
 def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens of the longest prompt and the longest answer together."""
-    prompts = [str(example.prompt) for example in (*task.train, *task.held_out)]
-    return max(len(ids) for ids in tokenizer(prompts)["input_ids"]) + task.max_tokens
+    prompts = encode_prompts([e.prompt for e in (*task.train, *task.held_out)], tokenizer, model=task.name)
+    return max(len(ids) for ids, _ in prompts) + task.max_tokens
+
+
+def _text(example: Example) -> str:
+    """The prompt as a reader sees it: text, or the last of its messages."""
+    return example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
 
 
 def _parameters(model: PreTrainedModel) -> str:

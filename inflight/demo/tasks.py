@@ -27,10 +27,12 @@ class Task:
     held_out: Sequence[Example]
     score_answer: Callable[[str, Example], float] = field(repr=False)
     max_tokens: int
+    scores_cut: bool = False
+    """Score answers that `max_tokens` cut off, too, instead of giving them 0. No such answer may score 1."""
 
     def score(self, rollout: Rollout) -> float:
-        """Return the reward of a rollout: the score of its text; 0 if it did not come to an end."""
-        if rollout.finish_reason != "stop":
+        """Return the reward of a rollout: the score of its text."""
+        if rollout.finish_reason != "stop" and not self.scores_cut:
             return 0.0
         return self.score_answer(rollout.text, Example(rollout.prompt, rollout.metadata))
 
