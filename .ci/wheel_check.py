@@ -45,9 +45,11 @@ def main() -> None:
         if not where.is_relative_to(place / "venv"):
             sys.exit(f"the environment imports inflight from {where}")
         print(run("inflight doctor", inflight, "doctor"))
-        demo = ("demo", "--steps", "4", "--warmup-steps", "20", "--device", "cpu", "--json", "demo.json")
+        demo = ("demo", "--steps", "4", "--device", "cpu", "--json", "demo.json")
         run("inflight demo", inflight, *demo)
         summary = json.loads((place / "demo.json").read_text())
+        if not summary["accuracy_before"] > 0.2:
+            sys.exit(f"the demo did not start from the checkpoint in the wheel: {summary}")
         if summary["num_swaps"] < 4:
             sys.exit(f"the demo has published {summary['num_swaps']} times, expected 4: {summary}")
         drawn = list(place.glob("runs/*/demo.png"))

@@ -138,7 +138,7 @@ def test_trl_learns_to_call_a_tool():
 def test_a_short_demo_writes_what_it_says(tmp_path):
     """In flight, and in turn from the model that came out of that."""
     first, second = tmp_path / "inflight", tmp_path / "sync"
-    check_demo(first, "--warmup-steps", "150")
+    assert check_demo(first)["accuracy_before"] > 0.2  # of the checkpoint that it starts from
     [checkpoint] = first.glob("checkpoint-*")
     summary = check_demo(second, "--sync", "--model", str(checkpoint))
     assert (summary["num_swaps_in_flight"], summary["version_lag"]["max"]) == (0, 0)

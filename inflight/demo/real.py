@@ -37,8 +37,9 @@ def load_real(device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenize
     tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=WEIGHTS)
     model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=WEIGHTS, dtype=torch.float32)
     model.hf_quantizer = None  # the weights are dequantised: the model is an ordinary one, and is saved as such
-    del model.config.quantization_config
-    return torch.nn.Module.to(model, device), tokenizer
+    delattr(model.config, "quantization_config")
+    torch.nn.Module.to(model, device)
+    return model, tokenizer
 
 
 def freeze_lower_layers(model: PreTrainedModel, trained: int) -> list[torch.nn.Parameter]:
@@ -78,15 +79,14 @@ _SHOWN = (
     {"role": "user", "content": "Bob is a clerk from Milan. Where does Bob live?"},
     {"role": "assistant", "content": "Milan"},
 )
-"""An example that opens every prompt. Without it no answer of the untrained model is right, so that there is nothing to
-learn from."""
+"""An example that opens every prompt, of a question that is never asked. Without it no answer of the untrained model is
+right, so that there is nothing to learn from."""
 _SENTENCES = (
     "{name} is a {job} from {town} and is {age} years old.",
     "{name}, a {age} year old {job}, lives in {town}.",
     "At the age of {age}, {name} works as a {job} in {town}.",
 )
 _QUESTIONS = {
-    "town": "Where does {name} live?",
     "age": "How old is {name}?",
     "job": "What is the job of {name}?",
     "name": "What is the name of this person?",
