@@ -2,7 +2,8 @@
 
     python benchmarks/run.py [NAME …]
 
-NAME is throughput, swap, vllm, kernels, scaling, host, staleness, loss, learning, handle, ray, serve, fuzz or demo.
+NAME is throughput, swap, vllm, kernels, scaling, host, staleness, loss, learning, handle, ray, serve, fuzz, demo or
+demo_real.
 
 Each file names its command, commit, machine and versions. `demo.json` is the mean over the seeds.
 """
@@ -47,12 +48,14 @@ def demo_vllm() -> None:
 
 
 def run_demo(mode: str, seed: int, *options: str) -> None:
-    """Of what it writes, keep the summary."""
+    """Keep the summary; of the first seed in flight, keep the picture for the docs, too."""
     with tempfile.TemporaryDirectory() as out:
         inflight("demo", "--seed", str(seed), "--out", out, *options)
         kept = RESULTS / f"demo-{mode}-seed{seed}"
         kept.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(out) / "summary.json", kept)
+        if (mode, seed) == ("inflight", SEEDS[0]):
+            shutil.copy(Path(out) / "demo.png", DOCS)
 
 
 def summarise_demo(mode: str) -> dict:
@@ -80,6 +83,10 @@ def summarise_demo(mode: str) -> dict:
         "p50_median_of_seeds": medians,
         "environment": runs[0]["environment"],
     }
+
+
+def demo_real() -> None:
+    script("demo_real.py")
 
 
 def staleness() -> None:
@@ -204,7 +211,7 @@ if __name__ == "__main__":
         demo,
         demo_vllm,
     )
-    benchmarks = {run.__name__: run for run in (*runs, throughput_vllm)}
+    benchmarks = {run.__name__: run for run in (*runs, throughput_vllm, demo_real)}
     for name in sys.argv[1:] or [run.__name__ for run in runs]:
         if name not in benchmarks:
             sys.exit(f"unknown benchmark {name!r}; choose from {', '.join(benchmarks)}")

