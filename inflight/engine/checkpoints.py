@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,13 @@ def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> Pre
 
 
 def compare_checkpoint(model: str, config: PretrainedConfig, *, trust: bool) -> None:
-    """Raise ModelLoadError if a checkpoint that another library loads lacks tensors of the model. The values are not
-    read; checkpoints that Transformers cannot read are not compared."""
+    """Raise ModelLoadError if a checkpoint that another library loads lacks tensors of the model. Values are read only
+    without accelerate, and then mapped; checkpoints that Transformers cannot read are not compared."""
     if _quantisation(config):
         return
+    options = {"device_map": "meta"} if find_spec("accelerate") else {}
     try:
-        load_checkpoint(model, config, dtype="auto", device_map="meta", trust_remote_code=trust)
+        load_checkpoint(model, config, dtype="auto", trust_remote_code=trust, **options)
     except ModelLoadError:
         raise
     except Exception as error:  # a model that the other library reads in another way

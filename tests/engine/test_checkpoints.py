@@ -16,6 +16,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from inflight.core.errors import ModelLoadError
 from inflight.demo.trainer import load_trainer
+from inflight.engine import checkpoints
 from inflight.engine.aliases import aliases_of
 from inflight.engine.checkpoints import compare_checkpoint
 from inflight.engine.loading import load_config, load_model
@@ -290,3 +291,12 @@ def test_scales_that_only_quantised_kernels_read_are_ignored(tmp_path):
     scales = {"self_attn.k_scale", "self_attn.q_proj.input_scale"}
     save_file(load_file(file) | {f"model.layers.0.{s}": torch.ones(1) for s in scales}, file, {"format": "pt"})
     load(str(tmp_path))
+
+
+def test_a_checkpoint_is_compared_without_accelerate(model_dir, tmp_path, monkeypatch):
+    """As in an environment of vLLM."""
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None)
+    path = changed(model_dir, "llama", tmp_path / "changed", without(r"layers\.0\.self_attn\.k_proj"))
+    with pytest.raises(ModelLoadError, match=re.escape("layers.0.self_attn.k_proj.weight")):
+        compare_checkpoint(path, load_config(path), trust=False)
+    compare_checkpoint(model_dir("llama"), load_config(model_dir("llama")), trust=False)
