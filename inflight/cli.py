@@ -17,7 +17,7 @@ from inflight.command_line import Output, PlottedOutput, add_command, argument, 
 from inflight.core.extras import needing
 from inflight.demo.options import DemoOptions
 from inflight.report.command import ReportOptions, report
-from inflight.server.command import ServedModel, allow_files
+from inflight.server.command import ServedModel, allow_files, check_model, log_engine, log_to_stderr
 from inflight.server.options import ServerOptions
 from inflight.watch.options import WatchOptions
 
@@ -98,12 +98,18 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
     from inflight.session import LaunchedEngine
 
     with needing("serve", "serving"):
+        from inflight.core.http_thread import listen
         from inflight.server.connections import OTHER_FILES
         from inflight.server.http_server import HttpServer
+    log_to_stderr(model.log_level)
     allow_files(options.max_connections + OTHER_FILES)
+    engine_options = model.engine_options()
+    listening = listen(options.host, options.port)  # a port or a model that is not there is refused before loading
+    check_model(engine_options)
     with console.status(f"loading {model.model}"):
-        engine = LaunchedEngine(model.engine_options())
-    with engine, HttpServer(engine, options) as server:
+        engine = LaunchedEngine(engine_options)
+    log_engine(engine.info)
+    with engine, HttpServer(engine, options, listening) as server:
         console.print(f"{model.model} is served at {server.url}", markup=False, highlight=False, soft_wrap=True)
         server.wait()
 

@@ -1,5 +1,6 @@
 """An HTTP server in a thread of its own: what `inflight serve` and the live page have in common. It needs uvicorn."""
 
+import errno
 import logging
 import socket
 import threading
@@ -83,6 +84,13 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on this address; port 0 lets the system choose. Raises ListenError."""
     try:
         family, *_, (address, _, *scope) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except (OSError, ValueError) as error:
+        raise ListenError(
+            f"cannot listen on host {host!r}: {error}; --host takes an address of this machine"
+        ) from error
+    try:
         return socket.create_server((address, port, *scope), family=family, dualstack_ipv6=family == socket.AF_INET6)
     except (OSError, OverflowError, ValueError) as error:
-        raise ListenError(f"cannot listen on {host} port {port}: {error}; --port takes another one") from error
+        is_host = isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+        advice = "--host takes an address of this machine" if is_host else "--port takes another one"
+        raise ListenError(f"cannot listen on {host} port {port}: {error}; {advice}") from error

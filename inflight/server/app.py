@@ -1,6 +1,7 @@
 """The application: which path is answered by what, and who may ask."""
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import inflight
+from inflight.core.messages import shorten
 from inflight.server import control, models, serving
 from inflight.server.bodies import always
 from inflight.server.connections import is_loopback
@@ -73,23 +75,38 @@ def make_app(served: Served) -> Starlette:
         async with served.open():
             yield
 
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _on_http_error})
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        """A path that does not exist, or a method that it does not take."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        told = ApiError(status, f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}")
+        _log(served, request, request.url.path[:200], status, 0.0, told.message)
+        return told.response()
+
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error})
 
 
 def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
+        began_s, reason = time.monotonic(), ""
         try:
             _check_access(served, request, access)
             response = await endpoint(served, request)
         except ClientDisconnect:
             served.metrics.cancelled.inc()
-            response = Response(status_code=499)  # which nobody reads
+            response, reason = Response(status_code=499), "the client closed the connection"  # which nobody reads
         except Exception as error:
-            response = as_api_error(error, f"a request for {path}").response()
+            told = as_api_error(error, f"a request for {path}")
+            response, reason = told.response(), told.message
+        _log(served, request, path, response.status_code, time.monotonic() - began_s, reason)
         served.metrics.requests.labels(path, response.status_code).inc()
         return response
 
     return guarded
+
+
+def _log(served: Served, request: Request, path: str, status: int, seconds: float, reason: str) -> None:
+    client = request.client.host if request.client else "a local client"
+    served.log.note(request.method[:20], path, status, seconds, client, shorten(reason.replace("\n", " "), 400))
 
 
 def _check_access(served: Served, request: Request, access: Access) -> None:
@@ -114,11 +131,3 @@ def _is_local(request: Request) -> bool:
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     return is_loopback(request.client.host)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """A path that does not exist, or a method that it does not take."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    return ApiError(
-        status, f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}"
-    ).response()

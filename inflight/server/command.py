@@ -1,6 +1,7 @@
 """What `inflight serve MODEL` launches: the options of an engine that a command line needs."""
 
 import json
+import logging
 import resource
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -8,8 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from inflight.command_line import DEVICE_HELP, argument, option
+from inflight.core.messages import Welcome
 from inflight.core.options import EngineOptions
 from inflight.server.options import PLACE
+
+logger = logging.getLogger("inflight.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,14 @@ class ServedModel:
     record_routed_experts: bool = option(False, "Record the experts that each token took.", panel="Engine")
     trust_remote_code: bool = option(False, "Run the code that a model's repository brings along.", panel="Engine")
     threads: int = option(0, "CPU threads of the forward pass; 0 leaves torch's own choice.", min=0, panel="Engine")
-    restarts: int = option(0, "How often an engine that ends is started again.", min=0, panel="Engine")
+    restarts: int = option(
+        3, "How often an engine that ends is started again; weights pass through a buffer then.", min=0, panel="Engine"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info",
+        "What is logged: debug, each request; info, counts of them and each update; warning, refusals and faults.",
+        panel="Server",
+    )
     set: tuple[str, ...] = option(
         (),
         "Other fields of EngineOptions (docs/options.md), as name=value, separated by commas; values are JSON or text.",
@@ -45,7 +56,9 @@ class ServedModel:
     def engine_options(self) -> EngineOptions:
         """Raises ValueError for an option that does not exist or is out of range."""
         given: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("set", "max_loras")
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("set", "max_loras", "log_level")
         }
         if self.lora_rank:
             given["adapters"] = tuple(f"{PLACE}{index}" for index in range(self.max_loras))
@@ -58,6 +71,32 @@ class ServedModel:
             return msgspec.convert(given, EngineOptions)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
+
+
+def check_model(options: EngineOptions) -> None:
+    """Read the model's configuration. Raises ModelLoadError or UnsupportedModelError."""
+    if options.backend == "inflight":  # vLLM runs models that this refuses
+        from inflight.engine.loading import load_config
+
+        load_config(options.model, trust=options.trust_remote_code)
+
+
+def log_to_stderr(level: str) -> None:
+    """Write lines of inflight of this level and above to the standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger("inflight").addHandler(handler)
+    logging.getLogger("inflight").setLevel(level.upper())
+
+
+def log_engine(info: Welcome) -> None:
+    """Log how the engine runs, once it has loaded its model."""
+    dtypes = ", ".join(sorted({spec.dtype for spec in info.layout.tensors}))
+    logger.info(
+        "the engine runs on %s, weights %s in %d slots, KV cache %s tokens (%.2f GiB), %d sequences of %d tokens, "
+        "attention %s", info.device, dtypes, info.num_slots, f"{info.kv_cache_tokens:,}", info.kv_cache_bytes / 2**30,
+        info.max_sequences, info.max_context, info.attention,
+    )  # fmt: skip
 
 
 def allow_files(count: int) -> None:

@@ -1,5 +1,6 @@
 """One request while it is drawn, and its answer: at once, or as server-sent events."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class EventStream(StreamingResponse):
     """The events of a job, which is cancelled if they cannot be sent."""
 
     def __init__(self, job: Job, options: StreamOptions):
-        self._generation = job.generation
+        self._generation, self._served = job.generation, job.served
         super().__init__(
             job.events(options),
             media_type="text/event-stream",
@@ -123,5 +124,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, *args: Any) -> None:
         try:
             await super().__call__(*args)
+        except asyncio.CancelledError:  # the server ends, and the client does not read
+            if not self._served.ending:
+                raise
         finally:
             self._generation.end()

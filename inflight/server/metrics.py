@@ -1,8 +1,12 @@
 """Counters and times of a server, as Prometheus reads them. Those that clients of vLLM look for have its names too."""
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
 
 from inflight.core.errors import InflightError
+from inflight.core.messages import Status
 from inflight.server.engine import ServedEngine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -24,9 +28,10 @@ class Metrics:
         self.answer_s = Histogram(
             "vllm:e2e_request_latency_seconds", "From request to last token.", buckets=_SECONDS, registry=registry
         )
-        self._gauges = {name: Gauge(name, text, registry=registry) for name, (text, _) in _OF_STATUS.items()}
-        about = "For how long the engine did what."
-        self._states = Gauge("inflight_state_seconds", about, ["state"], registry=registry)
+        self._gauges = {name: Gauge(name, text, registry=registry) for name, (text, _) in _GAUGES.items()}
+        self._status: Status | None = None
+        """The engine's last answer, whose counters `collect` exports."""
+        registry.register(self)
         self._quantiles = {
             measure: Gauge(name, text, ["quantile"], registry=registry)
             for measure, (name, text) in _OF_STALENESS.items()
@@ -41,14 +46,28 @@ class Metrics:
             self._up.set(0)
         else:
             self._up.set(1)
-            for name, (_, value) in _OF_STATUS.items():
+            self._status = status
+            for name, (_, value) in _GAUGES.items():
                 self._gauges[name].set(value(status))
-            for state, seconds in status.seconds_by_state.items():
-                self._states.labels(state).set(seconds)
         for measure, gauge in self._quantiles.items():
             for point, ms in self._engine.staleness.summary()[measure].items():
                 gauge.labels(f"0.{point[1:].rstrip('0')}").set(ms / 1e3)
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the engine's counters, as prometheus_client asks a collector for them."""
+        if self._status is None:
+            return
+        for name, (text, value) in _COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=value(self._status))
+        states = CounterMetricFamily("inflight_state_seconds", "Seconds in each state of the engine.", labels=["state"])
+        for state, seconds in self._status.seconds_by_state.items():
+            states.add_metric([state], seconds)
+        yield states
+
+    def describe(self) -> list[CounterMetricFamily]:
+        """Return no names: they are there after the first scrape."""
+        return []
 
 
 _OF_STALENESS = {
@@ -56,16 +75,19 @@ _OF_STALENESS = {
     "stall_ms": ("inflight_stall_seconds", "Work and no forward pass because of a swap, since the start."),
 }
 """Maps measures of swaps to what their quantiles are called, and to what they mean."""
-_OF_STATUS = {
+_GAUGES = {
     "inflight_weight_version": ("The version of the weights that is live.", lambda s: s.version),
-    "inflight_tokens": ("Tokens drawn by the engine, for everybody.", lambda s: s.num_tokens),
-    "inflight_steps": ("Forward passes.", lambda s: s.step),
-    "inflight_swaps": ("Swaps of the weights.", lambda s: s.num_swaps),
-    "inflight_swaps_in_flight": ("Those of them with running sequences.", lambda s: s.num_swaps_in_flight),
-    "inflight_reused_tokens": ("Prompt tokens that the prefix cache spared.", lambda s: s.num_reused_tokens),
     "vllm:num_requests_running": ("Sequences that decode, of everybody.", lambda s: s.num_running),
     "vllm:num_requests_waiting": ("Sequences that wait, of everybody.", lambda s: s.num_waiting),
     "vllm:kv_cache_usage_perc": ("Share of the KV cache.", lambda s: s.kv_blocks_used / max(1, s.kv_blocks)),
-    "vllm:num_preemptions_total": ("Preemptions.", lambda s: s.num_preemptions),
 }
-"""Maps gauges to what they mean, and to what they are of a Status."""
+"""Maps gauges to their help and to their value in a Status."""
+_COUNTERS = {
+    "inflight_tokens": ("Tokens drawn by the engine, for everybody.", lambda s: s.num_tokens),
+    "inflight_steps": ("Forward passes.", lambda s: s.step),
+    "inflight_swaps": ("Swaps of the weights.", lambda s: s.num_swaps),
+    "inflight_swaps_in_flight": ("Swaps of the weights with running sequences.", lambda s: s.num_swaps_in_flight),
+    "inflight_reused_tokens": ("Prompt tokens that the prefix cache spared.", lambda s: s.num_reused_tokens),
+    "vllm:num_preemptions": ("Preemptions.", lambda s: s.num_preemptions),
+}
+"""Maps counters to their help and to their value in a Status. Prometheus sees them with the suffix `_total`."""

@@ -18,6 +18,8 @@ from inflight.weights.nccl.library import why_not
 async def health(served: Served, request: Request) -> Response:
     """200 while the engine speaks, which it does also while it is paused."""
     state = served.engine.stream.state
+    if served.ending:
+        raise ApiError(503, "the server is about to end")
     if state in ("closed", "silent", "restarting"):
         raise ApiError(503, f"the engine is {state}")
     return Response()

@@ -54,6 +54,9 @@ class ServerOptions:
         20.0, "How long a client may take to send a request, headers and body.", min=0.05, panel="Server"
     )
     drain_timeout_s: float = option(
-        600.0, "How long /pause?mode=wait waits for what is being drawn.", min=0.05, panel="Server"
+        600.0,
+        "How long /pause?mode=wait, and the end by SIGTERM, wait for what is being drawn.",
+        min=0.05,
+        panel="Server",
     )
     keep_alive_s: float = option(75.0, "How long a connection without a request is kept.", min=1, panel="Server")

@@ -17,6 +17,7 @@ from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
 from inflight.server.readers import AnswerReading
+from inflight.server.request_log import RequestLog
 from inflight.server.text import TextDecoder
 from inflight.server.updates import Updates
 
@@ -42,6 +43,11 @@ class Served:
         self.adapters = Adapters(engine, self.updates)
         self.running: dict[Generation, str] = {}
         """Maps what is being drawn to the id of its request."""
+        self.log = RequestLog()
+        self.ending = False
+        """No new request is accepted, as the server is about to end."""
+        self.loop: asyncio.AbstractEventLoop
+        """The loop of the server, which `open` notes."""
         self.paused = False
         """A client has paused and not resumed."""
         self._num_submitting = 0
@@ -54,10 +60,12 @@ class Served:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """While this is open, tokens are streamed."""
+        self.loop = asyncio.get_running_loop()
         self._bell = Bell(self.engine.stream.inbox, self.options.stream_interval_ms / 1e3)
         try:
             yield
         finally:
+            self.log.flush()
             self._bell.close()
             for generation in list(self.running):
                 generation.end()
@@ -85,6 +93,10 @@ class Served:
         priority: int | None = None,
     ) -> Generation:
         """Have prompts drawn; whoever takes it must `end()` it. Raises what the engine raises."""
+        if self.ending:
+            raise ApiError(503, "the server is about to end and takes no new requests")
+        if self.engine.stream.state == "restarting":
+            raise ApiError(503, "the engine has ended and is being started again; send the request again later")
         metadata = [{"priority": priority}] * len(prompts) if priority else None
         place = None if adapter is None else adapter.place
         if adapter is not None:
@@ -117,6 +129,11 @@ class Served:
             group_ids = [group_id for generation in chosen for group_id in generation.group_ids]
             await asyncio.to_thread(self.engine.cancel, group_ids)
         return len(chosen)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that the engine draws for, or is about to accept."""
+        return len(self.running) + self._num_submitting
 
     async def drain(self) -> None:
         """Pause the engine once it draws nothing more for a client of the server, whether its clients have read that

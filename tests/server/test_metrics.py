@@ -61,6 +61,16 @@ def test_legends_name_labels_that_the_metrics_have(metrics):
         assert named <= known, query
 
 
+def test_what_only_grows_is_a_counter(metrics):
+    """A gauge of it would make `rate` wrong where the engine is started again."""
+    kinds = {family.name: family.type for family in text_string_to_metric_families(metrics.text().decode())}
+    grows = ("tokens", "steps", "swaps", "swaps_in_flight", "reused_tokens", "state_seconds")
+    assert {name for name, kind in kinds.items() if kind == "counter"} >= {
+        *(f"inflight_{name}" for name in grows), "vllm:num_preemptions", "inflight_http_requests"
+    }  # fmt: skip
+    assert not [name for name, kind in kinds.items() if kind == "gauge" and name.endswith("_total")]
+
+
 def test_panels_do_not_overlap_and_have_ids_of_their_own():
     places = [
         (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
@@ -78,4 +88,4 @@ def test_swaps_and_states_are_told(metrics):
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
     assert values['inflight_swap_seconds{quantile="0.5"}'] == pytest.approx(0.03, rel=0.011)
     assert values['inflight_stall_seconds{quantile="0.99"}'] == pytest.approx(0.002, rel=0.011)
-    assert values['inflight_state_seconds{state="generating"}'] == 3.0
+    assert values['inflight_state_seconds_total{state="generating"}'] == 3.0
