@@ -1,15 +1,23 @@
 """`inflight serve`."""
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from http_calls import call
-from waiting import PATIENCE_S
+from typer.testing import CliRunner
+from waiting import PATIENCE_S, wait_until
 
+from inflight.cli import app
 from inflight.server.command import ServedModel
 
 
@@ -30,6 +38,103 @@ def test_options_of_the_engine_are_those_of_the_command():
 def test_an_option_that_cannot_be_set(pair):
     with pytest.raises(ValueError, match=pair.partition("=")[0]):
         ServedModel(model="tiny", set=(pair,)).engine_options()
+
+
+@contextmanager
+def serving(model: str, *options: str) -> Iterator[tuple[subprocess.Popen, Address]]:
+    """A process of the command and where it answers."""
+    command = [sys.executable, "-m", "inflight.cli", "serve", model, "--port", "0", "--device", "cpu", *options]
+    process = subprocess.Popen(
+        [*command, "--set", "threads=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    )
+    try:
+        assert process.stdout is not None
+        found = next(re.search(r"http://\S+", line) for line in process.stdout if "http://" in line)
+        assert found
+        yield process, Address(found[0])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def engine_of(process: subprocess.Popen) -> int:
+    """The process id of the engine that a server has launched."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [engine] = [int(pid) for pid in children if b"inflight.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return engine
+
+
+def stream_events(server: Address, **fields) -> Iterator[str]:
+    body = json.dumps({"prompt": "a", "stream": True, "ignore_eos": True, **fields}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        for line in response:
+            if line.startswith(b"data: "):
+                yield line.decode().removeprefix("data: ").strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "drain_s", "reason"), [(300, "60", "length"), (4000, "0.05", "abort")])
+def test_sigterm_ends_open_streams_properly(tokens, drain_s, reason):
+    with serving("tiny", "--drain-timeout-s", drain_s) as (process, server):
+        events = stream_events(server, max_tokens=tokens, n=4)
+        first = next(events)
+        process.send_signal(signal.SIGTERM)
+        rest = list(events)
+        assert json.loads(first)["choices"]
+        assert rest[-1] == "[DONE]"
+        ends = [choice["finish_reason"] for event in rest[:-1] for choice in json.loads(event)["choices"]]
+        assert [end for end in ends if end] == [reason] * 4
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+        assert "the engine runs on cpu, weights float32 in 2 slots, KV cache" in errors
+        assert "POST /v1/completions 200: 1 in" in errors
+
+
+@pytest.mark.slow
+def test_an_engine_that_ends_is_started_again_and_meanwhile_requests_get_503():
+    with serving("tiny", "--restarts", "1") as (process, server):
+        ask = {"prompt": "a", "max_tokens": 2}
+        os.kill(engine_of(process), signal.SIGKILL)
+        wait_until(lambda: call(server, "POST", "/v1/completions", ask)[0] == 503)
+        wait_until(lambda: call(server, "POST", "/v1/completions", ask)[0] == 200)
+        os.kill(engine_of(process), signal.SIGKILL)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 2
+        assert "the engine ended 2 times" in " ".join(errors.split())
+        assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["./nowhere"], "cannot load model './nowhere': there is no such directory"),
+        (["tiny", "--host", "1.2.3.4"], "--host takes an address of this machine"),
+        (["tiny", "--host", "nowhere.invalid"], "cannot listen on host 'nowhere.invalid'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_an_engine_is_launched(monkeypatch, arguments, message):
+    monkeypatch.setattr("inflight.session.LaunchedEngine", lambda *_: pytest.fail("it was launched"))
+    done = CliRunner().invoke(app, ["serve", *arguments, "--port", "0"])
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_port_in_use_is_refused_before_an_engine_is_launched(monkeypatch):
+    monkeypatch.setattr("inflight.session.LaunchedEngine", lambda *_: pytest.fail("it was launched"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = CliRunner().invoke(app, ["serve", "tiny", "--port", str(taken.getsockname()[1])])
+    assert done.exit_code == 2
+    assert "--port takes another one" in " ".join(done.stderr.split())
+
+
+def test_the_server_restarts_its_engine_unless_told_otherwise():
+    assert ServedModel(model="tiny").engine_options().restarts == 3
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_an_engine_does_not_start_with_a_transport_that_is_none(name, message):
         AcceptedTransports([name])
 
 
-@pytest.mark.parametrize("transports", ["raw_files:RawFiles", ("raw_files",), ("raw_files.RawFiles",)])
+@pytest.mark.parametrize("transports", [("raw_files",), ("raw_files.RawFiles",)])
 def test_names_of_transports_have_a_module_and_a_class(transports):
     with pytest.raises(ValueError, match=r'names like "my_package.module:MyTransport"'):
         inflight.EngineOptions(model="tiny", transports=transports)
