@@ -47,6 +47,8 @@ def main() -> None:
 def tables(runs: dict[str, dict[str, Any]]) -> str:
     """Return Markdown: a row for each seed, and a row for each question of the first."""
     rows = [
+        "![Reward, accuracy and staleness of SmolLM2-135M-Instruct against seconds](demo-real.png)",
+        "",
         "| seed | held-out accuracy before | after | optimizer steps | seconds | swaps, and those in flight |",
         "|---|---|---|---|---|---|",
     ]
@@ -60,6 +62,7 @@ def tables(runs: dict[str, dict[str, Any]]) -> str:
             answer[key].replace("|", "\\|").replace("\n", " ") for key in ("question", "expected", "before", "after")
         ]
         rows.append("| " + " | ".join(cells) + " |")
+    rows += ["", "The source is [demo-real.json](../benchmarks/results/cpu/demo-real.json)."]
     return "\n".join(rows) + "\n"
 
 

@@ -40,7 +40,7 @@ class DemoOptions(ModelChoice):
     group_size: int = option(8, "Samples per prompt.", min=2)
     groups_per_step: int | None = option(None, "Prompts per optimizer step.", min=1, shown="128, or 8 with --real")
     learning_rate: float | None = option(
-        None, "The peak learning rate of reinforcement learning.", min=0, shown="0.0003, or 0.00005 with --real"
+        None, "The peak learning rate of reinforcement learning.", min=0, shown="0.0003, or 0.0001 with --real"
     )
     seed: int = option(0, SEED_HELP, min=0)
     restarts: int = option(3, "How often an engine that ends is replaced by another one.", min=0)

@@ -39,13 +39,13 @@ SMALL = Recipe(
 REAL = Recipe(
     steps=60,
     groups_per_step=8,
-    learning_rate=5e-5,
+    learning_rate=1e-4,
     ramp=5,
     temperature=0.8,
     max_sequences=64,
     trained_layers=12,
-    evaluate_every=15,
-    quick_evaluation=64,
+    evaluate_every=20,
+    quick_evaluation=32,
 )
 
 

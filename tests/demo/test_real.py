@@ -1,5 +1,6 @@
 """The demo with a real model: what it asks, what it rewards, and how it refuses."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from waiting import PATIENCE_S
 
 from inflight.core.errors import InflightError, MissingPackageError, ModelLoadError
-from inflight.demo import real
+from inflight.demo import real, run
 from inflight.demo.options import DemoOptions
 from inflight.demo.real import INSTALL, freeze_lower_layers, load_real, real_task
 from inflight.demo.recipes import REAL, SMALL, recipe_of
-from inflight.demo.trainer import load_trainer
+from inflight.demo.trainer import load_trainer, require_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +101,31 @@ def test_options_replace_the_settings_of_a_recipe():
     assert recipe_of(DemoOptions(real=True)) == REAL
     changed = recipe_of(DemoOptions(real=True, steps=3, learning_rate=0.0))
     assert (changed.steps, changed.learning_rate, changed.groups_per_step) == (3, 0.0, REAL.groups_per_step)
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_path):
+    """With a tiny model in the place of the real one."""
+
+    def stand_in(device):
+        model, tokenizer = load_trainer("tiny", device), require_tokenizer("tiny")
+        tokenizer.chat_template = TEMPLATE
+        return model, tokenizer
+
+    monkeypatch.setattr(run, "load_real", stand_in)
+    monkeypatch.setattr(run, "real_task", lambda *, seed: real_task(seed=seed, size=50, held_out=12))
+    out = tmp_path / "run"
+    console = Console(file=io.StringIO(), width=200)
+    summary = run.run_demo(DemoOptions(real=True, device="cpu", steps=2, groups_per_step=2, out=out), console)
+    assert (summary["model"], summary["task"], summary["steps"]) == ("SmolLM2-135M-Instruct", "one_word", 2)
+    assert len(summary["answers"]) == 10
+    assert all({"question", "expected", "before", "after"} == set(answer) for answer in summary["answers"])
+    assert "system" not in summary["answers"][0]["question"]
+    assert (out / "demo.png").exists()
+    resumed = run.run_demo(DemoOptions(resume=out), console)  # nothing is left to do, with the same answers before
+    assert [a["before"] for a in resumed["answers"]] == [a["before"] for a in summary["answers"]]
 
 
 @pytest.mark.slow
