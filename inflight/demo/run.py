@@ -153,7 +153,7 @@ def _start(
         return
     steps = options.warmup_steps
     if steps is None:
-        steps = RECIPE.steps if options.model in SHAPES else 0
+        steps = RECIPE.steps if options.model in SHAPES and not options.real else 0
     if not steps:
         return
     display.phase("warm-up", steps)

@@ -26,7 +26,7 @@ RECIPE = WarmupConfig(steps=250, seed=0)
 
 def starts_from_file(options: DemoOptions) -> bool:
     """Return whether a run begins with the checkpoint: with the demo's own model and task, and no `--warmup-steps`."""
-    own_task = options.data is None and options.task == TASK
+    own_task = options.data is None and options.task == TASK and not options.real
     return options.model == MODEL and own_task and options.warmup_steps is None
 
 

@@ -109,8 +109,8 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_path):
     """With a tiny model in the place of the real one."""
 
-    def stand_in(device):
-        model, tokenizer = load_trainer("tiny", device), require_tokenizer("tiny")
+    def stand_in(device):  # whose tensors are not those of the checkpoint that the demo's own model starts from
+        model, tokenizer = load_trainer("tiny-moe", device), require_tokenizer("tiny-moe")
         tokenizer.chat_template = TEMPLATE
         return model, tokenizer
 

@@ -53,7 +53,14 @@ def test_a_file_of_another_model_is_refused_by_its_names(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"warmup_steps": 10}, {"warmup_steps": 0}, {"model": "small"}, {"task": "chain_sum"}, {"data": Path("a.jsonl")}],
+    [
+        {"real": True},
+        {"warmup_steps": 10},
+        {"warmup_steps": 0},
+        {"model": "small"},
+        {"task": "chain_sum"},
+        {"data": Path("a.jsonl")},
+    ],
 )
 def test_other_models_tasks_and_warm_ups_do_not_start_from_the_file(options):
     assert starts_from_file(DemoOptions())
