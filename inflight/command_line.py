@@ -25,6 +25,7 @@ import typer
 from rich.console import Console
 
 from inflight.core.errors import InflightError
+from inflight.core.files import reason_of
 
 errors = Console(stderr=True)
 
@@ -126,8 +127,10 @@ def reported() -> Iterator[None]:
     """Tell an error that a user can cause in a sentence, without a traceback, and exit with code 2."""
     try:
         yield
-    except (InflightError, ValueError, OSError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+    except Exception as error:
+        if not isinstance(error, (InflightError, ValueError, OSError)) and reason_of(error) is None:
+            raise
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error

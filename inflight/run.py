@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import LayoutMismatchError, ProtocolError, RunFileError
+from inflight.core.files import file_errors, replacing
 from inflight.core.messages import Prompt
 from inflight.core.rollout import Rollout
 from inflight.ranks.attached import AttachedEngine, FollowingPublisher
@@ -203,18 +203,15 @@ def _snapshot(engine: _Engine, arrays: Sequence[Arrays], shift_ns: int) -> Snaps
 def _write(path: Path, header: _File, arrays: Sequence[Arrays]) -> None:
     """Write a file that only its owner can read, and that appears whole or not at all."""
     payload = encode(header, arrays)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with file_errors(RunFileError, f"cannot write {path}"):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.writelines([_MAGIC, blake2b(payload, digest_size=_DIGEST_BYTES).digest(), payload])
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise RunFileError(f"cannot write {path}: {error.strerror or error}") from error
+    with (
+        replacing(path, RunFileError) as partial,
+        open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,
+    ):
+        file.writelines([_MAGIC, blake2b(payload, digest_size=_DIGEST_BYTES).digest(), payload])
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read(path: Path) -> tuple[_File, list[Arrays], Arrays]:

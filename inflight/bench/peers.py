@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import inflight
 from inflight.bench.options import EngineChoice, SwapOptions, ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup, random_requests
-from inflight.core.errors import InflightError
+from inflight.core.errors import FileWriteError, InflightError
+from inflight.core.files import file_errors
 from inflight.engine.device import resolve_device
 from inflight.engine.loading import load_config, resolve_dtype
 from inflight.engine.shapes import SHAPES
@@ -110,7 +111,9 @@ def make_setup(
         path = directory / settings.model
         torch.manual_seed(settings.seed)
         with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
-            AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with file_errors(FileWriteError, f"cannot write to {path}"):
+            model.save_pretrained(path)
         if device == "cuda":
             torch.cuda.empty_cache()  # the workers measure what is free
     text = config.get_text_config()

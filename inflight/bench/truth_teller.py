@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inflight.core.errors import InvalidRequestError
+from inflight.core.errors import FileWriteError, InvalidRequestError
+from inflight.core.files import file_errors
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 
 TORN = 0
@@ -75,12 +76,14 @@ class TruthTeller:
 
     def save(self, directory: Path) -> None:
         """Write config, tokenizer and weights as Transformers does."""
-        self.model.save_pretrained(directory)
-        byte_tokenizer().save_pretrained(directory)
+        with file_errors(FileWriteError, f"cannot write to {directory}"):
+            self.model.save_pretrained(directory)
+            byte_tokenizer().save_pretrained(directory)
 
     def save_weights(self, directory: Path) -> None:
         """Write the weights alone, over those that a directory written by `save` has."""
-        save_file(dict(self.model.state_dict()), directory / "model.safetensors", metadata={"format": "pt"})
+        with file_errors(FileWriteError, f"cannot write to {directory}"):
+            save_file(dict(self.model.state_dict()), directory / "model.safetensors", metadata={"format": "pt"})
 
     @torch.no_grad()
     def _silence(self) -> None:

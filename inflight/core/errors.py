@@ -86,6 +86,10 @@ class ChecksumError(InflightError):
     """A slot does not hold the bytes that were published; it was not announced."""
 
 
+class FileWriteError(InflightError, OSError):
+    """A file of results, or of a checkpoint, could not be written; the message names it and says why."""
+
+
 class WeightFileError(InflightError, OSError):
     """A file of weights could not be written or read, or is not what it should be; the message names it."""
 

@@ -13,6 +13,7 @@ import zmq
 import zmq.auth
 
 from inflight.core.errors import KeysError
+from inflight.core.files import reason_of
 
 _HEARTBEAT_MS = 5_000
 _GONE_MS = 30_000
@@ -47,7 +48,7 @@ def make_keys(directory: Path) -> None:
     except FileExistsError as error:
         raise KeysError(f"{directory} exists, and keys are never overwritten; name a new directory") from error
     except OSError as error:
-        raise KeysError(f"keys cannot be written to {directory}: {error}") from error
+        raise KeysError(f"keys cannot be written to {directory}: {reason_of(error)}") from error
 
 
 def make_engine_keys(directory: Path, client: bytes) -> bytes:

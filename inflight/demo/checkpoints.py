@@ -33,8 +33,11 @@ def save_checkpoint(out: Path, step: int, write: Callable[[Path], None]) -> None
     partial = out / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(mode=0o700)
-    write(partial)
-    partial.rename(out / name)
+    try:
+        write(partial)
+        partial.rename(out / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     remove_checkpoints(out, but=name)
 
 

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
+from inflight.core.files import file_errors, replacing
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.core.spans import span
@@ -42,7 +43,7 @@ from inflight.demo.trainer import (
 from inflight.engine.device import resolve_device
 from inflight.engine.prompts import encode_prompts
 from inflight.engine.shapes import SHAPES
-from inflight.observability.environment import environment, replacing, write_json
+from inflight.observability.environment import environment, write_json
 from inflight.observability.events import EVENTS_FILE
 from inflight.observability.loggers import Logger, open_logger
 from inflight.run import Run
@@ -194,14 +195,8 @@ def _prepare(out: Path, *, keep: bool) -> None:
             (out / _STEPS).write_text("")
 
 
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InflightError(
-            f"cannot write to {out}: {error.strerror or error}; --out takes another directory"
-        ) from error
+def _writing(out: Path) -> AbstractContextManager[None]:
+    return file_errors(InflightError, f"cannot write to {out}", "--out takes another directory")
 
 
 class _Run:
@@ -328,7 +323,8 @@ class _Run:
         def write(directory: Path) -> None:
             model.save_pretrained(directory)
             self._tokenizer.save_pretrained(directory)
-            torch.save({name: one.state_dict() for name, one in state.items()}, directory / _TRAINER)
+            with open(directory / _TRAINER, "wb") as file:  # given a path, torch does not say why it cannot write
+                torch.save({name: one.state_dict() for name, one in state.items()}, file)
             (directory / OPTIONS_FILE).write_bytes(msgspec.json.encode(self._options, enc_hook=str))
             run.progress |= {"accuracy_before": self.accuracy_before, "answers": self.answers}
             run.save(directory)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from inflight.core.errors import ModelLoadError
+from inflight.core.files import replacing
 from inflight.demo.options import DemoOptions
 from inflight.demo.tasks import Task
 from inflight.demo.trainer import WarmupConfig, warm_up
@@ -42,7 +43,8 @@ def write_start(
     for _ in warm_up(model, tokenizer, task.train, recipe):
         pass
     metadata = {"recipe": json.dumps(asdict(recipe)), "accuracy": str(evaluate()), "torch": torch.__version__}
-    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, path, metadata=metadata)
+    with replacing(path) as partial:
+        save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, partial, metadata)
 
 
 def load_start(model: nn.Module, path: Path = START_FILE) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from inflight.core.errors import InflightError
 from inflight.core.extras import install_hint
+from inflight.core.files import file_errors
 from inflight.core.rollout import Rollout
-from inflight.observability.environment import file_errors
 from inflight.training.grpo import Example
 
 

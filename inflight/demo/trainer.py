@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from inflight.core.errors import ModelLoadError
+from inflight.core.errors import FileWriteError, ModelLoadError
+from inflight.core.files import file_errors
 from inflight.engine.checkpoints import load_checkpoint
 from inflight.engine.loading import load_config, load_tokenizer
 from inflight.engine.shapes import SHAPES
@@ -82,11 +83,13 @@ def require_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[str]:
-    """Keep a model and its tokenizer in a directory for a while; what another run left there goes."""
+    """Keep a model and its tokenizer in a directory until the block ends, in place of those of an earlier run. Raises
+    FileWriteError."""
     shutil.rmtree(directory, ignore_errors=True)
     try:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
+        with file_errors(FileWriteError, f"cannot write to {directory}"):
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
         yield str(directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

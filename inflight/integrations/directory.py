@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.core.errors import InflightError, WeightFileError
+from inflight.core.files import file_errors
 from inflight.core.waiting import Wait
 
 _FILE_BYTES = 4 << 30
@@ -62,10 +63,11 @@ class DirectoryTransfer:
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
         """Write the weights, and return when every server draws with them. version: what spans of weight versions are
-        to call it. Raises InflightError with what a server says, or OSError if they cannot be written."""
+        to call it. Raises InflightError with what a server says, or WeightFileError if they cannot be written."""
         directory = self._directory / f"version-{self._count + 1:08d}"
         shutil.rmtree(directory, ignore_errors=True)  # of a run before this one
-        directory.mkdir(parents=True)
+        with file_errors(WeightFileError, f"cannot write to {directory}"):
+            directory.mkdir(parents=True)
         try:
             self._write(directory, iterator)
             with ThreadPoolExecutor(len(self._urls)) as threads:
@@ -90,10 +92,10 @@ class DirectoryTransfer:
             tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()  # PEFT unmerges at the end
             num_bytes += tensors[name].nbytes
             if num_bytes >= _FILE_BYTES:
-                save_file(tensors, directory / f"model-{num_files:05d}.safetensors")
+                _save(tensors, directory / f"model-{num_files:05d}.safetensors")
                 tensors, num_files, num_bytes = {}, num_files + 1, 0
         if tensors:
-            save_file(tensors, directory / f"model-{num_files:05d}.safetensors")
+            _save(tensors, directory / f"model-{num_files:05d}.safetensors")
 
     def _publish(self, url: str, directory: Path, version: str | None) -> None:
         body = json.dumps({"weight_dir": str(directory), "weight_version": version}).encode()
@@ -118,6 +120,11 @@ class DirectoryTransfer:
 def bearer(token: str) -> dict[str, str]:
     """The header that a server with a token wants."""
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    with file_errors(WeightFileError, f"cannot write {path}"):
+        save_file(tensors, path)
 
 
 def _answers(url: str) -> bool:

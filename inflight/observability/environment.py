@@ -6,15 +6,13 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import inflight
-from inflight.core.errors import InflightError
+from inflight.core.files import replacing
 
 _WIDTH = 110
 """Characters of a value that stays on one line of a JSON file."""
@@ -47,8 +45,7 @@ def write_result(path: Path, result: dict[str, Any], series: list[dict[str, Any]
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write a file that appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that appears whole or not at all. Raises FileWriteError."""
     with replacing(path) as partial:
         partial.write_text(laid_out(json.loads(json.dumps(data))) + "\n")
 
@@ -63,26 +60,6 @@ def laid_out(value: Any, indent: int = 0) -> str:
     lines = [" " * (indent + 1) + (item if is_dict else laid_out(item, indent + 1)) for item in items]
     begin, end = "{}" if is_dict else "[]"
     return f"{begin}\n" + ",\n".join(lines) + f"\n{' ' * indent}{end}"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that takes its place under `path` when it is whole."""
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def file_errors(kind: type[InflightError], doing: str) -> Iterator[None]:
-    """Raise an OSError of the block as an error of this kind, such as "cannot write PATH: No space left on device"."""
-    try:
-        yield
-    except OSError as error:
-        raise kind(f"{doing}: {error.strerror or error}") from error
 
 
 def _commit(directory: Path = Path(__file__).parent) -> str | None:

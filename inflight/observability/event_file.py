@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from inflight.observability.environment import file_errors, replacing
+from inflight.core.files import file_errors, replacing
 from inflight.observability.events import (
     EVENTS_FILE,
     Began,
@@ -73,7 +73,7 @@ class EventFile:
         size = sum(map(len, lines))
         while size > 0.7 * self._max_bytes and len(thinner := thinned(lines)) < len(lines):
             lines, size = thinner, sum(map(len, thinner))
-        with replacing(self.path) as partial:
+        with replacing(self.path, RunError) as partial:
             partial.write_bytes(b"".join(lines))
         self._file.close()
         self._open()

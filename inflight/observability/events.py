@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.core.errors import InflightError
-from inflight.observability.environment import file_errors
+from inflight.core.files import file_errors
 
 EVENTS_FILE = "events.jsonl"
 LOG_RATIO_EDGES = [round(-2 + 0.1 * index, 1) for index in range(41)]

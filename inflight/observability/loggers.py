@@ -4,7 +4,6 @@ Those of libraries import them when they are made, and say what to install if th
 """
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
@@ -14,7 +13,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol, Self, get_args
 
 from inflight.core.errors import LoggerError
-from inflight.observability.environment import file_errors
+from inflight.core.files import file_errors, replacing
 
 
 class Logger(Protocol):
@@ -58,10 +57,9 @@ class JsonLines(_Closed):
             kept = [line for line in lines if json.loads(line)["step"] <= step]
         except (ValueError, KeyError, TypeError) as error:
             raise LoggerError(f"{self._path} has a line that JsonLines did not write: {error}") from None
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        with file_errors(LoggerError, f"cannot write {self._path}"):
+        with replacing(self._path, LoggerError) as partial:
             partial.write_text("".join(kept))
-            os.replace(partial, self._path)
+        with file_errors(LoggerError, f"cannot write {self._path}"):
             self._file.close()
             self._file = open(self._path, "a", buffering=1)  # noqa: SIM115
 
@@ -71,7 +69,8 @@ class JsonLines(_Closed):
             self._file.write(json.dumps({"step": step} | finite) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with file_errors(LoggerError, f"cannot write {self._path}"):
+            self._file.close()
 
 
 class TensorBoard(_Closed):
@@ -81,14 +80,18 @@ class TensorBoard(_Closed):
         _require("tensorboard", "TensorBoard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        self._doing = f"cannot write to {directory}"
+        with file_errors(LoggerError, self._doing):
+            self._writer = SummaryWriter(str(directory))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        with file_errors(LoggerError, self._doing):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with file_errors(LoggerError, self._doing):
+            self._writer.close()
 
 
 class _LibraryRun(_Closed):

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from inflight.core.errors import MissingPackageError
 from inflight.core.extras import install_hint
-from inflight.observability.environment import replacing
+from inflight.core.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,6 @@ def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = Fals
 
 
 def save_figure(path: Path, figure: "Figure") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     with replacing(path) as partial:
         figure.savefig(partial, dpi=120)

@@ -19,7 +19,8 @@ import msgspec
 
 from inflight.core import child
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError
+from inflight.core.errors import FileWriteError, InflightError
+from inflight.core.files import file_errors
 from inflight.core.spans import start_noting, stop_noting
 from inflight.observability.trace_file import Part
 
@@ -79,7 +80,8 @@ class Recorder:
                 kineto=kineto,
                 details=self._details,
             )
-            part.write_bytes(msgspec.json.encode(recorded))
+            with file_errors(FileWriteError, f"cannot write {part}"):
+                part.write_bytes(msgspec.json.encode(recorded))
         except Exception as error:  # likewise
             raise InflightError(f"what was recorded of {self._process} could not be written: {error}") from error
         return part

@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from inflight.core.errors import FileWriteError
+from inflight.core.files import replacing
 from inflight.core.spans import Span, Thread
 
 Event = dict[str, Any]
@@ -74,9 +76,10 @@ def merge(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def write(path: Path, trace: dict[str, Any]) -> None:
-    """Write the trace, gzipped where the name ends in .gz."""
+    """Write the trace, gzipped where the name ends in .gz. Raises FileWriteError."""
     data = msgspec.json.encode(trace)
-    path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+    with replacing(path) as partial:
+        partial.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -190,7 +193,11 @@ def _named(what: str, pid: int, tid: int, **args: str | int) -> Event:
 def main() -> None:
     gc.disable()  # it would walk some hundred thousand events again and again, and this process ends soon
     out, *paths = map(Path, sys.argv[1:])
-    write(out, merge([msgspec.json.decode(path.read_bytes(), type=Part) for path in paths]))
+    trace = merge([msgspec.json.decode(path.read_bytes(), type=Part) for path in paths])
+    try:
+        write(out, trace)
+    except FileWriteError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

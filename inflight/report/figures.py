@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from inflight.observability.environment import replacing
+from inflight.core.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +105,6 @@ class Panels:
         return Panel(name, title, alt, svg)
 
     def _write_png(self, name: str, title: str, figure: "Figure") -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         figure.set_layout_engine("none")  # it stays as it was laid out for the SVG
         figure.text(0.01, 1.0, shortened(title, 60), va="bottom", fontsize=11)
         with replacing(self.directory / f"{name}.png") as partial:

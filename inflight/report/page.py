@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from inflight.observability.environment import replacing, write_json
+from inflight.core.files import replacing
+from inflight.observability.environment import write_json
 from inflight.report.comparison import Comparison, Number, comparisons_of
 from inflight.report.figures import PALETTE, Panels, of_ms, plain
 from inflight.report.of_others import learning_section, swaps_section, throughput_section
@@ -44,7 +45,6 @@ def write_report(results: Sequence[Result], out: Path, *, title: str) -> list[Pa
         raise ReportError(f"{out} would be overwritten, of which the report is made: name the page otherwise")
     if _is_a_result(numbers):
         raise ReportError(f"{numbers} is the result of a benchmark, and would be overwritten: name the page otherwise")
-    out.parent.mkdir(parents=True, exist_ok=True)
     systems, comparisons = systems_of(results), comparisons_of(results)
     panels = Panels(out.with_name(f"{out.stem}-figures"))
     for old in panels.directory.glob("[0-9][0-9]*-*.png"):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from inflight.core.errors import FrameError, JournalError
+from inflight.core.files import reason_of
 from inflight.core.frames import MAGIC, TokenFrame
 from inflight.core.options import JOURNAL_SYNCS
 
@@ -65,7 +66,7 @@ class JournalWriter:
             self.directory.mkdir(0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise JournalError(f"no journal can be written to {self.directory}: {error}") from error
+            raise JournalError(f"no journal can be written to {self.directory}: {reason_of(error)}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             segments = _segments(self.directory)
@@ -79,7 +80,7 @@ class JournalWriter:
                     f"the journal in {self.directory} is being written by another engine's trainer; each needs a "
                     "directory of its own"
                 ) from error
-            raise JournalError(f"the journal in {self.directory} cannot be gone on with: {error}") from error
+            raise JournalError(f"the journal in {self.directory} cannot be gone on with: {reason_of(error)}") from error
 
     def append(self, data: bytes) -> None:
         """Write an encoded frame. Raises JournalError if the disk does not take it; then nothing of it is left, and
@@ -99,8 +100,8 @@ class JournalWriter:
             except OSError as error:
                 self._give_up()
                 raise JournalError(
-                    f"the journal in {self.directory} takes no more frames: {error}. It has all that was acknowledged "
-                    "to the engine; make room, or write it to another disk, and launch again"
+                    f"the journal in {self.directory} takes no more frames: {reason_of(error)}. It has all that was "
+                    "acknowledged to the engine; make room, or write it to another disk, and launch again"
                 ) from error
 
     def close(self) -> None:
@@ -112,7 +113,9 @@ class JournalWriter:
             try:
                 self._end_segment()
             except OSError as error:
-                raise JournalError(f"the end of the journal in {self.directory} may not be on disk: {error}") from error
+                raise JournalError(
+                    f"the end of the journal in {self.directory} may not be on disk: {reason_of(error)}"
+                ) from error
             finally:
                 os.close(self._lock)
 

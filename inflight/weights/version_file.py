@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from inflight.core.errors import WeightFileError
+from inflight.core.files import file_errors
 from inflight.core.layout import DTYPE_BYTES, TensorSpec, WeightLayout
 from inflight.weights.shared_memory import bytes_left
 from inflight.weights.tensors import slot_views
@@ -46,16 +46,16 @@ def write_version(
     path, partial = directory / name, directory / f".{name}.partial"
     tensors = slot_views(slot.cpu(), layout) if delta is None else {_DELTA: delta.cpu()}
     metadata = {"version": str(version), "base": str(base), "fingerprint": layout.fingerprint, "format": "pt"}
-    try:
+    with file_errors(WeightFileError, f"version {version} could not be written to {path}"):
         directory.mkdir(parents=True, exist_ok=True)
         needed, left = sum(tensor.nbytes for tensor in tensors.values()), bytes_left(directory)
         if needed > left:
             raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:,.1f} MiB and {left / 2**20:,.1f} MiB are left")
-        save_file(tensors, partial, metadata)
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise WeightFileError(f"version {version} could not be written to {path}: {error}") from error
+        try:
+            save_file(tensors, partial, metadata)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     return path
 
 

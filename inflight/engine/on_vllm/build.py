@@ -15,7 +15,15 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from inflight.core.errors import BackendError, DeviceMemoryError, InflightError, ModelLoadError, UnsupportedModelError
+from inflight.core.errors import (
+    BackendError,
+    DeviceMemoryError,
+    FileWriteError,
+    InflightError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
+from inflight.core.files import file_errors
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import MAX_TOP_LOGPROBS
@@ -426,5 +434,6 @@ def _checkpoint(options: EngineOptions, config: PretrainedConfig, dtype: torch.d
         )  # vLLM misses parts of joined tensors
         return options.model
     torch.manual_seed(options.seed)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+    with file_errors(FileWriteError, f"cannot write to {directory}", "TMPDIR is the variable for another directory"):
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
     return str(directory)

@@ -1,0 +1,173 @@
+"""What cannot be written, as the disk is full, is told in a sentence with its path: by each writer of the package."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make_model
+from waiting import PATIENCE_S
+
+from inflight.bench.options import SwapOptions
+from inflight.bench.peers import make_setup
+from inflight.bench.truth_teller import TruthTeller
+from inflight.core.errors import FileWriteError, InflightError
+from inflight.core.files import file_errors, replacing
+from inflight.core.layout import WeightLayout
+from inflight.demo.checkpoints import save_checkpoint
+from inflight.demo.options import DemoOptions
+from inflight.demo.run import _Run
+from inflight.demo.start import write_start
+from inflight.demo.trainer import WarmupConfig, saved
+from inflight.engine.shapes import byte_tokenizer
+from inflight.integrations.directory import DirectoryTransfer
+from inflight.observability import trace_file
+from inflight.observability.environment import write_result
+from inflight.observability.event_file import EventFile
+from inflight.observability.events import Began
+from inflight.observability.loggers import JsonLines
+from inflight.observability.plots import save_figure
+from inflight.run import _Clock, _File, _write
+from inflight.stream.journal import JournalWriter
+from inflight.weights.version_file import write_version
+
+LONG = "x" * 10_000
+
+
+@pytest.fixture
+def full_disk():
+    """No file grows beyond 3 kB: each writer meets the kernel's own refusal, within its file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def log_line(out: Path) -> None:
+    with JsonLines(out / "steps.jsonl") as logger:
+        logger.log(1, {LONG: 1.0})
+
+
+def append_event(out: Path) -> None:
+    EventFile(out).append([Began(time=1.0, title=LONG)])
+
+
+def save_version(out: Path) -> None:
+    layout = WeightLayout.build([("a", (5000,), "uint8")])
+    write_version(out, layout, 1, torch.zeros(layout.total_bytes, dtype=torch.uint8))
+
+
+def draw(out: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    save_figure(out / "plot.png", figure)
+
+
+def save_model(out: Path) -> None:
+    with saved(make_model("qwen3"), byte_tokenizer(), out / "start"):
+        pass
+
+
+def save_tokenizer(out: Path) -> None:
+    with file_errors(FileWriteError, f"cannot write to {out}"):
+        byte_tokenizer().save_pretrained(out)
+
+
+def save_state(out: Path) -> None:
+    def write(directory: Path) -> None:
+        with file_errors(FileWriteError, f"cannot write to {out}"), open(directory / "trainer.pt", "wb") as file:
+            torch.save({"a": torch.zeros(100_000)}, file)
+
+    save_checkpoint(out, 1, write)
+
+
+def save_demo(out: Path) -> None:
+    run = object.__new__(_Run)
+    run._out, run._tokenizer, run._options = out, byte_tokenizer(), DemoOptions()
+    run._save(1, None, make_model("qwen3"), {})  # pyright: ignore[reportArgumentType]
+
+
+def append_frames(out: Path) -> None:
+    JournalWriter(out).append(LONG.encode())
+
+
+def send_weights(out: Path) -> None:
+    transfer = DirectoryTransfer(["http://127.0.0.1:1"], out)
+    transfer.send_weights([("a", torch.zeros(10_000))])
+
+
+def write_trained(out: Path) -> None:
+    task = type("Task", (), {"train": []})()
+    write_start(out / "start.safetensors", make_model("qwen3"), None, task, lambda: 0.5, WarmupConfig(steps=0, seed=0))  # pyright: ignore
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "a benchmark's result": lambda out: write_result(out / "result.json", {"a": LONG}),
+    "a benchmark's series": lambda out: write_result(
+        out / "result.json",
+        {},
+        [{"a": os.urandom(9000).hex()}],  # which gzip does not make small
+    ),
+    "a log": log_line,
+    "events": append_event,
+    "a run": lambda out: _write(out / "run.inflight", _File(3, _Clock.read(), {}, None), [{"a": np.arange(9000)}]),
+    "a journal": append_frames,
+    "a version": save_version,
+    "a plot": draw,
+    "a trace": lambda out: trace_file.write(out / "trace.json", {"a": LONG}),
+    "the demo's model": save_model,
+    "the demo's checkpoint": save_demo,
+    "a tokenizer": save_tokenizer,
+    "the state of an optimizer": save_state,
+    "the demo's trained model": write_trained,
+    "weights for servers": send_weights,
+    "a benchmark's model": lambda out: TruthTeller("tiny").save(out),
+    "the model of a comparison": lambda out: make_setup(SwapOptions(), 1, 64, threads=1, directory=out),
+}
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_is_told_with_the_path_and_leaves_no_part(writer, tmp_path):
+    with pytest.raises(InflightError) as raised:
+        WRITERS[writer](tmp_path)
+    message = str(raised.value)
+    assert str(tmp_path) in message
+    assert "the disk is full" in message
+    assert "\n" not in message
+    assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
+
+
+def test_only_errors_of_the_system_are_told_as_such(tmp_path):
+    with pytest.raises(RuntimeError, match="a mistake"), replacing(tmp_path / "a"):
+        raise RuntimeError("a mistake")
+    (tmp_path / "b").mkdir()
+    with (
+        pytest.raises(FileWriteError, match=f"cannot write {tmp_path}/b: Is a directory$"),
+        replacing(tmp_path / "b") as partial,
+    ):
+        partial.write_text("")
+
+
+def test_the_demo_on_a_full_disk_says_so_in_a_line(tmp_path):
+    """Its first file is written, the model no longer is."""
+    command = [sys.executable, "-m", "inflight.cli", "demo", "--steps", "1", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"COLUMNS": "300"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY)),
+    )
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2
+    assert f"cannot write to {tmp_path}/run/start: File too large (the disk is full" in line
+    assert "Traceback" not in done.stderr
