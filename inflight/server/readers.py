@@ -119,7 +119,8 @@ class TemplateReader:
     call cannot be read, the answer is content from the first call on."""
 
     def __init__(self, template: Template, prompt: str, tools: Tools):
-        self._template, self._prompt, self._tools = template, prompt, [dict(tool) for tool in tools]
+        self._template, self._prompt = template, prompt
+        self._tools: list[Any] = [dict(tool) for tool in tools]
         # Calls are read at the end: the parser forgets the text around a call that it cannot read.
         fields = {name: _as_text(field) for name, field in template["fields"].items()}
         regions = load_response_template({**template, "fields": fields})
