@@ -71,12 +71,10 @@ def _cores() -> Finding:
 
 
 def _kernels() -> Finding:
-    if _cpu.library() is not None:
-        return Finding("ok", "cpu kernels", "compiled")
-    if os.environ.get("INFLIGHT_NO_C") == "1":
-        return Finding("note", "cpu kernels", "off (INFLIGHT_NO_C=1); PyTorch runs instead, more slowly")
-    advice = "install gcc, or set CC to a C compiler; until then PyTorch runs instead, more slowly"
-    return Finding("note", "cpu kernels", f"not compiled (the reason is above); {advice}")
+    problem = _cpu.problem()
+    if _cpu.library() is None:
+        return Finding("note", "cpu kernels", f"not used: {problem}; PyTorch runs instead, more slowly")
+    return Finding("note" if problem else "ok", "cpu kernels", "compiled" + (problem and f"; {problem}"))
 
 
 def _shared_memory() -> Finding:

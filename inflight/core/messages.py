@@ -207,6 +207,8 @@ class Welcome(_Message, frozen=True):
     protocol: int = 0
     package: str = ""
     """Where the engine's inflight lies."""
+    no_kernels: str = ""
+    """Why an engine on the CPU runs without the C kernels; "" if it has them."""
 
     def execution(self) -> dict[str, Any]:
         """Says how forward passes run, for records of measurements."""

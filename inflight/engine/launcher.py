@@ -58,6 +58,11 @@ class EngineLauncher:
         try:
             self.welcome: Welcome = self.client.hello(timeout_s=options.timeout_s)
             check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
+            if self.welcome.no_kernels:
+                logger.warning(
+                    "the engine runs without the C kernels, more slowly: %s (`inflight doctor` checks it)",
+                    self.welcome.no_kernels,
+                )
         except BaseException as error:
             if options.backend == "vllm" and isinstance(error, InflightError):  # vLLM says more there than it raises
                 error.add_note(f"The engine's log ended:\n{self._last_words}")

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import zmq
+from inflight_kernels import _cpu
 
 import inflight
 from inflight.core.clock import now_ns
@@ -208,6 +209,7 @@ class EngineProcess:
             version=inflight.__version__,
             protocol=PROTOCOL,
             package=PACKAGE,
+            no_kernels=_cpu.problem() if engine.device.type == "cpu" and _cpu.library() is None else "",
             **asdict(engine.execution),
         )
 

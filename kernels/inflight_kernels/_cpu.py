@@ -1,17 +1,20 @@
 """Compiles `_cpu.c` for this machine on first use and calls it.
 
 The shared object is kept under $XDG_CACHE_HOME/inflight (or ~/.cache/inflight), keyed by source, flags, compiler and
-processor. It uses the OpenMP runtime that PyTorch has loaded, so that both share one pool of threads. Where there is no
-C compiler, or INFLIGHT_NO_C=1, `library()` is None and the PyTorch references run instead.
+processor. Where that cannot be written to, it is kept in the temporary directory, for this user alone. It uses the
+OpenMP runtime that PyTorch has loaded, so that both share one pool of threads. Where there is no C compiler, or
+INFLIGHT_NO_C=1, `library()` is None and the PyTorch references run instead; `problem()` says why.
 """
 
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -39,20 +42,37 @@ _SIGNATURES = {
 }
 
 
+_problem = ""
+
+
+class _NotCompiledError(Exception):
+    """There are no C kernels; the message has the reason and the remedy."""
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None with the reason logged once."""
+    global _problem
+    _problem = ""
     if os.environ.get("INFLIGHT_NO_C") == "1":
+        _problem = "INFLIGHT_NO_C=1"
         return None
     try:
-        compiled = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", "") or str(error)
-        logger.warning("no C kernels (%s); PyTorch references run instead, more slowly", detail.strip()[:500])
+        compiled = _compiled()
+    except _NotCompiledError as error:
+        _problem = str(error)
+        logger.warning("no C kernels (%s); PyTorch references run instead, more slowly", _problem)
         return None
     for name, types in _SIGNATURES.items():
         getattr(compiled, name).argtypes = types
     return compiled
+
+
+def problem() -> str:
+    """Return why there are no compiled kernels, or why they are not in the usual directory, and the remedy; "" if
+    neither is so."""
+    library()
+    return _problem
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -71,22 +91,65 @@ def call(name: str, *arguments: object) -> bool:
     return getattr(library(), name)(*values, torch.get_num_threads()) == 0
 
 
-def _compiled() -> Path:
+def _compiled() -> ctypes.CDLL:
+    """Load the kernels from the first directory that holds them or can be written to."""
+    global _problem
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        raise OSError("no C compiler found: install gcc or set CC")
+        raise _NotCompiledError("no C compiler found: install gcc, or set CC to one")
     source = SOURCE.read_bytes()
     key = hashlib.sha256(source + repr((_FLAGS, compiler, _processor())).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inflight"
-    target = cache / f"kernels-{key}.so"
+    problems = []
+    for directory, make in ((_cache(), _make_directory), (_temporary(), _make_private)):
+        try:
+            make(directory)
+            library = ctypes.CDLL(str(_compile(compiler, directory / f"kernels-{key}.so")))
+        except subprocess.CalledProcessError as error:
+            if os.strerror(errno.ENOSPC) not in error.stderr:
+                text = error.stderr.strip() or f"exit code {error.returncode}"
+                raise _NotCompiledError(f"{compiler} failed: {text[:500]}; set CC to another C compiler") from error
+            problems.append(f"{directory} cannot be used: {os.strerror(errno.ENOSPC)}")
+        except OSError as error:
+            if error.filename == compiler:
+                raise _NotCompiledError(
+                    f"{compiler} cannot be run: {error.strerror}; set CC to a C compiler"
+                ) from error
+            problems.append(f"{directory} cannot be used: {error.strerror or error}")
+        else:
+            if problems:
+                _problem = f"{problems[0]}; set XDG_CACHE_HOME to another directory. {directory} is used until then"
+            return library
+    raise _NotCompiledError(f"{' and '.join(problems)}; set XDG_CACHE_HOME to a directory that can be written to")
+
+
+def _compile(compiler: str, target: Path) -> Path:
     if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as directory:
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             unlinked, shared = f"{directory}/kernels.o", f"{directory}/kernels.so"
             for arguments in (["-c", *_FLAGS, str(SOURCE), "-o", unlinked], ["-shared", unlinked, "-lm", "-o", shared]):
                 subprocess.run([compiler, *arguments], check=True, capture_output=True, text=True)
             os.replace(shared, target)  # whole or not at all, also for processes that compile at the same time
     return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "inflight"
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"inflight-kernels-{os.getuid()}"
+
+
+def _make_directory(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory of this user alone: others can write to its parent, and what is in it will be run."""
+    directory.mkdir(0o700, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise OSError("others than this user can write there")
 
 
 def _processor() -> str:

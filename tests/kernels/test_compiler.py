@@ -1,10 +1,13 @@
 """What runs where the C kernels cannot be compiled."""
 
 import os
+import stat
 import subprocess
 import sys
 
 import pytest
+
+import inflight
 
 SCRIPT = """
 import logging, torch
@@ -44,3 +47,55 @@ def test_without_a_compiler_pytorch_computes_the_same(tmp_path, environment, mes
     assert runs[0].stdout.startswith("True")
     assert runs[1].stdout == runs[0].stdout.replace("True", "False", 1)
     assert message in runs[1].stderr
+
+
+PROBLEM = """
+import logging
+logging.basicConfig(level=logging.WARNING)
+from inflight_kernels import _cpu
+from inflight.doctor import _kernels
+print(_cpu.library() is not None, *_kernels(), sep="|")
+"""
+
+
+def found(**variables: str) -> tuple[str, str, str]:
+    """Return whether there are kernels, and the verdict and the advice of `inflight doctor`."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBLEM], env=os.environ | variables, capture_output=True, text=True, check=True
+    )
+    has, verdict, _, advice = done.stdout.strip().split("|")
+    return has, verdict, advice
+
+
+def test_a_home_that_cannot_be_written_to_is_named_with_the_variable_and_replaced(tmp_path):
+    (tmp_path / "home").write_text("")  # a file: not even root writes below it
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    home, kept = tmp_path / "home" / "inflight", temporary / f"inflight-kernels-{os.getuid()}"
+    has, verdict, advice = found(XDG_CACHE_HOME=str(tmp_path / "home"), TMPDIR=str(temporary))
+    assert (has, verdict) == ("True", "note")
+    assert advice == (
+        f"compiled; {home} cannot be used: Not a directory; set XDG_CACHE_HOME to another directory. {kept} is used "
+        "until then"
+    )
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    kept.chmod(0o777)  # now it can be anybody's
+    has, verdict, advice = found(XDG_CACHE_HOME=str(tmp_path / "home"), TMPDIR=str(temporary))
+    assert (has, verdict) == ("False", "note")
+    assert f"{home} cannot be used: Not a directory and {kept} cannot be used: others than this user" in advice
+    assert "set XDG_CACHE_HOME to a directory that can be written to" in advice
+    assert "gcc" not in advice
+
+
+def test_a_compiler_that_does_not_work_is_named_with_its_variable(tmp_path):
+    has, verdict, advice = found(XDG_CACHE_HOME=str(tmp_path), CC="/no/such/gcc")
+    assert (has, verdict) == ("False", "note")
+    assert "/no/such/gcc cannot be run: No such file or directory; set CC to a C compiler" in advice
+    assert "XDG_CACHE_HOME" not in advice
+
+
+def test_launch_says_why_the_engine_has_no_kernels(model_dir, monkeypatch, caplog):
+    monkeypatch.setenv("INFLIGHT_ENGINE_INFLIGHT_NO_C", "1")
+    with inflight.launch(model_dir("qwen3"), device="cpu", max_sequences=2, max_context=64):
+        pass
+    assert "the engine runs without the C kernels, more slowly: INFLIGHT_NO_C=1" in caplog.text
