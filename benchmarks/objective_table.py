@@ -2,8 +2,8 @@
 
     python benchmarks/objective_table.py [FILE]
 
-Every run generates, trains and publishes in turn, and the engine's weights are `lag` publishes late: all tokens of a
-step have the same age, whatever the speed of the machine. "reverse" is a small model without a warm-up that reverses
+Every run alternately generates, trains and publishes, and the engine's weights are `lag` publishes late: all tokens of
+a step have the same age, whatever the speed of the machine. "reverse" is a small model without a warm-up that reverses
 three symbols; "spell_backward" is the task of `inflight bench learning`. The file is written after every run, and runs
 that it contains are not repeated. Seed follows seed, so that a file that is not finished has fewer seeds.
 """

@@ -121,7 +121,7 @@ def make_tiny_model(directory: str) -> str:
 
 def main(path: str, steps: int) -> list[dict]:
     cuda = torch.cuda.is_available()
-    if not cuda:  # stand-ins for two CUDA features that TRL uses
+    if not cuda:  # replacements for two CUDA features that TRL uses
         from inflight.integrations.trl_cpu import run_on_cpu
 
         run_on_cpu()

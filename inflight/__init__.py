@@ -105,7 +105,7 @@ else:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for completion, and those of imported parts."""
+    """Return the public names, for completion, and the names of imported parts."""
     imported = [name for name, value in globals().items() if isinstance(value, ModuleType) or name[:2] == "__"]
     return sorted({*_HOME, *imported})
 

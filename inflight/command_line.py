@@ -164,7 +164,7 @@ def _spelling(field: Field, kind: Any) -> _Spelling:
 
 def _declaration(field: Field, kind: Any) -> Any:
     """Return the option of a field as typer wants it, such that its name is whole in a help of 80 columns: types are
-    one word, choices are part of the sentence, and a flag that is off has no `--no-` twin, which would change nothing.
+    one word, choices are part of the sentence, and a flag that is off has no `--no-` twin: it would change nothing.
     """
     declared = copy(field.metadata["option"])
     if field.default is False and not declared.param_decls:

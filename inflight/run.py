@@ -101,12 +101,12 @@ class Run:
         """What the trainer notes beside it; JSON-like. `grpo` notes under "grpo" how far it has come."""
 
     def save(self, directory: str | Path) -> None:
-        """Write a file into the directory, which appears whole or not at all. Generation goes on.
+        """Write a file into the directory. It appears whole or not at all. Generation continues.
 
-        Call it between two steps: what was handed out counts as trained on. With several ranks call it after `publish`:
-        the weights count as published. Save model and optimizer into the directory first: then all of it is there if
-        this file is. All ranks call it, and wait for each other. Raises RunFileError if it cannot be written, or
-        InvalidRequestError for metadata or progress that is not JSON-like.
+        Call it between two steps: yielded rollouts are recorded as trained on. With several ranks call it after
+        `publish`: the weights are recorded as published. Save model and optimizer into the directory first: then all of
+        it is there if this file is. All ranks call it, and wait for each other. Raises RunFileError if it cannot be
+        written, or InvalidRequestError for metadata or progress that is not JSON-like.
         """
         self._meet()
         path, engine = self._path(directory), self._engine

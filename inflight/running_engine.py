@@ -404,8 +404,8 @@ class RunningEngine:
         return self._hub is not None
 
     def serve(self, port: int = 8000, **options: Any) -> "HttpServer":
-        """Answer HTTP requests as OpenAI's API and vLLM's have them, beside whatever else the engine does, until what
-        this returns, or the engine, is closed (docs/server.md). It needs the extra `serve`.
+        """Answer HTTP requests as OpenAI's API and vLLM's have them, in parallel with other work of the engine,
+        until the returned server, or the engine, is closed (docs/server.md). It needs the extra `serve`.
 
         port: 0 lets the system choose one (`server.url`). options: the other fields of ServerOptions (host, token, …).
         Raises ListenError.

@@ -210,7 +210,7 @@ def learn(
 class LaggedPublisher:
     """Stands in for a Publisher in ablations: `publish()` sends the weights that the model had `lag` calls ago.
 
-    The first call sends the weights at once. From then on the n-th call sends what the model was at call n − lag, under
+    The first call sends the weights at once. From then on the n-th call sends the model of call n − lag, under
     that version number: a version means the same weights of the trainer as without a lag. With schedule "sync" the
     tokens of step t are all of version max(1, t − lag). Holds lag + 2 copies of the model.
     """

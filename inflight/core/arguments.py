@@ -1,4 +1,4 @@
-"""Arguments that users misspell or give in another type: the error names the class or function, and what was meant."""
+"""Refuses misspelt arguments and arguments of another type. Errors name the function and the intended name or type."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping

@@ -1,4 +1,4 @@
-"""Structs of options, whose errors name the struct, the field, and the name or type that was meant."""
+"""Structs of options with errors that name the struct, the field, and the intended name or type."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,7 +13,7 @@ from inflight.core.arguments import NO_OTHERS, check_names, check_type, usual_cl
 class _NamingMeta(type(msgspec.Struct)):
     """Refuses arguments that are not fields, as msgspec names neither the struct nor the field that was meant."""
 
-    if not TYPE_CHECKING:  # type checkers would take this signature for that of every struct
+    if not TYPE_CHECKING:  # type checkers would take this signature for every struct's
 
         def __call__(cls, *args: Any, **given: Any) -> Any:
             check_names(cls.__name__, given, cls.__struct_fields__, cls.OTHER_NAMES)
@@ -34,7 +34,7 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
     """Maps names that other libraries have for a field to ours."""
 
     def check_types(self) -> None:
-        """Raise TypeError for a field of another type. NumPy's numbers become Python's, which can be encoded."""
+        """Raise TypeError for a field of another type. NumPy's numbers become Python's: those can be encoded."""
         for name, (usual, kind) in _kinds_of(type(self)).items():
             value = getattr(self, name)
             if type(value) in usual:  # quick, as each received prompt has such a struct

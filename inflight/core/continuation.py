@@ -14,7 +14,7 @@ _CONTEXT = 8
 
 
 class Continuation:
-    """Decodes tokens as the continuation of `before`, which can be empty."""
+    """Decodes tokens as the continuation of `before` (can be empty)."""
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int]):
         """decode: text of a sequence of tokens."""

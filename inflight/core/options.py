@@ -29,7 +29,7 @@ class _ModelOption(CheckedStruct, frozen=True):
 
 
 class EngineOptions(_ModelOption, frozen=True, kw_only=True):
-    """How an engine is built, and how long its launcher waits for it. `model` alone may be given without its name.
+    """How an engine is built, and how long its launcher waits for it. `model` alone can be given without its name.
 
     Raises ValueError for an option that is out of range, and TypeError for one of another type or an unknown name.
     """
@@ -77,7 +77,7 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     prefix_caching: bool = True
     """Keep keys and values of ended sequences, for prompts that begin alike under the same weights."""
     kv_on_swap: str = "keep"
-    """What becomes of the keys and values of running sequences when new weights go live. keep: they stay, and later
+    """Treatment of the keys and values of running sequences when new weights go live. keep: they stay, and later
     tokens attend to what older weights computed. recompute: they are computed again before the next token is drawn, as
     a prompt is, and prompts that were computed in part start again, so that each token depends on its own version
     alone. If versions arrive faster than a prompt is computed, the ninth waits until that prompt has a token."""

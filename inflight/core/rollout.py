@@ -110,9 +110,9 @@ class Rollout:
     prefix_version: int | None = None
     """The oldest weights that computed some of them; None where all were computed for this sample."""
     prompt: str = ""
-    """The prompt as text, where a tokenizer is at hand; special tokens as in `text`."""
+    """The prompt as text, if there is a tokenizer; special tokens as in `text`."""
     text: str = ""
-    """The sampled tokens as text that continues the prompt's, where a tokenizer is at hand. Special tokens are left out
+    """The sampled tokens as text that continues the prompt's, if there is a tokenizer. Special tokens are left out
     unless params.skip_special_tokens is False."""
     reward: float | None = None
     """The score function's result."""

@@ -21,7 +21,7 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Logits are changed in the order repetition penalty, logit bias, min_tokens, temperature; then top-k, top-p and min-p
     cut tokens off, each from the renormalised result of the one before (the order of Hugging Face `generate`). The
-    recorded log-probability is that of the resulting distribution.
+    recorded log-probability is from the resulting distribution.
 
     Raises ValueError when a field is out of range, and TypeError for a field of another type or an unknown name.
     """
@@ -81,8 +81,8 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     return_entropy: bool = False
     """Record the entropy, in nats, of each distribution that a token is sampled from."""
     return_sampling_mask: bool = False
-    """Record the token ids that top-k, top-p, min-p and the tokenizer left at each position, or where they left most of
-    a large vocabulary those that they cut (`Rollout.sampling_mask`)."""
+    """Record the token ids that top-k, top-p, min-p and the tokenizer left at each position, or the ids that they
+    cut if they left most of a large vocabulary (`Rollout.sampling_mask`)."""
     cache_salt: str = ""
     """Share prefix-cache blocks only with prompts of the same salt."""
     columns: tuple[str, ...] = ()

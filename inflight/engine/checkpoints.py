@@ -1,7 +1,7 @@
 """Loads checkpoints by Transformers, and refuses those whose tensors are not the model's.
 
-Transformers gives random values to tensors that a checkpoint lacks, and ignores those that the model lacks. Here the
-first is an error, and so is the second where it would change the model's output: a bias, scale or adapter in a layer
+Transformers gives random values to tensors that a checkpoint lacks, and ignores tensors that the model lacks. Here the
+first is an error, and so is the second if it would change the model's output: a bias, scale or adapter in a layer
 that the model has. Parts of other models (vision towers, layers for multi-token prediction, value heads) are ignored
 with a warning.
 """
@@ -32,14 +32,14 @@ _SHOWN = 3
 _OF_QUANTIZATION = re.compile(r"(scale|scales|scale_inv|zero_point|zeros|amax)$")
 """Names of tensors that only kernels for quantised weights read."""
 _SCALE = re.compile(r"(_scale_inv|_scale|\.scale|\.qscale_weight)$")
-"""What the name of a scale has behind that of its tensor, with or without `.weight`."""
+"""Suffix of a scale's name after the name of its tensor, with or without `.weight`."""
 
 
 def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Load a causal language model with all of its weights. options: arguments of `from_pretrained`.
 
-    Weights that Transformers can dequantise are dequantised, on every device: their layout is that of a trainer, whose
-    weights are not quantised. Raises ModelLoadError if the checkpoint does not fit the model, and the exceptions of
+    Weights that Transformers can dequantise are dequantised, on every device: their layout is the layout of a trainer
+    without quantised weights. Raises ModelLoadError if the checkpoint does not fit the model, and the exceptions of
     `from_pretrained`."""
     method = _quantisation(config).get("quant_method")
     with _conversion_errors() as broken:
@@ -82,7 +82,7 @@ def compare_checkpoint(model: str, config: PretrainedConfig, *, trust: bool) -> 
     except ModelLoadError:
         raise
     except Exception as error:  # a model that the other library reads in another way
-        logger.info("the names of the tensors of %s are not compared with those of the model: %r", model, error)
+        logger.info("the names of the tensors of %s are not compared with the model's names: %r", model, error)
 
 
 def check_names(
@@ -94,8 +94,8 @@ def check_names(
 ) -> None:
     """Raise ModelLoadError unless a checkpoint has all tensors of a model and no other tensor for the model's layers.
 
-    missing: names that only the model has. unexpected: names that only the checkpoint has. shapes: those of tensors
-    that differ, in the model and in the checkpoint. Names that Transformers ignores are in neither."""
+    missing: names that only the model has. unexpected: names that only the checkpoint has. shapes: the shapes in
+    the model and in the checkpoint of tensors where they differ. Names that Transformers ignores are in neither."""
     if missing or shapes:
         faults = []
         if missing:
@@ -132,7 +132,7 @@ def model_class(config: PretrainedConfig) -> str:
 
 
 def brings_its_model(config: PretrainedConfig) -> bool:
-    """True if the class of a config is code of the model's repository, as that of the model is then."""
+    """True if the class of a config is code of the model's repository. The class of the model is then, too."""
     return type(config).__module__.startswith("transformers_modules.") and "AutoModelForCausalLM" in config.auto_map
 
 
@@ -142,7 +142,7 @@ def _quantisation(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
-    """The config, which asks for dequantised weights if its checkpoint is quantised and Transformers can do that."""
+    """The config. It requests dequantised weights if its checkpoint is quantised and Transformers can dequantise it."""
     quantised = _quantisation(config)
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(quantised.get("quant_method", ""))
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:
@@ -153,7 +153,7 @@ def _dequantised(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _unscaled(model: str) -> list[str]:
-    """Names of 8-bit floats in a checkpoint's safetensors files that have no scale, which would be taken for 1."""
+    """Names of 8-bit floats without a scale in a checkpoint's safetensors files. Transformers would take it for 1."""
     config = cached_file(model, CONFIG_NAME)
     names: set[str] = set()
     floats: list[str] = []
@@ -167,7 +167,7 @@ def _unscaled(model: str) -> list[str]:
 
 
 def _is_inside(name: str, model: PreTrainedModel) -> bool:
-    """True if a tensor's name is that of a part of a layer, or of a module with weights, that the model has."""
+    """True if a tensor's name belongs to a layer, or to a module with weights, that the model has."""
     parts = name.split(".")
     module, path = model, []
     for part in parts[:-1]:
@@ -179,7 +179,7 @@ def _is_inside(name: str, model: PreTrainedModel) -> bool:
 
 
 def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
-    """Advice if the names of the checkpoint differ from those of the model by a prefix or by a wrapper; else ""."""
+    """Advice if the names of checkpoint and model differ by a prefix or by a wrapper; else ""."""
     if not missing or not unexpected:
         return ""
     wrappers = Counter(
@@ -196,9 +196,9 @@ def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:
             "save the model inside the wrapper, or remove this part from the names"
         )
     if prefix := _prefix(missing, unexpected):
-        return f'The names begin with "{prefix}", which those of the model do not: remove this prefix from the names'
+        return f'The names begin with "{prefix}", unlike the names of the model: remove this prefix'
     if prefix := _prefix(unexpected, missing):
-        return f'The names lack "{prefix}", with which those of the model begin: add this prefix to the names'
+        return f'The names lack "{prefix}", the prefix of the names of the model: add it'
     return ""
 
 
@@ -230,7 +230,7 @@ def _listed(noun: str, names: Iterable[str]) -> str:
 
 
 class _Report(logging.Handler):
-    """Collects the names of tensors that Transformers could not convert, which its exception does not have."""
+    """Collects the names of tensors that Transformers could not convert. Its exception does not have them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,8 +20,8 @@ NO_BLOCK = 0
 """Block 0 belongs to nobody: it pads tables and takes what padding writes."""
 
 Namespace = int | str | tuple[int | str, str]
-"""Sequences share keys and values within a namespace: that of one version, given by its number, or that of an adapter
-("": the weights alone) in whichever version, given by its name. Requests with a cache_salt have it in theirs."""
+"""Sequences share keys and values within a namespace: of one version, given by its number, or of an adapter
+("": the weights alone) in any version, given by its name. Requests with a cache_salt have it in theirs."""
 
 NO_VERSION = -1
 """Stands in place of a version or namespace while nothing is computed yet."""

@@ -194,9 +194,8 @@ def module_over(model: PreTrainedModel, layout: WeightLayout, buffer: torch.Tens
 def eos_token_ids(
     *configs: GenerationConfig | PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """The end-of-sequence ids of the first of these configs that has some, and that of the tokenizer: a chat template
-    can end turns with a token that a base model's config does not name. The generation config goes before the
-    model's."""
+    """The end-of-sequence ids of the first of these configs that has some, and the tokenizer's: a chat template can
+    end turns with a token that a base model's config does not name. The generation config precedes the model's."""
     found: frozenset[int] = frozenset()
     for config in configs:
         if (ids := getattr(config, "eos_token_id", None)) is not None:

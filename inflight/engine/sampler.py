@@ -82,7 +82,7 @@ class _Rows:
     adjusted: list[int]
     filtered: list[int]
     masked: list[int]
-    """Rows without filters that asked for their sampling mask, which lacks the banned ids."""
+    """Rows without filters that asked for their sampling mask. It lacks the banned ids."""
     built_in: bool
     """Some row asked for a built-in column."""
     entropy: bool
@@ -263,7 +263,7 @@ class Sampler:
     def _add_masks_of_plain(
         self, samples: Samples, filtered: _Filtered | None, rows: _Rows, sequences: Seq[Sequence]
     ) -> None:
-        """Put the masks of all rows that asked into the columns, with those of rows without filters among them."""
+        """Put the masks of all rows that asked into the columns, including rows without filters."""
         asked = {row: f for f, row in enumerate(rows.filtered) if sequences[row].params.return_sampling_mask}
         among = sorted([*asked, *rows.masked])
         mask_AV = torch.ones(len(among), self._vocab_size, dtype=torch.bool, device=self._device)

@@ -130,9 +130,9 @@ class Scheduler:
             self._release(sequence)
 
     def recompute_unpinned(self, *, adapted: bool) -> None:
-        """Have running sequences that are not pinned compute their keys and values again, those in prefill from the
-        first token. Waiting forks drop the blocks that they share with their parents. adapted: only those that use an
-        adapter."""
+        """Have running sequences that are not pinned compute their keys and values again: in prefill from the
+        first token. Waiting forks drop the blocks that they share with their parents. adapted: only sequences that use
+        an adapter."""
 
         def is_meant(sequence: Sequence) -> bool:
             return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
@@ -147,7 +147,7 @@ class Scheduler:
 
     @property
     def must_finish_prefill(self) -> bool:
-        """A running sequence is in prefill that swaps have restarted as often as they are allowed to."""
+        """True if swaps have restarted the prefill of a running sequence the maximum number of times."""
         return any(
             sequence.num_restarts >= _MOST_RESTARTS and self._rows.regimes[sequence.batch_row] == PREFILL
             for sequence in self.running.values()

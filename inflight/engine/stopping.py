@@ -8,7 +8,7 @@ from inflight.engine.sequence import Sequence
 _TOKENS_PER_CHARACTER = 4
 """A character is at most four bytes of UTF-8, and a token holds at least one byte."""
 _CONTEXT = 32
-"""Tokens before those in which a stop string can be."""
+"""Number of tokens of context before the tokens in which a stop string can be."""
 
 
 class StopCondition:

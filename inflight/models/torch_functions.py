@@ -1,4 +1,4 @@
-"""Functions of GPU packages that Transformers puts in place of its own PyTorch code, kept off the CPU.
+"""Functions of GPU packages that Transformers puts in place of its PyTorch code, kept off the CPU.
 
 With flash-linear-attention, causal_conv1d or mamba_ssm installed, Transformers calls their kernels on every device, and
 these raise on a CPU. A twin (`inflight.models.twin`) is computed on a CPU, whatever the device of its model.
@@ -33,7 +33,7 @@ def use_torch_on_cpu(model: nn.Module) -> None:
 
 
 def _replaceable_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
-    """Functions under Transformers' `use_kernel_func_from_hub_with_fallback`, which `kernels` wraps in a module."""
+    """Functions under Transformers' `use_kernel_func_from_hub_with_fallback`; `kernels` wraps them in a module."""
     for value in list(names.values()):
         if isinstance(value, nn.Module):
             held = _cell(type(value).forward, "func")

@@ -85,8 +85,8 @@ def twin_of(model: nn.Module) -> Twin:
 
 
 def _with_mrope_section(model: nn.Module) -> Any:
-    """The model's configuration. If only the model's code says how multimodal positions share the rotated pairs of a
-    head, the result is a copy that says it, because a smaller head needs smaller numbers."""
+    """The model's configuration. If only the model's code decides how multimodal positions share the rotated pairs of
+    a head, the result is a copy with these numbers, because a smaller head needs smaller numbers."""
     config: Any = model.config
     found = next((module.mrope_section for module in model.modules() if hasattr(module, "mrope_section")), None)
     if found is None or "mrope_section" in str(config.get_text_config().rope_parameters):

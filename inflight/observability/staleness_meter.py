@@ -2,7 +2,7 @@
 
 | name | per token |
 |---|---|
-| weight_lag_ms | time drawn − time at which a newer version than the token's was first published; 0 if none was |
+| weight_lag_ms | time drawn − time at which a newer version than the token's was first published; 0 without one |
 | policy_age_ms | time drawn − time at which the token's version was published |
 | token_age_ms | time consumed by an optimizer step − time drawn |
 | version_lag | the trainer's version when consumed − the token's version |
@@ -161,8 +161,8 @@ class StalenessMeter:
         self.unpublished_steps = unpublished_steps
 
     def step_lag(self, weight_versions: np.ndarray) -> np.ndarray:
-        """Optimizer steps i64[n] between the weights of these versions i64[n] and those of the trainer now. Versions
-        that an earlier process published count as one step each."""
+        """Optimizer steps i64[n] from the weights of these versions i64[n] to the trainer's present weights. A version
+        that an earlier process published is taken for one step."""
         with self._lock:
             now, oldest = self._num_steps + self.unpublished_steps, min(self._steps_before)
             known, of_version = np.unique(weight_versions, return_inverse=True)

@@ -46,7 +46,7 @@ class Keeper:
         published: Callable[[int, int], None],
         stepped: Callable[[int], None],
     ):
-        """publishers: returns those of the pool that are open. changing: held while engines or publishers come or go.
+        """publishers: returns the pool's open ones. changing: held while engines or publishers are added or removed.
         published: called with every publish. stepped: called before every optimizer step."""
         self.member = member
         self._dispatcher, self._merged, self._publishers = dispatcher, merged, publishers

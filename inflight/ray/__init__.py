@@ -1,6 +1,6 @@
-"""Engines on the nodes of a Ray cluster, behind one stream.
+"""Engines on the nodes of a Ray cluster, with one stream.
 
-Ray chooses the node of each engine, gives it CPUs and GPUs, and tells of its end. Prompts, tokens and weights travel
+Ray chooses the node of each engine, gives it CPUs and GPUs, and reports its end. Prompts, tokens and weights travel
 over inflight's own connections. It needs the extra `ray`. Names are loaded when they are first used, so that actors,
 which import this package too, stay light.
 """

@@ -93,7 +93,7 @@ def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> C
             response = await endpoint(served, request)
         except ClientDisconnect:
             served.metrics.cancelled.inc()
-            response, reason = Response(status_code=499), "the client closed the connection"  # which nobody reads
+            response, reason = Response(status_code=499), "the client closed the connection"  # without a reader
         except Exception as error:
             told = as_api_error(error, f"a request for {path}")
             response, reason = told.response(), told.message

@@ -40,11 +40,11 @@ class ServedModel:
     trust_remote_code: bool = option(False, "Run the code that a model's repository brings along.", panel="Engine")
     threads: int = option(0, "CPU threads of the forward pass; 0 leaves torch's own choice.", min=0, panel="Engine")
     restarts: int = option(
-        3, "How often an engine that ends is started again; weights pass through a buffer then.", min=0, panel="Engine"
+        3, "Maximum number of restarts of an engine. Above 0, weights pass through a buffer.", min=0, panel="Engine"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info",
-        "What is logged: debug, each request; info, counts of them and each update; warning, refusals and faults.",
+        "Log level: debug, each request; info, counts of them and each update; warning, refusals and faults.",
         panel="Server",
     )
     set: tuple[str, ...] = option(

@@ -60,7 +60,7 @@ class HttpServer(HttpThread):
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End what is being drawn, whose clients get what there is so far, and the server. Safe to call twice."""
+        """End the requests in progress and the server. Clients receive the tokens so far. Safe to call twice."""
         self._served.ending = True
         if self._served.num_open and self._thread.is_alive():
             self._abort()
@@ -80,19 +80,19 @@ class HttpServer(HttpThread):
             wait.tell(f"the server ends once {self._served.num_open} requests are answered")
 
     def _abort(self) -> None:
-        """Cancel what is being drawn; answers end with what there is. The engine may be gone already."""
+        """Cancel the requests in progress; answers end with the tokens so far. The engine might have ended already."""
         try:
             asyncio.run_coroutine_threadsafe(self._served.abort(None), self._served.loop).result(_GRACE_S)
         except (InflightError, RuntimeError, TimeoutError) as error:
-            logger.info("what was being drawn could not be cancelled: %s", error)
+            logger.info("the requests in progress could not be cancelled: %s", error)
         wait = Wait()
         while self._served.num_open and self._thread.is_alive() and wait.waited_s < _GRACE_S:
             time.sleep(_DRAIN_CHECK_S)
             wait.tick()
 
     def wait(self) -> None:
-        """Return when it was closed, or when SIGTERM came and what was being drawn was answered (`drain`); a second
-        SIGTERM ends it at once. Raises KeyboardInterrupt at Ctrl-C, and EngineDiedError
+        """Return when it was closed, or when SIGTERM arrived and the requests in progress were answered (`drain`); a
+        second SIGTERM ends it at once. Raises KeyboardInterrupt at Ctrl-C, and EngineDiedError
         when its engine has ended."""
         told, again = threading.Event(), threading.Event()
         before = signal.signal(signal.SIGTERM, lambda *_: (again if told.is_set() else told).set())
@@ -100,7 +100,7 @@ class HttpServer(HttpThread):
             while self._thread.is_alive() and not told.wait(_CHECK_S):
                 self._engine.check()
             if told.is_set():
-                logger.info("SIGTERM: the server ends once what is being drawn was answered")
+                logger.info("SIGTERM: the server ends once the requests in progress are answered")
                 self.drain(again)
         finally:
             signal.signal(signal.SIGTERM, before)

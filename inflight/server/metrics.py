@@ -30,7 +30,7 @@ class Metrics:
         )
         self._gauges = {name: Gauge(name, text, registry=registry) for name, (text, _) in _GAUGES.items()}
         self._status: Status | None = None
-        """The engine's last answer, whose counters `collect` exports."""
+        """The engine's last answer. `collect` exports its counters."""
         registry.register(self)
         self._quantiles = {
             measure: Gauge(name, text, ["quantile"], registry=registry)

@@ -55,7 +55,7 @@ class ServerOptions:
     )
     drain_timeout_s: float = option(
         600.0,
-        "How long /pause?mode=wait, and the end by SIGTERM, wait for what is being drawn.",
+        "Time that /pause?mode=wait, and the end by SIGTERM, wait for requests in progress.",
         min=0.05,
         panel="Server",
     )

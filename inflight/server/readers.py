@@ -36,7 +36,7 @@ class Reader(Protocol):
     """Reads one answer."""
 
     def feed(self, text: str, *, last: bool) -> Read:
-        """Take more text and return the parts that are certain now. last: no more text arrives."""
+        """Take more text and return the parts that are certain now. last: this text is the last one."""
         ...
 
 
@@ -45,9 +45,9 @@ class Reading:
     """How the answers to one request are read."""
 
     reader: Callable[[], Reader]
-    """Makes a reader for one answer, whose text has its special tokens."""
+    """Makes a reader for the text of one answer with its special tokens."""
     hidden: re.Pattern[str]
-    """Special tokens that are no marks of this format. They stay in arguments of tools alone."""
+    """Special tokens that are not marks of this format. They stay in arguments of tools alone."""
 
 
 class AnswerReading:
@@ -66,7 +66,7 @@ class AnswerReading:
 
     def of(self, prompt: list[int], continued: object, tools: Tools) -> Reading | None:
         """How the answers to a prompt are read; None: their text is their content. continued: the content of a message
-        that they continue. tools: those that can be called."""
+        that they continue. tools: the tools that can be called."""
         if self._template is not None:
             template = _with_fields(self._template, reasoning=self._split_reasoning, tools=bool(tools))
             if template is None:
@@ -185,7 +185,7 @@ class _Trimmed:
             self.waiting = "\n"
 
     def take(self) -> str:
-        """The new text, but for white space that can turn out to be its end."""
+        """The new text without white space that can turn out to be its end."""
         new = self.waiting if self.said else self.waiting.lstrip()
         given = new.rstrip()
         self.waiting = new[len(given) :]
@@ -200,7 +200,7 @@ def _as_text(field: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_of(value: Any) -> ToolCall:
-    """Raises KeyError, TypeError or ValueError for a value that is no call."""
+    """Raises KeyError, TypeError or ValueError for a value that is not a call."""
     function = value["function"]
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str):

@@ -46,7 +46,7 @@ class Thinking:
     def split(self, text: str, *, whole: bool = True) -> tuple[str, str]:
         """(the reasoning, the answer) of a text. Reasoning without an end is reasoning alone.
 
-        whole: False while more can arrive; the result is then the part that is certain, which only grows.
+        whole: False while more can arrive; the result is then the part that is certain. It only grows.
         """
         opening, closing = self.marks
         inside = text

@@ -28,7 +28,7 @@ class _Class:
 
 
 class RequestLog:
-    """Lines about requests. A status of 400 and more is a warning, which the first request of an interval gets at once;
+    """Lines about requests. A status of 400 and more is a warning. The first one of an interval is logged at once;
     all others are counted in a line at the end of the interval. At the level debug each request has a line, too. It is
     used by one event loop."""
 

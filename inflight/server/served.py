@@ -47,7 +47,7 @@ class Served:
         self.ending = False
         """No new request is accepted, as the server is about to end."""
         self.loop: asyncio.AbstractEventLoop
-        """The loop of the server, which `open` notes."""
+        """The loop of the server. `open` sets it."""
         self.paused = False
         """A client has paused and not resumed."""
         self._num_submitting = 0

@@ -34,7 +34,7 @@ class TextDecoder:
         return self.decode(ids[-_END_TOKENS:], skip_special_tokens=False)
 
     def special_besides(self, marks: str) -> re.Pattern[str]:
-        """The texts of special tokens that are no part of `marks`."""
+        """The texts of special tokens that are not in `marks`."""
         texts = {self.token(token) for token in special_ids(self.tokenizer)} - {""}
         others = sorted((text for text in texts if text not in marks), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, others)) if others else r"(?!)")
@@ -76,7 +76,7 @@ class AnswerText:
         self._window = list(self._continuation.context)
         """The tokens that are decoded again with each new one."""
         self._read = len(self._window)
-        """How many of the window are in the text, or are the prompt's."""
+        """Number of tokens of the window that are in the text or in the prompt."""
         self._text = ""
         self._given = 0
         self.stop_reason: str | int | None = None

@@ -1,6 +1,6 @@
 """Tool calls in drawn text, as the OpenAI API has them.
 
-The chat template says which format a model writes: `<tool_call>` with JSON (Hermes, Qwen), with `<function=…>` (Qwen
+The chat template shows the format of a model: `<tool_call>` with JSON (Hermes, Qwen), with `<function=…>` (Qwen
 coder) or with `<arg_key>` (GLM), `[TOOL_CALLS]` (Mistral), the marks of DeepSeek and of Kimi, or a JSON object alone
 (Llama 3). JSON is read up to its own end, so that a mark inside of a string ends nothing.
 """
@@ -218,7 +218,7 @@ def _types(name: str, tools: Tools) -> dict[str, Any]:
     try:
         function = next(tool["function"] for tool in tools if tool["function"]["name"] == name)
         return {key: schema.get("type") for key, schema in function["parameters"]["properties"].items()}
-    except (StopIteration, KeyError, TypeError, AttributeError):  # a schema is what a client makes of it
+    except (StopIteration, KeyError, TypeError, AttributeError):  # clients can send any schema
         return {}
 
 

@@ -328,8 +328,8 @@ class Assembler:
                     known[rows[new]] = told
 
     def _know_experts(self, partial: _Partial, experts: Iterable[tuple[int, np.ndarray]]) -> None:
-        """experts: positions, and the experts of the tokens there. Until a token is drawn, those of a prompt that is
-        computed again replace the earlier ones."""
+        """experts: positions, and the experts of the tokens there. Until a token is drawn, the experts of a prompt
+        that is computed again replace the earlier ones."""
         num_prompt_tokens = len(partial.group.prompt_token_ids)
         for position, chosen in experts:
             if position >= num_prompt_tokens:

@@ -26,7 +26,7 @@ class GRPOConfig:
     groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     objective: str | Objective | None = None
-    """What is minimised: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip"."""
+    """The objective to minimise: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip"."""
     correction: InitVar[str | Objective | None] = None
     """Another name of the argument `objective`; giving both raises ValueError. It is read as `objective`."""
     staleness: tuple[StalenessRule, ...] = ()
@@ -43,8 +43,8 @@ class GRPOConfig:
     skipped either way."""
     scale_lr_by_ess: float = 0.0
     """The learning rate of each step is multiplied by √(min(1, ESS / this)), with the effective sample size of the
-    step's sequences that have an advantage, as a share of their number (VCPO, `step.ess_factor`). 1, or what the share
-    is on-policy where numerics differ; 0: it is not scaled."""
+    step's sequences that have an advantage, as a share of their number (VCPO, `step.ess_factor`). 1, or the
+    on-policy share if numerics differ; 0: it is not scaled."""
     advantages: str | Advantages = "grpo"
     """How rewards become advantages: a name in `advantages.ADVANTAGES` ("grpo", "dr_grpo", "rloo", "maxrl",
     "reinforce++", "reinforce++_baseline"), or a function of the step's groups of rollouts that returns an advantage for
@@ -58,11 +58,11 @@ class GRPOConfig:
     """β of a KL penalty in the reward: r − β · Σ_t KL_t over the rollout, before advantages are computed, as in RLOO
     (arXiv 2402.14740). `Objective(kl_weight=…)` has it in the loss. Either needs a reference policy."""
     reward_kl: KLEstimator = "k1"
-    """How that KL is estimated, from the recorded log-probabilities: "k1", whose sum is unbiased, "k2", "k3" or
+    """Estimator of that KL, from the recorded log-probabilities: "k1" (its sum is unbiased), "k2", "k3" or
     "k3_clamped". As a reward only k1 has the gradient of KL(π_θ ‖ π_ref)."""
     skip_uniform_groups: bool = True
-    """Leave groups whose advantages are all 0, as those of equal rewards mostly are, out of the forward pass. They
-    still count in what the loss is averaged over, so that the gradient is the same, and cheaper. Where the objective
+    """Leave groups without an advantage, such as most groups of equal rewards, out of the forward pass. They
+    still count in the averages of the loss, so that the gradient is the same, and cheaper. Where the objective
     has a KL penalty, a drift penalty or an entropy bonus they stay, as these are about them too. A step of nothing but
     such groups is not taken."""
     replace_uniform_groups: int = 0

@@ -98,9 +98,9 @@ class Evaluation:
         return self._running.group_ids if self._running is not None else []
 
     def start(self, step: int, version: int) -> None:
-        """Begin to evaluate a version that has just been published, after this step. Returns as soon as its prompts are
-        submitted, which waits until it is live. Warns if the trainer has other weights than this version: nothing was
-        published, or optimizer steps were taken since. Raises what `engine.submit` raises."""
+        """Begin to evaluate a version that has just been published, after this step. Waits until it is live, submits
+        its prompts, and returns. Warns if the trainer has other weights than this version: nothing was published, or
+        optimizer steps were taken since. Raises the errors of `engine.submit`."""
         if self._engine.staleness.unpublished_steps and version == self._engine.staleness.published_version:
             warnings.warn(
                 f"the evaluation after step {step} draws with version {version}, and the trainer has other weights: "

@@ -67,7 +67,7 @@ def grpo(
     the end are cancelled.
 
     The model's weights are published first, and are live before a prompt is submitted: every token is drawn by weights
-    of this trainer. A run that goes on has published them when it was loaded. It trains on one rank; several raise
+    of this trainer. A run that was loaded has published them on loading. It trains on one rank; several raise
     InflightError (`engine.stream.batches` gives each rank its share).
 
     examples: prompts as `engine.submit` takes them (text, token ids, chat messages, rows of a `datasets.Dataset`), or
@@ -75,18 +75,18 @@ def grpo(
     that can exceed `config.micro_batch_tokens` with its answer, is skipped: logged by its index, and counted in
     `dropped.num_unfit_examples`. If the first ones do not fit, ValueError is raised.
     score: a function of a rollout, plain or `async`, a `Scorer`, or several as `Rewards`.
-    reference: the policy that a KL penalty refers to, where there is one, such as a copy of the model made before
-    training; it is put into evaluation mode, and scores every batch once. None: a PEFT model without its adapters.
-    Where there is neither, ValueError is raised at once.
-    run: an `inflight.Run`, whose `progress` is told before each report how far training has come: save model, optimizer
-    and `lr_scheduler` after it, and then the run. Of a run that was loaded, training goes on with the next step; the
-    same examples must be given, of which those that were submitted before are skipped.
-    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last; that is waited
-    for when the reports have ended. What has ended comes with the next report, and lies in `evaluation.results`; the
-    last one, after the last report, is there and in the loggers alone.
-    loggers: each is told the numbers of every report, `log(step, report.as_dict())`; they stay their owner's to close.
+    reference: the policy that a KL penalty refers to, such as a copy of the model made before training; it is put into
+    evaluation mode, and scores every batch once. None: a PEFT model without its adapters.
+    If a KL penalty has neither, ValueError is raised at once.
+    run: an `inflight.Run`. Its `progress` is updated before each report: save model, optimizer and `lr_scheduler` after
+    a report, and then the run. If the run was loaded, training continues with the next step. Give the same examples:
+    the examples that were submitted before are skipped.
+    evaluation: begins before the first step, after every `evaluation.every` steps, and after the last. The last one is
+    waited for after the last report. A finished evaluation is in the next report and in `evaluation.results`; the
+    last one is only in `evaluation.results` and in the loggers.
+    loggers: each receives the numbers of every report, `log(step, report.as_dict())`; they stay their owner's to close.
     An update whose loss or gradient is not finite is not taken; it is counted and logged. Weights that are not finite
-    are never published: NonFiniteWeightsError ends the run, and the engine keeps those that it has.
+    are never published: NonFiniteWeightsError ends the run, and the engine keeps its weights.
     """
     _check_one_rank(engine)
     score_reference = reference_scorer(
@@ -249,7 +249,7 @@ def _check_one_rank(engine: RolloutEngine) -> None:
     if attached is not None or (size.isdigit() and int(size) > 1):
         raise InflightError(
             f"grpo trains on one rank, and this is rank {rank if attached is None else attached} of {size}; write the "
-            "loop over engine.stream.batches, which gives each rank its share (docs/training.md, Several ranks)"
+            "loop over engine.stream.batches: it gives each rank its share (docs/training.md, Several ranks)"
         )
 
 

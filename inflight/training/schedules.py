@@ -91,7 +91,7 @@ class Admission:
     Examples that the engine refuses, such as a prompt longer than its context, are skipped, counted and logged by their
     index. If it refuses all of the first ones, its error is raised.
 
-    As a context manager it cancels, at the end, what is still in flight.
+    As a context manager it cancels, at the end, all prompts in flight.
     """
 
     engine: RolloutEngine
@@ -164,7 +164,7 @@ class Admission:
         return self._submit(1, version) > 0
 
     def _submit(self, count: int, version: int | None) -> int:
-        """Submit so many further prompts, and skip those that do not fit. Returns how many there were."""
+        """Submit `count` further prompts, and skip prompts that do not fit. Returns the number of submitted ones."""
         num_accepted = 0
         while num_accepted < count and (taken := list(islice(self.examples, count - num_accepted))):
             first, examples = self.num_submitted, [as_example(example) for example in taken]

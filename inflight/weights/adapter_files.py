@@ -47,7 +47,7 @@ class AdapterFiles(Source):
         """model: returns the path or name of the engine's model. digests: returns the SHA-256 of its tensors."""
         self._model, self._digests = model, digests
         self.known_bases: set[str] = set()
-        """Directories whose weights are those of the engine."""
+        """Directories with the engine's weights."""
         self.tensors: dict[str, Tensors] = {}
         """Maps places to tensors by the engine's names without the place."""
         self._layout: WeightLayout | None = None
@@ -92,17 +92,17 @@ class AdapterFiles(Source):
 
     def _check_base(self, directory: Path) -> None:
         """Raise WeightFileError, naming a tensor, if the adapter was trained over another checkpoint that
-        is a directory here. Log the two names if the recorded base is no directory."""
+        is a directory here. Log the two names if the recorded base is not a directory."""
         base, model = str(_config(directory).get("base_model_name_or_path") or ""), self._model()
         if not base or base == model or os.path.realpath(base) in {os.path.realpath(model), *self.known_bases}:
             return
         if not os.path.isdir(base):
-            logger.warning("%s was trained over %s, and goes onto %s; they are not compared", directory, base, model)
+            logger.warning("%s was trained over %s, and is used with %s; they are not compared", directory, base, model)
             return
         try:
             digests = self._digests().tensors
         except BackendError as error:
-            logger.warning("%s was trained over %s, which is not compared with %s: %s", directory, base, model, error)
+            logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
             return
         assert self._weights is not None
         specs = {spec.name: spec for spec in self._weights.tensors}
@@ -112,7 +112,7 @@ class AdapterFiles(Source):
                 tuple(tensor.shape) != spec.shape or sha256(tensor.to(getattr(torch, spec.dtype))) != digests.get(name)
             ):
                 raise WeightFileError(
-                    f"{directory} was trained over {base}, whose {name} is not what the engine computes with; start "
+                    f"{directory} was trained over {base}, but {name} is another tensor in the engine; start "
                     "the server from that checkpoint, or load its weights first"
                 )
         self.known_bases.add(os.path.realpath(base))

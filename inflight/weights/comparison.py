@@ -11,7 +11,7 @@ from inflight.core.layout import WeightLayout
 from inflight.weights.checksum import checksum
 
 BEGINNING = 1 << 16
-"""Elements at the beginning of each tensor that show whether two models are alike; those of other training differ
+"""Elements at the beginning of each tensor that show whether two models are alike. Weights of other training differ
 nearly everywhere."""
 _PIECE = 1 << 24
 """Elements that are cast at a time."""
@@ -27,7 +27,7 @@ class Asked(msgspec.Struct, frozen=True):
     first: Annotated[int, msgspec.Meta(ge=0)]
     """Elements of each tensor, from its beginning; 0: all."""
     dtypes: dict[str, Literal["bfloat16", "float16", "float32", "float64"]]
-    """Maps tensors to the dtype that they are cast to before, where it is not their own."""
+    """Maps tensors to the dtype of a cast before the checksum, if it is another one."""
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Return the checksums by the names of the tensors."""
@@ -47,12 +47,12 @@ class EngineWeights:
         self._answers: dict[str, Mapping[str, str]] = {}
 
     def differences(self, tensors: Tensors) -> list[str]:
-        """Name the tensors that are not those of the engine, after a cast to the less precise of both dtypes. A tied
+        """Name the tensors that differ from the engine's, after a cast to the less precise of both dtypes. A tied
         tensor might have all of its names. Raises BackendError as `ask` does."""
         return self._differences(dict(tensors), first=0)
 
     def begin_as(self, tensors: Tensors) -> bool | None:
-        """Return whether the beginnings of all tensors are those of the engine's; None if it does not say."""
+        """Return whether the beginnings of all tensors equal the engine's; None if the engine does not report them."""
         try:
             return not self._differences(dict(tensors), first=BEGINNING)
         except BackendError:

@@ -31,12 +31,12 @@ class Digester:
         self._found: Digests | ProtocolError | None = None
         """What the thread found last, or why it found nothing."""
         self._asked: Asked | None = None
-        """What the thread computes, or has computed last; None: SHA-256."""
+        """Request that the thread computes or has computed last; None: SHA-256."""
 
     def ask(self, least: int, asked: Asked | None = None) -> list[Digests]:
         """Digests of a version from `least` on, or nothing yet, while they are computed or that version is not live.
         asked: checksums in the place of SHA-256. Raises ProtocolError if they could not be computed. Only the thread of
-        the slot table's owner may ask."""
+        the slot table's owner calls it."""
         self.settle()
         if isinstance(self._found, ProtocolError):
             error, self._found = self._found, None

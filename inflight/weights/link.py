@@ -55,7 +55,7 @@ TOKEN_BYTES = 32
 _STATUS = msgspec.msgpack.Decoder(Status)
 _DIGESTS = msgspec.msgpack.Decoder(list[Digests])
 _CHECKSUMS_S = 600.0
-"""How long an engine may read its weights for checksums."""
+"""Time limit for an engine to compute the checksums of its weights."""
 
 
 @dataclass(frozen=True, slots=True)

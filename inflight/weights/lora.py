@@ -2,7 +2,7 @@
 weights with the adapters merged in.
 
 All that a model computes with is published, or the publisher refuses it by name: when it is made, and at a later
-`publish()` if the model has changed. What is published of an adapter is A and α / r · B, cast to the engine's dtype;
+`publish()` if the model has changed. Of an adapter, A and α / r · B are published, cast to the engine's dtype;
 projections that it leaves alone, and ranks that it does not have, are zero.
 """
 
@@ -24,11 +24,11 @@ from inflight.weights.sources import ModelSource, Offer
 from inflight.weights.tensors import dtype_name, unwrap
 
 _SHOWN = 3
-"""How many parameters an error names."""
+"""Number of parameters that an error names."""
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Return whether a model is a PeftModel, whose adapters can be switched off."""
+    """Return whether a model is a PeftModel with adapters that can be switched off."""
     model = unwrap(model)
     return hasattr(model, "peft_config") and hasattr(model, "base_model") and hasattr(model, "disable_adapter")
 
@@ -66,7 +66,7 @@ class _Plan:
 class PeftSource(ModelSource):
     """Publishes LoRA adapters to engines that hold adapters; to others the weights with the active adapters merged in.
 
-    Raises LayoutMismatchError, naming it, for what the engine would compute without.
+    Raises LayoutMismatchError, naming the part, if the engine would compute without a part of the model.
     """
 
     def __init__(self, model: nn.Module):
@@ -74,7 +74,7 @@ class PeftSource(ModelSource):
         self._root = unwrap(model)
         self._base = peft_layers.base_of(model)
         self._seen: tuple[list[object], list[object]] = [], []
-        """What the plan was made of."""
+        """The state of the model for which the plan was made (`_state`)."""
         self._plan = _Plan()
         self._layout: WeightLayout | None = None
         """The engine's layout of adapters; None: the adapters are merged."""
@@ -149,7 +149,7 @@ class PeftSource(ModelSource):
         if lost:
             raise LayoutMismatchError(
                 f"{_named(lost)} would not be published: an engine with lora_rank takes A and B of plain LoRA alone; "
-                "leave them out or freeze them, or launch the engine without lora_rank, which gets whole weights"
+                "leave them out or freeze them, or launch the engine without lora_rank to publish whole weights"
             )
         shapes = {spec.name: spec.shape for spec in layout.tensors}
         for part in parts:
@@ -158,7 +158,7 @@ class PeftSource(ModelSource):
                 raise LayoutMismatchError(
                     f"the engine has no adapter {part.name}; it was launched with adapters for "
                     f"{', '.join(sorted({spec.name.split('.')[0] for spec in layout.tensors}))} on projections "
-                    "of attention and MLP; leave others out, or launch it without lora_rank, which gets whole weights"
+                    "of attention and MLP; leave others out, or launch it without lora_rank to publish whole weights"
                 )
             (rank, inputs), (outputs, _) = expected  # pyright: ignore
             if len(part.a) > rank or (part.a.shape[1], len(part.b)) != (inputs, outputs):
@@ -181,12 +181,12 @@ class PeftSource(ModelSource):
             "adapters are merged into it; unmerge_adapter() first"
             if merged
             else f"init_lora_weights={changing[0]!r} changes it; take another initialization, or publish the changed "
-            "base first, or launch the engine without lora_rank, which gets whole weights"
+            "base first, or launch the engine without lora_rank to publish whole weights"
             if changing
             else "launch the engine from the checkpoint of the trainer, or publish the base first"
         )
         raise LayoutMismatchError(
-            f"the base of the adapters is not what the engine computes with ({_named(differences)}): {reason}"
+            f"the base of the adapters differs from the engine's weights ({_named(differences)}): {reason}"
         )
 
     # ---- merged -------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def _lora_parts(name: str, layer: Any) -> list[_Part]:
-    """Return the adapters of a layer. Raises LayoutMismatchError, naming it, for more than A and B beside a linear
+    """Return the adapters of a layer. Raises LayoutMismatchError, naming it, for more than A and B next to a linear
     layer."""
     from peft.tuners.lora.layer import Linear
 
@@ -254,7 +254,7 @@ def _lora_parts(name: str, layer: Any) -> list[_Part]:
     if odd:
         raise LayoutMismatchError(
             f"{name} has {odd}; an engine with lora_rank takes plain LoRA on linear layers alone: launch it without "
-            "lora_rank, which gets the weights with the adapters merged in"
+            "lora_rank to publish the weights with the adapters merged in"
         )
     if len(active) > 1:
         raise LayoutMismatchError(
@@ -288,7 +288,7 @@ def _computes_alike(one: nn.Module, other: nn.Module) -> bool:
 
 @torch.no_grad()
 def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> ScaledCopies:
-    """Work out what does not depend on values: which tensor goes where, and what stays zero."""
+    """Return the part of a plan that does not depend on values: the destination of each tensor, and the zeros."""
     destinations, sources = [], []
     for part in plan.parts:
         view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
@@ -302,8 +302,8 @@ def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> ScaledCopies:
 
 
 def _state(root: nn.Module) -> tuple[list[object], list[object]]:
-    """Return what a plan depends on: modules and parameters, which are the same or not, and values, which are equal or
-    not. `nn.Module.modules()` would take several times as long."""
+    """Return the dependencies of a plan: modules and parameters, compared by identity, and values, compared by
+    equality. `nn.Module.modules()` would take several times as long."""
     objects: list[object] = []
     values: list[object] = []
     stack: list[nn.Module] = [root]

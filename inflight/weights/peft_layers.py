@@ -1,7 +1,7 @@
 """Layers of PEFT: which tensors of the base model they hold, and these tensors with the adapters merged in.
 
 PEFT itself merges, in a copy of one layer at a time, so that each of its methods that can be merged is published as
-PEFT computes it. Before that, the copy shows on random numbers that merging gives what the adapters compute.
+PEFT computes it. Before that, the copy shows on random numbers that the merged layer has the outputs of the adapters.
 """
 
 import copy
@@ -16,7 +16,7 @@ from inflight.core.errors import LayoutMismatchError
 from inflight.weights.tensors import unwrap
 
 _NOISE = 0.05
-"""How far the check of a merge moves an adapter, which begins as zero."""
+"""Distance by which the check of a merge moves an adapter. An adapter begins as zero."""
 _MOST_ERROR = 1e-3
 """Largest difference between an adapter's output and the merged layer's, relative to the largest output. In fp32."""
 
@@ -61,7 +61,7 @@ def holders(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
         yield name, module
     elif _is_of_peft(module):
         raise LayoutMismatchError(
-            f"{name or 'the model'} is a {type(module).__name__} of PEFT, which computes with more than the weights of "
+            f"{name or 'the model'} is a {type(module).__name__} of PEFT, and computes with more than the weights of "
             "the base model; an engine cannot compute it: train LoRA, or a method that PEFT can merge into the weights"
         )
     else:
@@ -78,8 +78,8 @@ def refuse_copies(name: str, module: nn.Module) -> None:
         option = "trainable_token_indices" if isinstance(module, TrainableTokensWrapper) else "modules_to_save"
         raise LayoutMismatchError(
             f"{name} is trained next to the adapters ({option}), and would not be published: an engine with lora_rank "
-            "takes A and B of plain LoRA alone; leave it out, or launch the engine without lora_rank, which gets whole "
-            "weights"
+            "takes A and B of plain LoRA alone; leave it out, or launch the engine without lora_rank to publish "
+            "whole weights"
         )
 
 
@@ -113,7 +113,7 @@ def merged_tensors(layer: nn.Module, adapters: Sequence[str]) -> dict[str, torch
 
 @torch.no_grad()
 def check_merge(name: str, layer: nn.Module, adapters: Sequence[str]) -> None:
-    """Raise LayoutMismatchError, naming the layer, unless merging these adapters gives what they compute."""
+    """Raise LayoutMismatchError, naming the layer, unless the merged layer has the outputs of these adapters."""
     what = f"{name} has adapters ({type(layer).__name__} of {type(layer).__module__})"
     advice = "launch the engine with lora_rank for plain LoRA, or train adapters that PEFT can merge into the weights"
     try:
@@ -126,7 +126,7 @@ def check_merge(name: str, layer: nn.Module, adapters: Sequence[str]) -> None:
         inputs = _inputs(base, generator)
         expected = probe(inputs)
         difference = (_merge(probe, adapters)(inputs) - expected).abs().max() / expected.abs().max()
-    except Exception as error:  # whatever PEFT raises for what it cannot merge, or for inputs of another kind
+    except Exception as error:  # PEFT's exceptions for layers that it cannot merge, or for other inputs
         reason = " ".join(str(error).split())[:200]
         raise LayoutMismatchError(
             f"{what} that cannot be merged: {type(error).__name__}: {reason}; {advice}"
@@ -153,7 +153,7 @@ def _tensors(module: nn.Module, *, recurse: bool) -> dict[str, torch.Tensor]:
 
 
 def _copy(layer: Any) -> Any:
-    memo = {id(kept): kept for kept in (getattr(layer, "kwargs", None),) if kept is not None}  # may hold other layers
+    memo = {id(kept): kept for kept in (getattr(layer, "kwargs", None),) if kept is not None}  # can hold other layers
     return copy.deepcopy(layer, memo)._apply(lambda t: t.float() if t.is_floating_point() and t.itemsize < 4 else t)
 
 

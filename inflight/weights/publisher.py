@@ -107,7 +107,7 @@ class Publisher:
             self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
             self.matches = link.matches
             """True if the engines had the trainer's weights before the first publish, False if not. None if that is not
-            known: of adapters, of weights that are handed over, and of sharded models, of which no rank has it all."""
+            known: for adapters, for weights given by name, and for sharded models, as no rank has the whole model."""
             self._published = self._warned = False
             self.version = link.version
             """The version that the last `publish()` returned."""
@@ -409,7 +409,7 @@ class Publisher:
             self._warned = True
             logger.warning(
                 "the engine's weights are not the trainer's: tokens drawn before the first publish() come from other "
-                "weights than those that are trained"
+                "weights than the trained ones"
             )
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:

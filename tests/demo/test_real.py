@@ -1,4 +1,4 @@
-"""The demo with a real model: what it asks, what it rewards, and how it refuses."""
+"""The demo with a real model: questions, rewards and refusals."""
 
 import io
 import json
@@ -109,7 +109,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_path):
     """With a tiny model in the place of the real one."""
 
-    def stand_in(device):  # whose tensors are not those of the checkpoint that the demo's own model starts from
+    def stand_in(device):  # its tensors differ from the checkpoint from which the demo's own model starts
         model, tokenizer = load_trainer("tiny-moe", device), require_tokenizer("tiny-moe")
         tokenizer.chat_template = TEMPLATE
         return model, tokenizer

@@ -189,7 +189,7 @@ def test_another_vocabulary_in_the_configuration(tmp_path):
 def save_quantised(
     path: Path, config: PretrainedConfig, method: dict[str, object], quantise: Callable[[str, torch.Tensor], Tensors]
 ) -> None:
-    """Save a random model in bfloat16, then replace tensors by those that `quantise` makes of them."""
+    """Save a random model in bfloat16, then replace tensors by the results of `quantise`."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     tensors = load_file(path / "model.safetensors")

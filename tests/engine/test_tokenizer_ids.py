@@ -1,4 +1,4 @@
-"""The tokenizer says which ids can be drawn, and adds its end-of-sequence token to those of the model."""
+"""Only ids of the tokenizer are drawn, and its end-of-sequence token is added to the model's."""
 
 import logging
 

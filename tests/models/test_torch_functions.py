@@ -1,4 +1,4 @@
-"""Packages of GPU kernels that are installed do not decide what a twin computes on a CPU."""
+"""Installed packages of GPU kernels do not change a twin's outputs on a CPU."""
 
 import json
 import os

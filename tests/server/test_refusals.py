@@ -1,4 +1,4 @@
-"""Clients recognize refusals by status, code and words: here those that they look for, with their source."""
+"""Clients recognize refusals by status, code and words: the expected ones, with their source."""
 
 import openai
 import pytest
@@ -11,7 +11,7 @@ OVERFLOW = {
     "OpenAI's code, verifiers 0.4.0 and many agents": "context_length_exceeded",
 }
 TOO_LONG = "word " * 80
-"""400 bytes, each a token, where the context holds 256."""
+"""400 bytes, each a token. The context holds 256."""
 
 
 @pytest.mark.parametrize(

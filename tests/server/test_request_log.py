@@ -9,7 +9,7 @@ from inflight.server.request_log import RequestLog
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, *requests: tuple, level: int = logging.INFO) -> list[tuple[str, str]]:
-    """(level, line) of what a log writes of these requests."""
+    """(level, line) of a log's lines about these requests."""
 
     async def note() -> None:
         log = RequestLog()

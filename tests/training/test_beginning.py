@@ -119,7 +119,7 @@ def test_an_evaluation_of_weights_that_were_changed_since_is_told(engine):
 
 
 def test_weights_that_were_never_published_are_stale_and_an_evaluation_of_them_is_told(model_dir):
-    """In a loop of one's own, which forgot to publish: what the engine was launched with is no mismatch of numerics."""
+    """In a custom loop that forgot to publish, the weights of the launch are not a mismatch of numerics."""
     model = other_model()
     with (
         inflight.launch(model_dir("qwen3"), device="cpu", threads=1, max_sequences=16, max_context=32) as fresh,
@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_skips_them_too_and_counts_each_once(engine):
     seen, counts = [], []
     with engine.publisher(model) as publisher:
         progress = inflight.Run(engine, publisher)
-        for _ in range(9):  # a run that ends after every step, and goes on
+        for _ in range(9):  # a run that ends after every step and continues
             source = inflight.grpo(
                 engine, publisher, model, optimizer, rows, lambda r: float(r.sample), config(steps=99), run=progress
             )

@@ -16,7 +16,7 @@ EVERY = 3
 
 
 def loop(engine, model, *, steps=7, **options):
-    """A loop of one's own, which publishes at every third step. Yields each batch with its statistics."""
+    """A custom loop that publishes at every third step. Yields each batch with its statistics."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     prompts = ([index % VOCABULARY, 3] for index in count())
     with engine.publisher(model) as publisher:
@@ -113,7 +113,7 @@ def test_steps_of_versions_that_an_earlier_process_published_count_as_one_each()
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_run_that_is_saved_between_publishes_goes_on_under_the_next_version(engine, tmp_path, model_dir, steps):
-    """Else tokens of other weights than those that `load` publishes would have their version."""
+    """Otherwise tokens would have the version that `load` publishes, but be drawn by other weights."""
     model = make_model("qwen3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     launch = {"device": "cpu", "threads": 1, "max_sequences": 4, "max_context": 32}

@@ -1,4 +1,4 @@
-"""Whatever PEFT trains is published as PEFT computes it, or refused by name: there is no third outcome."""
+"""All weights that PEFT trains are published as PEFT computes them, or refused by name. A third outcome is a fault."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ REFUSED_MERGED = {
     "PROMPT_TUNING", "P_TUNING", "SHADOW", "lora_bias, no bias", "modules_to_save lm_head, tied", "embed_tokens, tied",
     "embed_tokens, scaled", "lm_head, tied", "aLoRA", "target_parameters", "layer_replication", "disabled",
 }  # fmt: skip
-"""Kinds whose weights are no weights of the base model. A method that a later PEFT brings is in no set."""
+"""Kinds whose weights are not weights of the base model. A method that a later PEFT brings is in no set."""
 
 
 def marked(kinds):

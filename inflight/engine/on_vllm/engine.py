@@ -129,12 +129,12 @@ class VllmEngine(Backend):
 
     @verb()
     def checksums(self, asked: Asked) -> list[Digests]:
-        """Of the slot that the live version came from. Raises BackendError if it holds another one by now, or vLLM has
-        loaded what no slot holds."""
+        """Of the slot from which vLLM loaded the live version. Raises BackendError if it holds another one by now, or
+        vLLM's weights are in no slot."""
         table = self.slot_table
         if table.whole is None or self._started.reload_reason:
             raise BackendError(
-                f'version {table.version} of the weights cannot be compared with backend="vllm", which holds it fused '
+                f'version {table.version} of the weights cannot be compared with backend="vllm": vLLM holds it fused '
                 "and packed alone; make the publisher before other weights are published, or take the inflight backend"
             )
         views = slot_views(table.slots[table.whole].buffer, table.layout)

@@ -24,7 +24,7 @@ class StagedSlots(SlotTable):
         """The slot that still holds the live version, if one does. At the start the first slot holds the weights that
         vLLM has loaded."""
         self._lent_live = False
-        """That slot is lent, so that it might be written to."""
+        """That slot is leased, so that it might be written to."""
 
     @property
     def versions(self) -> list[int]:
@@ -51,7 +51,7 @@ class StagedSlots(SlotTable):
         return lent
 
     def written(self) -> None:
-        """A version was filled in or announced, perhaps where the live one was; `commit` will say where it is."""
+        """A version was filled in or announced, perhaps where the live one was; `commit` finds its slot."""
         self._holds_live = None
 
     def request(self) -> None:

@@ -123,12 +123,12 @@ def turn_advantages(
     tokens get 0. With one turn that is the advantage of the sample.
 
     "rloo" is unbiased: its expectation is the gradient of the mean return, for every turn. A turn that no other sample
-    of its group reaches is compared with the mean of the other samples' returns from the last turn that each has, which
-    does not depend on the turn's own tokens either.
+    of its group reaches is compared with the mean of the other samples' returns from the last turn that each has. That
+    mean does not depend on the turn's tokens either.
     Other advantages relative to the group give 0 to such a turn, and so weigh rarely reached turns down. With "dr_grpo"
     and a turn that a sample reaches with probability p, the expected gradient is 1 − (1 − (1 − p)^n) / (n p) of the
     exact one: (n − 1) / n for p = 1, 0.42 for n = 3 and p = 0.5.
-    Raises ValueError for a sample that has not as many rewards as turns, and for what the advantages raise it for.
+    Raises ValueError for a sample that has not as many rewards as turns, and the errors of the advantages.
     """
     function = ADVANTAGES.get(advantages) if isinstance(advantages, str) else advantages
     if function is None:

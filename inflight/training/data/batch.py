@@ -57,7 +57,7 @@ class PackedBatch:
     """f32[T], under the policy that a KL penalty refers to."""
     trainer_version: int | None = None
     """The version of the trainer's weights when it takes the batch; it separates mismatch from staleness. After
-    optimizer steps that were not published it is the next version, which no token has."""
+    optimizer steps that were not published it is the next version. No token has it."""
     rollouts: Sequence[Rollout] = ()
     """B, what the sequences were made of: text, rewards and metadata."""
 

@@ -1,4 +1,4 @@
-"""Warns when batches have no advantage: their policy loss is 0, and training goes on without learning."""
+"""Warns when batches have no advantage: their policy loss is 0, and training continues without learning."""
 
 import warnings
 
@@ -16,8 +16,8 @@ class NothingToLearn:
         self._has_warned = False
 
     def note(self, scored: ScoredGroups, *, stacklevel: int = 3) -> None:
-        """Look at the groups of a batch after they were packed. stacklevel: that of the user's loop, whose line the
-        warning names; 3 if the generator that the user iterates over is the caller."""
+        """Look at the groups of a batch after they were packed. stacklevel: the level of the user's loop. The warning
+        names its line; 3 if the generator that the user iterates over is the caller."""
         if not scored.groups:
             return
         if scored.has_advantage:

@@ -132,13 +132,13 @@ class RolloutStream:
         """Every finished group, its samples in order, until nothing that was submitted is outstanding.
 
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
-        (`engine.submit(…)` without `train=False`), and that nobody has named.
+        (`engine.submit(…)` without `train=False`) and that no call has named.
         score: samples that ended by themselves have their rewards (None for a sample that has none, and for all of a
-        group of which too many were cancelled): the function is called beside this thread as soon as a group has
-        finished, and groups arrive in the order in which they are scored. What it raises is raised here; then the group
-        is scored again when it is asked for again.
-        Raises EngineDiedError, EngineHungError, JournalError when a journal takes no more, or FrameError or
-        StreamGapError when frames were lost. Then every group that was in flight counts as lost: its samples come with
+        group of which too many were cancelled): the function is called in parallel with this thread as soon as a group
+        has finished, and groups arrive in the order in which they are scored. Its exceptions are raised here; then the
+        group is scored again when it is requested again.
+        Raises EngineDiedError, EngineHungError, JournalError when a journal cannot be written, or FrameError or
+        StreamGapError when frames were lost. Then every group that was in flight is lost: its samples have the
         finish_reason "error" when `groups` is called again.
         """
         wanted, scorer = self._claim(group_ids, score)
@@ -199,19 +199,18 @@ class RolloutStream:
     ) -> Iterator[PackedBatch]:
         """Batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
-        They are made of what was submitted for training, and of nothing that was submitted with `train=False`, drawn by
-        `generate`, or drawn greedily (`collect` has those). score: a function of a rollout, plain or `async`, or a
-        `Scorer`, which has a time limit, or several as `Rewards`; it is called beside training and generation.
-        staleness: the rules that say which tokens are too old. advantages: their name in `ADVANTAGES`, or a function of
-        the groups. What is left out is counted in `dropped`; a batch of which nothing is left is not
-        yielded.
-        Ends when nothing that was submitted is outstanding; the last batch may be smaller. Warns if it ends without a
+        They contain the prompts submitted for training. Prompts submitted with `train=False`, drawn by `generate`, or
+        drawn greedily are not among them (`collect` has those). score: a function of a rollout, plain or `async`, or a
+        `Scorer` with a time limit, or several as `Rewards`; it is called during training and generation.
+        staleness: the rules for tokens that are too old. advantages: their name in `ADVANTAGES`, or a function of
+        the groups. Omitted rollouts are counted in `dropped`; an empty batch is not yielded.
+        Ends when all submitted prompts are finished; the last batch can be smaller. Warns if it ends without a
         batch, and if there is nothing to learn from one: all rewards are equal, or n is 1 and advantages are relative
         to a group. How old its tokens were is
         measured when the next batch is asked for, that is, after the optimizer step.
-        Raises what `score` and `groups` raise; no rollout is lost by that, or by Ctrl-C: those that were not in a batch
-        yet come when `batches` is called again.
-        On rank 0 of a trainer of several ranks, what is yielded is this rank's share of such batches; then also
+        Raises the exceptions of `score` and `groups`. They lose no rollout, and neither does Ctrl-C: the next call of
+        `batches` yields the rollouts that were not in a batch yet.
+        On rank 0 of a trainer of several ranks, yields this rank's share of such batches; then also
         RankLostError is raised, naming a rank that has ended or does not take its share.
         """
         batches = self._whole_batches(rollouts, score, staleness, advantages)

@@ -191,7 +191,7 @@ class ScoredGroups:
                 "every rollout, groups concatenated"
             )
         self.has_advantage = any(map(np.any, values))
-        # Staleness rules see every rollout, so that totals and counts do not depend on what is skipped after them.
+        # Staleness rules see every rollout, so that totals and counts do not depend on later omissions.
         included = take_out_stale(rollouts, staleness, trainer_version, now_ns(), self.dropped)
         without_gradient = self._without_gradient(values, skip_uniform, mask_truncated) & included.keys()
         kept = [index for index in included if index not in without_gradient]

@@ -71,7 +71,7 @@ class Scorer(GroupScorer):
         Scorer(score)                            # a function or a coroutine function of one rollout
         Scorer(score, batched=True)              # of the list of a group's rollouts; returns as many rewards
         Scorer(score, timeout_s=30, workers=16)
-        Scorer(check, processes=4)               # of a module or file, where Python computes for long
+        Scorer(check, processes=4)               # of a module or file, if Python computes for long
         Scorer(progress, cancelled=True)         # of samples that you cancel, too
 
     A rollout without a reward takes no part in training and is counted: where the function returns None or a number
@@ -90,12 +90,12 @@ class Scorer(GroupScorer):
         processes: int = 0,
         cancelled: bool = False,
     ):
-        """workers: calls at the same time, of coroutines too. timeout_s: for one call. processes: so many processes
-        call the function, one call each at a time, instead of threads, which share one interpreter; they import it by
-        its name, so that it has to be a plain function of a module or of the program's file. 0: none do. cancelled:
-        samples that were cancelled get a reward too and are trained on, such as those that a process reward gave up;
-        their finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for what is out
-        of range and for a function that no other process can import."""
+        """workers: calls at the same time, of coroutines too. timeout_s: for one call. processes: number of
+        processes that call the function, one call each at a time, instead of threads of one interpreter. They import it
+        by its name, so that it has to be a plain function of a module or of the program's file. 0: threads. cancelled:
+        cancelled samples get a reward too and are trained on, such as samples that a process reward ended early; their
+        finish_reason is "cancelled". False: their groups continue without them. Raises ValueError for numbers out of
+        range and for a function that no other process can import."""
         if not callable(score):
             raise TypeError(f"score must be a function of a rollout, got {score!r}")
         if workers < 1:

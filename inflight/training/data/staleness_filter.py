@@ -21,7 +21,7 @@ class StalenessRule:
     """A token is too old if a bound that is given is exceeded. A rollout is as old as its oldest token."""
 
     max_version_lag: int | None = None
-    """The trainer's version − the token's. Optimizer steps since the last publish count as one version."""
+    """The trainer's version − the token's. Optimizer steps since the last publish are taken for one version."""
     max_age_ms: float | None = None
     """The time at which the batch is made − the time at which the token was drawn."""
     unit: Literal["token", "rollout"] = "rollout"

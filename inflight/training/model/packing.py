@@ -190,7 +190,7 @@ def is_packable(model: nn.Module) -> bool:
 
 
 _replaced: dict[int, str | None] = {}
-"""The attention that ours stands in for, by the id of the configuration. Entries exist during forward and backward."""
+"""The attention that ours replaces, by the id of the configuration. Entries exist during forward and backward."""
 
 
 @contextmanager
@@ -199,13 +199,13 @@ def packed_attention(model: nn.Module) -> Iterator[Callable[[torch.Tensor], None
 
     The function that is yielded takes the output. Backward can run forward passes again (activation checkpointing), so
     the configuration has our attention during a backward pass through that output too. For any other input our
-    attention does what the model's own does.
+    attention calls the model's own.
     """
     config: Any = model.config
     engine = torch.autograd.Variable._execution_engine
 
     def in_backward_too(out: torch.Tensor) -> None:
-        if out.requires_grad:  # the hook is called where backward begins, and what it queues where backward ends
+        if out.requires_grad:  # the hook is called where backward begins, and the queued call where backward ends
             out.register_hook(lambda _: engine.queue_callback(_replace(config)))
 
     restore = _replace(config)

@@ -18,8 +18,8 @@ def kl_estimate(kind: KLEstimator, logprobs: torch.Tensor, reference_logprobs: t
     π_θ drew.
 
     k1 = −log r is unbiased; k2 = (log r)² / 2 is biased; k3 = r − 1 − log r is unbiased and never negative, and is
-    GRPO's (arXiv 2402.03300, eq. 4). k3_clamped is k3 with log r in [−20, 20] and at most 10, as verl has it. Their
-    gradients are those of `kl_penalty` without a correction. Raises ValueError for another kind.
+    GRPO's (arXiv 2402.03300, eq. 4). k3_clamped is k3 with log r in [−20, 20] and at most 10, as verl has it.
+    `kl_penalty` without a correction has the same gradients. Raises ValueError for another kind.
     """
     log_ratios = reference_logprobs - logprobs
     if kind == "k1":
@@ -44,14 +44,14 @@ def kl_penalty(
 ) -> torch.Tensor:
     """Returns the penalty f[n] of each token, with gradient to log π_θ f[n], for tokens that π_b drew.
 
-    Corrected, the expected gradient is that of a KL whichever policy drew the tokens: of KL(π_θ ‖ π_ref) for k1, k2
-    and k3, and of KL(π_ref ‖ π_θ) for k3_clamped, where tokens with log r > 2.6 or < −11 have none. k1 and k3 are
+    Corrected, the expected gradient is the gradient of a KL whichever policy drew the tokens: of KL(π_θ ‖ π_ref) for
+    k1, k2 and k3, and of KL(π_ref ‖ π_θ) for k3_clamped: its tokens with log r > 2.6 or < −11 have none. k1 and k3 are
     multiplied by ρ with its gradient (DeepSeek-V3.2, arXiv 2512.02556, eq. 7), k2 and k3_clamped by its value: the
-    estimate itself already has the gradient, and with that of ρ a token beyond the clamp would be pushed away from the
-    reference. The gradients of k2 and k3 are the same, −ρ log r ∇log π_θ.
+    estimate itself already has the gradient, and with the gradient of ρ a token beyond the clamp would be pushed away
+    from the reference. The gradients of k2 and k3 are the same, −ρ log r ∇log π_θ.
 
-    Not corrected, tokens count as if π_θ had drawn them. If it did, the expected gradient is 0 for k1, that of
-    KL(π_θ ‖ π_ref) for k2, and that of KL(π_ref ‖ π_θ) for k3, whose r nothing bounds: a token to which π_θ gives e⁻⁸
+    Not corrected, tokens are taken to be drawn by π_θ. If they were, the expected gradient is 0 for k1,
+    ∇KL(π_θ ‖ π_ref) for k2, and ∇KL(π_ref ‖ π_θ) for k3. The r of k3 has no bound: a token to which π_θ gives e⁻⁸
     and π_ref e⁻¹ has a gradient of −1,096.
     """
     estimates = kl_estimate(kind, logprobs, reference_logprobs)

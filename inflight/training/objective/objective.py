@@ -1,4 +1,4 @@
-"""What is minimised, put together: a correction, a surrogate, trust regions and an aggregation.
+"""The minimised loss, put together: a correction, a surrogate, trust regions and an aggregation.
 
 loss = Σ_t a_t · ( w_t · m_t · L_t + β · KL_t + δ · (log ρ_t)² − η · H_t ), with a_t the aggregation's weight, w_t the
 correction's, m_t 1 where every trust region lets the token take part, else 0, and L_t the surrogate's loss.
@@ -25,17 +25,18 @@ Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 @named({"beta": "kl_weight", "kl_coef": "kl_weight", "entropy_coef": "entropy_weight", "loss": "surrogate"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A policy objective. Its functions are those of `corrections`, `surrogates` and `trust_regions`, with
-    `functools.partial` for their bounds, or functions of one's own from `DrawnTokens` to f[n], or to bool[n] for a
+    """A policy objective. Its functions are from `corrections`, `surrogates` and `trust_regions`, with
+    `functools.partial` for their bounds, or custom functions from `DrawnTokens` to f[n], or to bool[n] for a
     trust region. `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token.
     Weights of tokens instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
-    Raises ValueError for what cannot be meant: bounds between which nothing lies, clipping that never clips, names that
-    do not exist. `LossStats.clipped` is None if the correction or the surrogate does not declare its bounds
-    (`bounds.bounded`), as it is not known then which tokens they changed. What a trust region leaves out is known."""
+    Raises ValueError for meaningless settings: bounds without a value between them, clipping that never clips, names
+    that do not exist. `LossStats.clipped` is None if the correction or the surrogate does not declare its bounds
+    (`bounds.bounded`), as it is not known then which tokens they changed. The tokens that a trust region leaves out
+    are known."""
 
     correction: TokenFunction = corrections.token_truncate
-    """The weights w = π_p / π_b, which are 1 with proximal="behavior"."""
+    """The weights w = π_p / π_b. They are 1 with proximal="behavior"."""
     surrogate: TokenFunction = surrogates.ppo_clip
     trust_regions: tuple[TokenFunction, ...] = ()
     aggregation: Aggregation = "token"
@@ -54,7 +55,7 @@ class Objective:
     """Weight the KL of a token by ρ = π_θ / π_b, so that its expected gradient is right for tokens that an older policy
     drew, as in flight (`kl.kl_penalty`). False takes every token to be drawn by π_θ; k1 has no gradient then."""
     drift_weight: float = 0.0
-    """δ, the weight of (log ρ)², ρ = π_θ / π_b, of every token, also of those that a trust region leaves out. It pulls
+    """δ, the weight of (log ρ)², ρ = π_θ / π_b, of every token, also of tokens that a trust region leaves out. It pulls
     π_θ back to the policy that drew the token, and needs no reference policy. prime-rl's default is 1e-3 (`kl_tau`,
     after Kimi K2.5, arXiv 2602.02276)."""
     entropy_weight: float = 0.0

@@ -1,9 +1,9 @@
-"""What the importance ratios of a batch look like, and which of two causes they have.
+"""Statistics of the importance ratios of a batch, by two causes.
 
 The ratio of a drawn token is ρ = π_θ / π_b. Tokens that the trainer's own version drew differ from 1 by *mismatch*
 alone: engine and trainer compute the same probability with other numerics (Yao et al. 2025). Older tokens differ by
 *staleness* as well. Everything is kept as sums, so that micro-batches add up. Sums of ratios are relative to the
-largest one: the ratio of a long sequence can be e⁻⁴⁰⁰ or e⁴⁰⁰, whose square no float64 holds.
+largest one: the ratio of a long sequence can be e⁻⁴⁰⁰ or e⁴⁰⁰, and a float64 cannot hold its square.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class RatioStats:
 
     num_tokens: int = 0
     scaled_sum: float = 0.0
-    """Σρ / ρ_max, where ρ_max is the largest ratio."""
+    """Σρ / ρ_max, with ρ_max the largest ratio."""
     scaled_squares: float = 0.0
     """Σρ² / ρ_max²"""
     min_log: float = inf
@@ -103,7 +103,7 @@ class LossStats:
     """Ratios of the drawn tokens that take part in the loss."""
     mismatch: RatioStats
     """Ratios of the tokens that the trainer's present weights drew; none if the batch has no trainer_version. If
-    several optimizer steps are taken on a batch, the later ones have drift of their own in it."""
+    several optimizer steps are taken on a batch, it contains the drift of the later ones."""
     stale: RatioStats
     """Ratios of the tokens that older weights drew: older versions, and the last version if the trainer has taken
     optimizer steps since its publish."""

@@ -15,8 +15,8 @@ from inflight.training.objective.tokens import DrawnTokens
 
 @bounded(low=0.0, high=inf)
 def geometric_mask(tokens: DrawnTokens, *, low: float = 0.99, high: float = 1.01) -> torch.Tensor:
-    """Keeps the sequences whose geometric mean of w = π_p / π_b lies in [low, high]; of ρ = π_θ / π_b with
-    proximal="behavior", where w is 1. Unlike a product the mean does not grow with length (1.1 per token is 2.6 after
+    """Keeps the sequences whose geometric mean of w = π_p / π_b is in [low, high]; of ρ = π_θ / π_b with
+    proximal="behavior", as w is 1 then. Unlike a product the mean does not grow with length (1.1 per token is 2.6 after
     10 tokens and 13,781 after 100).
 
     Source: Liu and Li 2025; verl's geometric rejection; the bounds are SkyRL's. With NeMo-RL's [0.999, 1.002] and

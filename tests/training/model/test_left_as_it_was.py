@@ -1,4 +1,4 @@
-"""After a loss a model is what it was: its configuration, what is saved of it, and what it computes."""
+"""A loss leaves a model unchanged: its configuration, its saved files and its outputs."""
 
 import copy
 import pickle
