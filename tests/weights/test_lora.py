@@ -254,7 +254,7 @@ def test_an_adapter_in_files_of_another_base_is_refused(engines, tmp_path, caplo
             assert isinstance(found, float)
             assert found < MOST
         else:
-            assert f"trained over {path}, whose " in str(found)
+            assert f"trained over {path}, but " in str(found)
     config = json.loads((tmp_path / "adapter-0" / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "somebody/model"
     (tmp_path / "adapter-0" / "adapter_config.json").write_text(json.dumps(config))
