@@ -37,7 +37,7 @@ _HOME = {
         "inflight.training.model.replay": "replay_routed_experts",
         "inflight.training.evaluation": "Evaluation",
         "inflight.training.data.rewards": "Rewards",
-        "inflight.observability.loggers": "JsonLines open_logger TensorBoard WandB Trackio",
+        "inflight.observability.loggers": "JsonLines open_logger PrometheusLogger TensorBoard WandB Trackio",
         "inflight.training.data.scored_groups": "ScoredGroups",
         "inflight.training.data.scoring": "Scorer",
         "inflight.training.data.staleness_filter": "StalenessRule",
@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.engine.engine import Engine as Engine
     from inflight.journal_replay import replay as replay
     from inflight.observability.loggers import JsonLines as JsonLines
+    from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard
     from inflight.observability.loggers import Trackio as Trackio
     from inflight.observability.loggers import WandB as WandB

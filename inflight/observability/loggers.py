@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol, Self, get_args
 
 from inflight.core.errors import LoggerError
+from inflight.core.extras import needing
 from inflight.core.files import file_errors, replacing
 
 
@@ -135,6 +136,39 @@ class Trackio(_LibraryRun):
     def __init__(self, project: str, *, name: str | None = None, config: Mapping[str, Any] | None = None):
         trackio: Any = _require("trackio", "Trackio")
         self._run = trackio.init(project=project, name=name, config=dict(config or {}))
+
+
+class PrometheusLogger(_Closed):
+    """Serves the newest numbers of a run at `GET /metrics` for Prometheus: `inflight_trainer_step`, and
+    `inflight_trainer_number` with the label `name`, such as "reward" or "staleness/token_age_ms".
+
+    port: 0 lets the system choose; the attribute `port` has the choice. host: the address to listen on; "0.0.0.0"
+    for a Prometheus on another machine. There is no token. Needs `prometheus-client`, of the extra `serve`. Raises
+    MissingPackageError without it, and LoggerError if the address cannot be listened on.
+    """
+
+    def __init__(self, port: int, *, host: str = "127.0.0.1"):
+        with needing("serve", "PrometheusLogger"):
+            from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        registry = CollectorRegistry()
+        self._step = Gauge("inflight_trainer_step", "The last step that was logged.", registry=registry)
+        self._number = Gauge("inflight_trainer_number", "The last value of each number.", ["name"], registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except (OSError, OverflowError) as error:
+            raise LoggerError(f"cannot listen on {host} port {port}: {error}; choose another port or host") from error
+        self.port = self._server.server_port
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._step.set(step)
+        for name, value in values.items():
+            self._number.labels(name).set(value)
+
+    def close(self) -> None:
+        """End the server. Safe to call twice."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 LoggerName = Literal["jsonl", "tensorboard", "wandb", "trackio"]

@@ -3,13 +3,16 @@ name where they are not installed."""
 
 import json
 import sys
+import urllib.error
+import urllib.request
 from math import inf, nan
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from inflight.core.errors import LoggerError
-from inflight.observability.loggers import JsonLines, TensorBoard, Trackio, WandB, open_logger
+from inflight.core.errors import LoggerError, MissingPackageError
+from inflight.observability.loggers import JsonLines, PrometheusLogger, TensorBoard, Trackio, WandB, open_logger
 
 VALUES = {"loss": 0.5, "ratio/ess": 0.25}
 
@@ -118,3 +121,35 @@ def test_a_logger_is_opened_by_its_name(tmp_path, calls):
     assert json.loads((tmp_path / "second" / "steps.jsonl").read_text()) == {"step": 1, **VALUES}
     with pytest.raises(ValueError, match="a logger is one of jsonl, tensorboard, wandb, trackio, got 'csv'"):
         open_logger("csv", tmp_path)
+
+
+def scraped(port: int) -> dict[str, float]:
+    """Map the samples of a trainer's /metrics, by the name of the number if they have one, to their values."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.labels.get("name", sample.name): sample.value for sample in samples}
+
+
+def test_prometheus_reads_the_newest_numbers_of_a_trainer():
+    with PrometheusLogger(0) as logger:
+        logger.log(1, {"reward": 0.25, "staleness/token_age_ms": 400.0, "eval/accuracy": 0.5})
+        logger.log(2, {"reward": 0.5, "reward/a-b": 1.0, "reward/a_b": 2.0})
+        assert scraped(logger.port) == {
+            "inflight_trainer_step": 2.0,
+            "reward": 0.5,
+            "reward/a-b": 1.0,
+            "reward/a_b": 2.0,
+            "staleness/token_age_ms": 400.0,
+            "eval/accuracy": 0.5,
+        }
+        with pytest.raises(LoggerError, match=f"cannot listen on 127.0.0.1 port {logger.port}: .*in use"):
+            PrometheusLogger(logger.port)
+    with pytest.raises(urllib.error.URLError):
+        scraped(logger.port)
+
+
+def test_prometheus_without_its_package_is_told_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingPackageError, match=r"PrometheusLogger needs prometheus_client: pip install 'inflight"):
+        PrometheusLogger(0)
