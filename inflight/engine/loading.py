@@ -44,6 +44,21 @@ def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype
 
 
 def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
+    """The config of `read_config`. Raises UnsupportedModelError for layers that our own engine cannot run, too."""
+    config = read_config(model, trust=trust)
+    text_config = config.get_text_config()
+    layer_types = getattr(text_config, "layer_types", None) or []
+    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in RUNNABLE_LAYER_TYPES]
+    if bad:
+        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
+        raise UnsupportedModelError(
+            f"{text_config.model_type} has layers that the engine cannot run ({shown}); "
+            f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
+        )
+    return config
+
+
+def read_config(model: str, *, trust: bool = False) -> PretrainedConfig:
     """The config of a built-in shape, a directory or a hub id. Raises ModelLoadError or UnsupportedModelError.
 
     trust: run code that the model's repository brings along, here and in what else takes it; where it is needed and not
@@ -62,19 +77,11 @@ def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
         raise ModelLoadError(f"cannot load model {model!r}: {first_line(error)}; {expected}") from error
     refuse_other_models(config)
     try:
-        text_config = config.get_text_config()
+        config.get_text_config()
     except ValueError as error:  # there are several
         raise UnsupportedModelError(
             f"{config.model_type} is not made for text alone: {first_line(error)}; the engine runs decoders of text"
         ) from error
-    layer_types = getattr(text_config, "layer_types", None) or []
-    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in RUNNABLE_LAYER_TYPES]
-    if bad:
-        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise UnsupportedModelError(
-            f"{text_config.model_type} has layers that the engine cannot run ({shown}); "
-            f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
-        )
     return config
 
 

@@ -7,7 +7,9 @@ import tempfile
 import time
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,8 +33,9 @@ from inflight.engine.adapters import PROJECTIONS, SLOTS, adapter_layout
 from inflight.engine.aliases import aliases_of
 from inflight.engine.checkpoints import compare_checkpoint
 from inflight.engine.device import memory_left, resolve_device
-from inflight.engine.loading import context_limit, eos_token_ids, load_config, load_tokenizer, resolve_dtype
+from inflight.engine.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
 from inflight.engine.on_vllm import worker
+from inflight.engine.on_vllm.agreement import Drawn, check_logits
 from inflight.engine.on_vllm.columns import UNRECORDED
 from inflight.engine.on_vllm.staged_slots import StagedSlots
 from inflight.engine.on_vllm.worker import Attached, Attachment, Way
@@ -49,6 +52,8 @@ logger = logging.getLogger("inflight.engine")
 EXTENSION = "inflight.engine.on_vllm.worker.StagedWeights"
 _BLOCK_TOKENS = 128
 """No block of vLLM's holds more tokens than this by default."""
+_CHECK_STEPS = 1000
+"""Steps within which the prompts of the check at the start end."""
 _OURS = {
     "model": "model",
     "dtype": "dtype",
@@ -195,7 +200,7 @@ def start(options: EngineOptions) -> Started:
     if options.threads and device.type == "cpu":
         torch.set_num_threads(options.threads)
 
-    config = load_config(options.model, trust=options.trust_remote_code)
+    config = read_config(options.model, trust=options.trust_remote_code)
     text = config.get_text_config()
     load_columns(options.columns, vocab_size=int(text.vocab_size), device=torch.device("cpu"))  # fails at once, or not
     context = context_limit(text, options.max_context)
@@ -228,12 +233,24 @@ def start(options: EngineOptions) -> Started:
             if reason:
                 logger.warning("vLLM loads new weights by itself, which stalls it longer: %s", reason)
             _warm_up(engine.engine_core)
+            if not engine.vllm_config.model_config.quantization:
+                check_logits(
+                    engine.engine_core,
+                    partial(_draw, engine.engine_core),
+                    config,
+                    weights.layout,
+                    weights.slots[0].buffer,
+                    dtype,
+                    name=options.model,
+                    max_context=options.max_context,
+                    trust=options.trust_remote_code,
+                )
         except InflightError:
             raise
         except Exception as error:  # whatever vLLM and what lies below it raise, the caller's news is the same
             logger.exception("vLLM does not start")
             raise ModelLoadError(
-                f"vLLM {vllm.__version__} does not run {options.model!r}: {first_line(error)}"
+                f"vLLM {vllm.__version__} does not run {options.model!r}: {first_line(error)}{_missing_package(error)}"
             ) from error
         try:
             generation_config = GenerationConfig.from_pretrained(path)
@@ -256,6 +273,14 @@ def start(options: EngineOptions) -> Started:
         eos_ids=eos_token_ids(generation_config, config, tokenizer=tokenizer),
         kv_cache_bytes=int(engine.vllm_config.cache_config.kv_cache_memory_bytes or 0),
     )
+
+
+def _missing_package(error: Exception) -> str:
+    """Advice to install torchvision if vLLM cannot import the code of a model. vLLM logs the failed import, and needs
+    that package for the text of multimodal families, too."""
+    if "failed to be inspected" in str(error) and find_spec("torchvision") is None:
+        return f"; its code for this model needs torchvision, which is not installed for {sys.executable}"
+    return ""
 
 
 def _make_slots(layout: WeightLayout, count: int, device: torch.device) -> StagedSlots:
@@ -310,6 +335,37 @@ def _warm_up(core: Any) -> None:
             core.add_request(_request(f"warm-up-{count}-{index}", [0, 1, 2], sampling, "warm-up"))
         for _ in range(3):
             core.get_output()
+
+
+def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[Drawn]:
+    """Continue prompts, all at once, with log-probabilities."""
+    from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    sampling = SamplingParams(
+        max_tokens=num_tokens, ignore_eos=True, logprobs=num_logprobs, seed=0, temperature=1.0, detokenize=False
+    )
+    rows: dict[str, list[tuple[list[int], list[float]]]] = {f"check-{i}": [] for i in range(len(prompts))}
+    salt = f"check-{time.monotonic_ns()}"
+    for name, prompt in zip(rows, prompts, strict=True):
+        core.add_request(_request(name, prompt, sampling, salt))
+    unfinished = set(rows)
+    for _ in range(_CHECK_STEPS):
+        for output in core.get_output().outputs:
+            found = output.new_logprobs
+            for index in range(len(output.new_token_ids)):
+                ids, logprobs = found.logprob_token_ids[index], found.logprobs[index]
+                rows[output.request_id].append(([int(i) for i in ids], [float(x) for x in logprobs]))
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+        if not unfinished:
+            break
+    else:
+        raise BackendError(f"vLLM has not finished {len(unfinished)} prompts within {_CHECK_STEPS} steps")
+    drawn = []
+    for prompt, own in zip(prompts, rows.values(), strict=True):
+        columns, logprobs = torch.tensor([ids for ids, _ in own]), torch.tensor([values for _, values in own])
+        drawn.append(Drawn(prompt + columns[:, 0].tolist(), columns, logprobs))
+    return drawn
 
 
 def _request(name: str, token_ids: list[int], sampling: Any, salt: str, adapter: Any = None) -> Any:
@@ -395,8 +451,9 @@ def _rank_of_vllm(rank: int) -> int:
 def _kv_cache_bytes(options: EngineOptions, text: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes for the keys and values of as many tokens as was asked for, or of all sequences at their longest, as far as
     the memory goes; in each worker. Raises DeviceMemoryError."""
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    queries = getattr(text, "num_attention_heads", None) or 1  # of a model without attention: as many as it likes
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // queries
+    heads = getattr(text, "num_key_value_heads", None) or queries
     workers = options.vllm.get("tensor_parallel_size", 1)
     per_token = 2 * text.num_hidden_layers * -(-heads // workers) * head_dim * dtype.itemsize
     context = -(-options.max_context // _BLOCK_TOKENS) * _BLOCK_TOKENS

@@ -71,7 +71,22 @@ class Parameter:
     """What vLLM computes with; None if it computes with packed products of it alone."""
     next: torch.Tensor
     copies: list[Copy]
+    computed: list["Computed"] = field(default_factory=list)
+    """In place of `copies`."""
     products: list[_Product] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A loader of vLLM's that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
+
+    load: "Load"
+    made_for: torch.Tensor
+    """The parameter as the loader takes it."""
+
+    def make(self, target: torch.Tensor, slot: torch.Tensor) -> None:
+        self.made_for.data = target
+        self.load(self.made_for, slot)
 
 
 class Shadow:
@@ -84,7 +99,9 @@ class Shadow:
 
     def reads(self) -> list[tuple[int, int]]:
         """The parts of a slot, from byte to byte, of which something is read."""
-        return [(copy.begin, copy.begin + copy.nbytes) for p in self._parameters for copy in p.copies]
+        copied = [(copy.begin, copy.begin + copy.nbytes) for p in self._parameters for copy in p.copies]
+        computed = [part for p in self._parameters for one in p.computed for part in one.load.reads(self._slots[0])]
+        return copied + computed
 
     def prepare(self, slot: int) -> None:
         """Bring the version of a slot into the form in which it is computed with."""
@@ -96,6 +113,9 @@ class Shadow:
         for parameter in self._parameters:
             targets = [copy.target(parameter.next) for copy in parameter.copies]
             copy_all(targets, [copy.source(self._slots[slot]) for copy in parameter.copies])
+            with torch.no_grad():
+                for computed in parameter.computed:
+                    computed.make(parameter.next, self._slots[slot])
             for product in parameter.products:
                 product.next = _pack(parameter.next)
 
@@ -151,17 +171,23 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
         label = f"{type(layer).__name__}.{name}"
         with torch.device(slot.device):
             made_for = materialize_meta_tensor(meta)
-        copies = [copy for load in made for copy in _noted(load, made_for, slot)]
+        copies, computed = [], []
+        try:
+            copies = [copy for load in made for copy in _noted(load, made_for, slot)]
+        except Unmappable:
+            if not all(load.reads(slot) for load in made):
+                raise
+            computed = [Computed(load, made_for) for load in made]
         copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
         if live.shape == meta.shape and live.dtype == meta.dtype:
             made_for.data.copy_(live)  # and what is padded stays
-            parameter = Parameter(label, live, made_for.data, copies)
+            parameter = Parameter(label, live, made_for.data, copies, computed)
             by_live[id(live)] = parameter
         elif _packed_product(layer) is not None and live.numel() == 0 and copied == meta.numel():
             held = scratch.get(meta.dtype)
             if held is None or held.numel() < meta.numel():
                 held = scratch[meta.dtype] = made_for.data.new_empty(meta.numel())
-            parameter = Parameter(label, None, made_for.data, copies, [_Product(_packed_product(layer))])
+            parameter = Parameter(label, None, made_for.data, copies, products=[_Product(_packed_product(layer))])
         else:
             raise Unmappable(f"{label} is kept in another form than it is loaded in")
         parameters.append(parameter)
@@ -177,8 +203,41 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
 
 
 Key = tuple[nn.Module, str]
-Load = Callable[[torch.Tensor], Any]
-"""One call of a loader, to which its target is left."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """A call of a loader, without its target."""
+
+    loader: Callable[..., Any]
+    parameter: str
+    """The name of the argument for the target."""
+    arguments: dict[str, Any]
+    """The others. Their tensors are parts of the first slot."""
+
+    def __call__(self, target: torch.Tensor, slot: torch.Tensor) -> Any:
+        """Load from this slot."""
+        given = {name: _in_slot(value, slot) for name, value in self.arguments.items()}
+        return self.loader(**{self.parameter: target}, **given)
+
+    def reads(self, slot: torch.Tensor) -> list[tuple[int, int]]:
+        """The parts of the first slot, from byte to byte. Empty if something is read that is not a part of it."""
+        tensors = [value for value in self.arguments.values() if isinstance(value, torch.Tensor)]
+        home = slot.untyped_storage().data_ptr()
+        if any(tensor.untyped_storage().data_ptr() != home for tensor in tensors):
+            return []
+        begins = [int(t.storage_offset()) * t.itemsize - int(slot.storage_offset()) for t in tensors]
+        return [(begin, begin + t.nbytes) for begin, t in zip(begins, tensors, strict=True)]
+
+
+def _in_slot(value: Any, slot: torch.Tensor) -> Any:
+    """The part of this slot at the place of a part of another slot. Other values are unchanged."""
+    if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr():
+        return value
+    whole = slot.untyped_storage()
+    return torch.empty(0, dtype=value.dtype, device=slot.device).set_(
+        whole, value.storage_offset(), value.size(), value.stride()
+    )
 
 
 def _trace(
@@ -207,7 +266,7 @@ def _trace(
         def note(*args: Any, **kwargs: Any) -> bool:
             bound = signature.bind(*args, **kwargs).arguments
             del bound[parameter]
-            calls.setdefault(key, []).append(lambda target: loader(**{parameter: target}, **bound))
+            calls.setdefault(key, []).append(Load(loader, parameter, bound))
             return True  # those of experts say whether it was one of this rank's
 
         return note
@@ -280,7 +339,7 @@ def copy_of(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> C
 def _noted(load: Load, parameter: torch.Tensor, slot: torch.Tensor) -> list[Copy]:
     """The copies that a loader makes to a parameter. Raises Unmappable if something does not come out of the slot."""
     with NoteCopies() as noted, torch.no_grad():
-        load(parameter)
+        load(parameter, slot)
     if any(t.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr() for t, _ in noted.made):
         raise Unmappable(f"{type(parameter).__name__} is filled by way of something else")
     return [copy_of(target, source, slot) for target, source in noted.made]
