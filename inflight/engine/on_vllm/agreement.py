@@ -7,6 +7,7 @@ version, and with them every part of the model shows.
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.core.layout import WeightLayout
 from inflight.engine.loading import module_over
+from inflight.models.torch_functions import use_torch_on_cpu
 from inflight.models.twin import first_line
 
 logger = logging.getLogger("inflight.engine")
@@ -34,11 +36,11 @@ _TOP = 8
 _QUANTILE = 0.9
 _FACTOR = 3.0
 """Largest multiple of Transformers' own rounding errors that passes."""
-_FLOORS = {torch.float64: 1e-3, torch.float32: 1e-3}
-_FLOOR_16_BIT = 0.02
-"""Errors in nats that always pass."""
-_UNKNOWN_ROUNDING = 0.3
-"""Rounding errors in nats of a large model in 16 bits, whose own are not measured."""
+_FLOOR = 0.001
+_COARSE_FLOOR = 0.02
+"""Errors in nats that always pass. The second one is for 16 bits, and for fp32 on a GPU: kernels can use TF32."""
+_COARSE_ROUNDING = 0.3
+"""Rounding errors in nats, there, of a model whose own are not measured."""
 _GAIN = 1.5
 """Standard deviation of what a random matrix makes of inputs of standard deviation 1."""
 _PREPARE_S = 600.0
@@ -73,57 +75,80 @@ def check_logits(
 ) -> None:
     """Compare the model of vLLM with Transformers. slot: u8[n], the weights that vLLM computes with. Raises
     UnsupportedModelError if they differ by more than rounding in this dtype does."""
-    size = sum(spec.nbytes for spec in layout.tensors) // dtype.itemsize
     with _parameters_without_memory(), torch.device("cpu"):
         skeleton = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=trust
         )
-    model = module_over(skeleton.eval(), layout, slot)
-    for buffer_name, buffer in list(model.named_buffers()):
-        if buffer.device != slot.device:
-            parent = model.get_submodule(buffer_name.rpartition(".")[0])
-            parent._buffers[buffer_name.rpartition(".")[2]] = buffer.to(slot.device)
+    use_torch_on_cpu(skeleton)
+    reference = _Reference(skeleton.eval(), layout, slot, name)
     prompts = _prompts(config.get_text_config(), max_context)
-    _compare(model, draw, prompts, small=size <= _SMALL, name=name, weights="as loaded")
-    if size > _SMALL:
+    reference.compare(draw, prompts, "as loaded")
+    if not reference.is_small:
         return
-    loaded = slot.clone()
-    _randomize(model)
+    loaded = slot.to("cpu", copy=True)
+    _randomize(reference.model)
     _take(core)
     try:
-        _compare(model, draw, prompts, small=True, name=name, weights="with random weights")
+        reference.compare(draw, prompts, "with random weights")
     finally:
         slot.copy_(loaded)
         _take(core)
 
 
-@torch.inference_mode()
-def _compare(
-    model: PreTrainedModel, draw: Draw, prompts: list[list[int]], *, small: bool, name: str, weights: str
-) -> None:
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    drawn = draw(prompts, _DRAWN, min(_TOP, vocabulary))
-    try:
-        served = [_logprobs(model, one) for one in drawn]
-    except Exception as error:  # a foreign model may raise anything
-        logger.warning("%s is not compared with Transformers, which does not run it: %s", name, first_line(error))
-        return
-    truth = _precise(model, drawn) if small else None
-    rounding = 0.0
-    if truth is not None:
-        rounding = _error(served, truth)
-    elif model.dtype.itemsize < 4:
-        rounding = _UNKNOWN_ROUNDING
-    error = _error([one.logprobs for one in drawn], truth or served)
-    allowed = _FACTOR * rounding + _FLOORS.get(model.dtype, _FLOOR_16_BIT)
-    logger.debug("%s %s: vLLM is off by %.2g nats, %.2g are allowed", name, weights, error, allowed)
-    if not error <= allowed:
-        kind = f"{type(model).__name__}, {str(model.dtype).removeprefix('torch.')}, {weights}"
-        raise UnsupportedModelError(
-            f"vLLM computes something else than Transformers for {name!r} ({kind}): log-probabilities are off by "
-            f"{error:.2g} nats, and rounding explains {allowed:.2g}; "
-            'take backend="inflight", or another version of vLLM'
-        )
+class _Reference:
+    """A Transformers module over a slot."""
+
+    def __init__(self, skeleton: PreTrainedModel, layout: WeightLayout, slot: torch.Tensor, name: str):
+        self._skeleton, self._layout, self._slot, self._name = skeleton, layout, slot, name
+        self.is_small = sum(math.prod(spec.shape) for spec in layout.tensors) <= _SMALL
+        self.model = module_over(skeleton, layout, slot)
+        for part in self.model.modules():
+            part._buffers.update({k: b.to(slot.device) for k, b in part._buffers.items() if b is not None})
+        self._coarse = self.model.dtype.itemsize < 4 or slot.is_cuda
+
+    @torch.inference_mode()
+    def compare(self, draw: Draw, prompts: list[list[int]], weights: str) -> None:
+        """Raise UnsupportedModelError if vLLM computes something else."""
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        drawn = draw(prompts, _DRAWN, min(_TOP, vocabulary))
+        try:
+            own = [_logprobs(self.model, one) for one in drawn]
+        except Exception as error:  # a foreign model can raise anything
+            logger.warning("%s is not compared with Transformers: its model raises %s", self._name, first_line(error))
+            return
+        truth, rounding = self._precise(drawn, own) if self.is_small else (None, None)
+        if rounding is None:
+            rounding = _COARSE_ROUNDING if self._coarse else 0.0
+        error = _error([one.logprobs for one in drawn], truth or own)
+        allowed = _FACTOR * rounding + (_COARSE_FLOOR if self._coarse else _FLOOR)
+        logger.debug("%s %s: vLLM is off by %.2g nats, %.2g are allowed", self._name, weights, error, allowed)
+        if not error <= allowed:
+            kind = f"{type(self.model).__name__}, {str(self.model.dtype).removeprefix('torch.')}, {weights}"
+            raise UnsupportedModelError(
+                f"vLLM computes something else than Transformers for {self._name!r} ({kind}): log-probabilities are "
+                f"off by {error:.2g} nats, and rounding explains {allowed:.2g}; "
+                'take backend="inflight", or another version of vLLM'
+            )
+
+    def _precise(
+        self, drawn: list[Drawn], own: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], float] | tuple[None, None]:
+        """Log-probabilities in the next higher precision over the same weights, and how far Transformers is off, if
+        the model runs in it."""
+        try:
+            precise = self._on_cpu(torch.float64 if self.model.dtype == torch.float32 else torch.float32)
+            truth = [_logprobs(precise, one) for one in drawn]
+            if self._coarse and self.model.dtype == torch.float32:
+                rounded = self._on_cpu(torch.bfloat16)
+                own = [_logprobs(rounded, one) for one in drawn]
+        except Exception as error:  # a foreign model can need one dtype, or one device
+            logger.debug("%s does not run in another dtype on a CPU: %s", self._name, first_line(error))
+            return None, None
+        return truth, _error(own, truth)
+
+    def _on_cpu(self, dtype: torch.dtype) -> PreTrainedModel:
+        model: Any = module_over(self._skeleton, self._layout, self._slot.cpu())
+        return model.to(dtype)
 
 
 def _error(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -137,19 +162,7 @@ def _logprobs(model: PreTrainedModel, drawn: Drawn) -> torch.Tensor:
     """[T, K] of the same tokens, from a full forward pass over the sequence."""
     ids = torch.tensor(drawn.token_ids, device=model.device)
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, -len(drawn.columns) :]
-    logits = logits.double() if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(logits, -1).cpu().gather(1, drawn.columns)
-
-
-def _precise(model: PreTrainedModel, drawn: list[Drawn]) -> list[torch.Tensor] | None:
-    """Log-probabilities in the next higher precision over the same weights, if the model runs in it."""
-    precise = copy.deepcopy(model)
-    nn.Module.to(precise, dtype=torch.float64 if model.dtype == torch.float32 else torch.float32)
-    try:
-        return [_logprobs(precise, one) for one in drawn]
-    except Exception as error:  # a foreign model may run in one dtype alone
-        logger.debug("%s does not run in %s: %s", type(model).__name__, precise.dtype, first_line(error))
-        return None
+    return torch.log_softmax(logits.double(), -1).cpu().gather(1, drawn.columns)
 
 
 def _prompts(config: PretrainedConfig, max_context: int) -> list[list[int]]:
@@ -190,13 +203,13 @@ def _take(core: Any) -> None:
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Modules that are made meanwhile have parameters on the meta device, and buffers with their values."""
+    """New modules have parameters on the meta device, and buffers with their values."""
     register = nn.Module.register_parameter
 
-    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(self, name, parameter)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta
     try:

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _PROBE_ROWS = (1, 4, 16)
 """oneDNN has other kernels for few rows than for many."""
+_ROUNDING = 0.02
+"""Largest relative difference that passes between a parameter and the same one made from parts with fewer bits."""
 
 
 class Unmappable(Exception):
@@ -26,21 +28,39 @@ class Unmappable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A part of a slot, by bytes, that goes to a part of a parameter."""
+class Part:
+    """A part of every slot, by bytes."""
 
     begin: int
     nbytes: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, slot: torch.Tensor) -> "Part":
+        """The place of a tensor in its slot. Raises Unmappable if it is no part of the slot."""
+        begin = int(tensor.storage_offset()) * tensor.itemsize - int(slot.storage_offset())
+        elements = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        nbytes = elements * tensor.itemsize
+        home = slot.untyped_storage().data_ptr()
+        if tensor.untyped_storage().data_ptr() != home or begin < 0 or begin + nbytes > slot.numel():
+            raise Unmappable("something is computed from what is published")
+        return cls(begin, nbytes, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def view(self, slot: torch.Tensor) -> torch.Tensor:
+        part = slot[self.begin : self.begin + self.nbytes].view(self.dtype)
+        return part.as_strided(self.size, self.stride, part.storage_offset())
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A part of a slot that goes to a part of a parameter."""
+
+    source: Part
     target_size: tuple[int, ...]
     target_stride: tuple[int, ...]
     target_begin: int
-
-    def source(self, slot: torch.Tensor) -> torch.Tensor:
-        part = slot[self.begin : self.begin + self.nbytes].view(self.dtype)
-        return part.as_strided(self.size, self.stride, part.storage_offset())
 
     def target(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter.as_strided(self.target_size, self.target_stride, self.target_begin)
@@ -74,19 +94,42 @@ class Parameter:
     computed: list["Computed"] = field(default_factory=list)
     """In place of `copies`."""
     products: list[_Product] = field(default_factory=list)
+    in_place: bool = False
+    """Another tensor of the model refers to the memory of `live`."""
+
+    @property
+    def sources(self) -> list[Part]:
+        """The parts of a slot that it is made of."""
+        return [copy.source for copy in self.copies] + [part for one in self.computed for part in one.parts.values()]
+
+    def is_loaded(self) -> bool:
+        """Whether `next` is `live`, apart from the rounding of parts with fewer bits."""
+        assert self.live is not None
+        if torch.equal(self.live, self.next):
+            return True
+        narrow = self.sources and all(part.dtype.itemsize < self.next.itemsize for part in self.sources)
+        return bool(narrow) and torch.allclose(self.live, self.next, rtol=_ROUNDING, atol=_ROUNDING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A loader of vLLM's that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
+    """A call of a loader of vLLM's that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
 
-    load: "Load"
+    call: "Load"
     made_for: torch.Tensor
     """The parameter as the loader takes it."""
+    parts: dict[str, Part]
+    """Those of the call's arguments that are parts of a slot."""
+
+    @classmethod
+    def of(cls, call: "Load", made_for: torch.Tensor, slot: torch.Tensor) -> "Computed":
+        """Raises Unmappable if an argument is a tensor that is no part of the slot."""
+        tensors = {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+        return cls(call, made_for, {name: Part.of(tensor, slot) for name, tensor in tensors.items()})
 
     def make(self, target: torch.Tensor, slot: torch.Tensor) -> None:
         self.made_for.data = target
-        self.load(self.made_for, slot)
+        self.call(self.made_for, **{name: part.view(slot) for name, part in self.parts.items()})
 
 
 class Shadow:
@@ -99,9 +142,7 @@ class Shadow:
 
     def reads(self) -> list[tuple[int, int]]:
         """The parts of a slot, from byte to byte, of which something is read."""
-        copied = [(copy.begin, copy.begin + copy.nbytes) for p in self._parameters for copy in p.copies]
-        computed = [part for p in self._parameters for one in p.computed for part in one.load.reads(self._slots[0])]
-        return copied + computed
+        return [(part.begin, part.begin + part.nbytes) for p in self._parameters for part in p.sources]
 
     def prepare(self, slot: int) -> None:
         """Bring the version of a slot into the form in which it is computed with."""
@@ -112,7 +153,7 @@ class Shadow:
             product.next = None  # two packed forms of all are enough
         for parameter in self._parameters:
             targets = [copy.target(parameter.next) for copy in parameter.copies]
-            copy_all(targets, [copy.source(self._slots[slot]) for copy in parameter.copies])
+            copy_all(targets, [copy.source.view(self._slots[slot]) for copy in parameter.copies])
             with torch.no_grad():
                 for computed in parameter.computed:
                     computed.make(parameter.next, self._slots[slot])
@@ -123,7 +164,7 @@ class Shadow:
         """What was prepared takes the place of what vLLM computes with."""
         for parameter in self._parameters:
             live = parameter.live
-            if live is not None and live.is_cuda:  # CUDA graphs know its address
+            if live is not None and (live.is_cuda or parameter.in_place):  # CUDA graphs know its address, too
                 live.copy_(parameter.next)
             elif live is not None:
                 live.data, parameter.next = parameter.next, live.data
@@ -139,6 +180,7 @@ class WeightShadow(Shadow):
         names that checkpoints give them. Raises Unmappable."""
         super().__init__(slots, _map(model, slots[0], tensors))
         self._check()
+        self.commit()  # so that the first version is what its slot holds, after rounding
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -148,7 +190,7 @@ class WeightShadow(Shadow):
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.prepare, 0).result()
         for parameter in self._parameters:
-            if parameter.live is not None and not torch.equal(parameter.live, parameter.next):
+            if parameter.live is not None and not parameter.is_loaded():
                 raise Unmappable(f"{parameter.name} is not what was loaded")
             for product, rows in itertools.product(parameter.products, _PROBE_ROWS):
                 probe = torch.randn(rows, product.live.k).to(parameter.next.dtype)
@@ -163,6 +205,7 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
     )
 
     calls, metas, lives = _trace(model, tensors)
+    referred = _referred(model)
     scratch: dict[torch.dtype, torch.Tensor] = {}
     parameters: list[Parameter] = []
     by_live: dict[int, Parameter] = {}
@@ -173,15 +216,14 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
             made_for = materialize_meta_tensor(meta)
         copies, computed = [], []
         try:
-            copies = [copy for load in made for copy in _noted(load, made_for, slot)]
+            copies = [copy for call in made for copy in _noted(call, made_for, slot)]
         except Unmappable:
-            if not all(load.reads(slot) for load in made):
-                raise
-            computed = [Computed(load, made_for) for load in made]
+            computed = [Computed.of(call, made_for, slot) for call in made]
         copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
         if live.shape == meta.shape and live.dtype == meta.dtype:
             made_for.data.copy_(live)  # and what is padded stays
-            parameter = Parameter(label, live, made_for.data, copies, computed)
+            in_place = live.untyped_storage().data_ptr() in referred
+            parameter = Parameter(label, live, made_for.data, copies, computed, in_place=in_place)
             by_live[id(live)] = parameter
         elif _packed_product(layer) is not None and live.numel() == 0 and copied == meta.numel():
             held = scratch.get(meta.dtype)
@@ -202,6 +244,14 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
     return parameters
 
 
+def _referred(model: nn.Module) -> set[int]:
+    """Addresses of memory that tensors of the model refer to, apart from parameters: MambaMixer2.conv_weights is a view
+    of a parameter."""
+    held = (value for layer in model.modules() for value in (*layer._buffers.values(), *vars(layer).values()))
+    tensors = (value for value in held if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+
 Key = tuple[nn.Module, str]
 
 
@@ -213,31 +263,11 @@ class Load:
     parameter: str
     """The name of the argument for the target."""
     arguments: dict[str, Any]
-    """The others. Their tensors are parts of the first slot."""
+    """The others."""
 
-    def __call__(self, target: torch.Tensor, slot: torch.Tensor) -> Any:
-        """Load from this slot."""
-        given = {name: _in_slot(value, slot) for name, value in self.arguments.items()}
-        return self.loader(**{self.parameter: target}, **given)
-
-    def reads(self, slot: torch.Tensor) -> list[tuple[int, int]]:
-        """The parts of the first slot, from byte to byte. Empty if something is read that is not a part of it."""
-        tensors = [value for value in self.arguments.values() if isinstance(value, torch.Tensor)]
-        home = slot.untyped_storage().data_ptr()
-        if any(tensor.untyped_storage().data_ptr() != home for tensor in tensors):
-            return []
-        begins = [int(t.storage_offset()) * t.itemsize - int(slot.storage_offset()) for t in tensors]
-        return [(begin, begin + t.nbytes) for begin, t in zip(begins, tensors, strict=True)]
-
-
-def _in_slot(value: Any, slot: torch.Tensor) -> Any:
-    """The part of this slot at the place of a part of another slot. Other values are unchanged."""
-    if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr():
-        return value
-    whole = slot.untyped_storage()
-    return torch.empty(0, dtype=value.dtype, device=slot.device).set_(
-        whole, value.storage_offset(), value.size(), value.stride()
-    )
+    def __call__(self, target: torch.Tensor, **others: Any) -> Any:
+        """others: arguments in place of the noted ones."""
+        return self.loader(**{self.parameter: target}, **(self.arguments | others))
 
 
 def _trace(
@@ -316,30 +346,14 @@ class NoteCopies(TorchDispatchMode):
 
 def copy_of(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> Copy:
     """A copy that was noted. Raises Unmappable if its source is no part of the slot."""
-    begin = int(source.storage_offset()) * source.itemsize - int(slot.storage_offset())
-    elements = sum((n - 1) * step for n, step in zip(source.shape, source.stride(), strict=True)) + 1
-    nbytes = elements * source.itemsize
-    home = slot.untyped_storage().data_ptr()
-    if source.untyped_storage().data_ptr() != home or begin < 0 or begin + nbytes > slot.numel():
-        raise Unmappable("something is computed from what is published")
-    if source.shape != target.shape:
-        source = source.expand(target.shape)
-    return Copy(
-        begin,
-        nbytes,
-        source.dtype,
-        tuple(source.shape),
-        source.stride(),
-        tuple(target.shape),
-        target.stride(),
-        int(target.storage_offset()),
-    )
+    part = Part.of(source if source.shape == target.shape else source.expand(target.shape), slot)
+    return Copy(part, tuple(target.shape), target.stride(), int(target.storage_offset()))
 
 
 def _noted(load: Load, parameter: torch.Tensor, slot: torch.Tensor) -> list[Copy]:
     """The copies that a loader makes to a parameter. Raises Unmappable if something does not come out of the slot."""
     with NoteCopies() as noted, torch.no_grad():
-        load(parameter, slot)
+        load(parameter)
     if any(t.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr() for t, _ in noted.made):
         raise Unmappable(f"{type(parameter).__name__} is filled by way of something else")
     return [copy_of(target, source, slot) for target, source in noted.made]

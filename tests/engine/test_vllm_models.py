@@ -1,0 +1,75 @@
+"""Real models in a real vLLM: one that vLLM computes otherwise than Transformers is refused when it starts.
+
+vLLM runs in the interpreter of `make peers`, in an engine's process; `make test-vllm` runs this.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family_configs import Family
+from family_weights import make_model
+from safetensors.torch import load_file, save_file
+
+import inflight
+from inflight.core.errors import ModelLoadError, UnsupportedModelError
+
+pytestmark = [pytest.mark.slow, pytest.mark.peers]
+
+PEERS_PYTHON = os.environ.get("INFLIGHT_VLLM_PYTHON") or str(
+    Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
+)
+HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+"""Of a size that vLLM has on a CPU."""
+
+
+def save(family: str, directory: Path, overrides: dict[str, Any] = HEADS) -> str:
+    make_model(Family(family, family, overrides), large=True).save_pretrained(directory)
+    return str(directory)
+
+
+def launch(model: str, dtype: str = "float32", **options: Any) -> inflight.LaunchedEngine:
+    return inflight.launch(
+        model,
+        backend="vllm",
+        backend_python=PEERS_PYTHON,
+        cuda_graphs=False,
+        max_sequences=4,
+        max_context=128,
+        threads=1,
+        dtype=dtype,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_model_that_vllm_computes_alike_is_served(family, dtype, tmp_path):
+    """Also a hybrid one, whose Mamba layers keep −exp(A_log) in fp32, and a view of their convolutions."""
+    with launch(save(family, tmp_path), dtype) as engine:
+        [[rollout]] = engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(rollout.token_ids) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "overrides", "vllm"),
+    [
+        ("qwen2", HEADS | {"num_attention_heads": 4}, {}),  # vLLM ignores head_dim of this family
+        ("llama", HEADS, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
+    ],
+)
+def test_a_model_that_vllm_computes_otherwise_is_refused_by_name(family, overrides, vllm, dtype, tmp_path):
+    model = save(family, tmp_path, overrides)
+    with pytest.raises(UnsupportedModelError, match=rf"something else than Transformers for '{model}' .*{dtype}"):
+        launch(model, dtype, vllm=vllm)
+
+
+def test_a_checkpoint_without_one_of_its_tensors_is_refused_by_name(tmp_path):
+    model, path = save("llama", tmp_path), tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.self_attn.k_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"layers\.0\.self_attn\.k_proj"):
+        launch(model)
