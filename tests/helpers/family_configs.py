@@ -112,7 +112,7 @@ def _small(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> d
             if smaller != value or isinstance(value, list):
                 small[name] = smaller
     depth = next((name for name in _DEPTHS if name in small), None)
-    if depth is not None and depth not in overrides and len(layers) > LAYERS:
+    if depth is not None and not {depth, "layer_types"} & overrides.keys() and len(layers) > LAYERS:
         small[depth] = len(layers)
     return {**overrides, **small}
 
