@@ -20,8 +20,8 @@ _OF_RUST = re.compile(r"\(os error (\d+)\)")
 @contextmanager
 def file_errors(kind: type[InflightError], doing: str, advice: str = "") -> Iterator[None]:
     """Raise an error of the system in the block as an error of this kind: "DOING: No space left on device (the disk is
-    full); ADVICE". DOING names the path. Errors of safetensors, tokenizers and torch.save count, which are no OSError.
-    """
+    full); ADVICE". DOING names the path. Includes errors of safetensors, tokenizers and torch.save that
+    are not an OSError."""
     try:
         yield
     except InflightError:  # it names its own path

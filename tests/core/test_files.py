@@ -1,4 +1,4 @@
-"""What cannot be written, as the disk is full, is told in a sentence with its path: by each writer of the package."""
+"""Every writer of the package names the path if the disk is full."""
 
 import os
 import resource

@@ -50,7 +50,7 @@ def tekken_like() -> PreTrainedTokenizerFast:
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """SentencePiece as Transformers converts it: a space before the first word, which decoding drops."""
+    """SentencePiece as Transformers converts it: a space before the first word. Decoding drops it."""
     special = ["<unk>", "<s>", "</s>", *MARKS]
     trained = Tokenizer(models.BPE())
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

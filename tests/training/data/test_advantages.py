@@ -173,7 +173,7 @@ def test_as_many_rewards_as_turns_are_asked_for():
 
 def turn_gradients(name: str, n: int, p: float, q: float) -> tuple[list[float], list[float]]:
     """The expected gradients of two turns, and the exact ones, by enumeration of all groups of n samples. The policy
-    goes on to turn two with probability p, where it takes action 1 with probability q."""
+    continues to turn two with probability p, and takes action 1 there with probability q."""
     first, second = {0: 0.3, 1: 0.0}, {0: 0.2, 1: 1.0}  # rewards
     outcomes = [  # rewards, probability, gradients of log π by the logits of p and q
         ([first[0]], 1 - p, (-p, 0.0)),

@@ -14,7 +14,7 @@ from inflight.training.data.staleness_filter import StalenessRule
 
 
 def send(wire: Wire, *reasons: list[str], **params: float) -> None:
-    """One group for each list of finish reasons, whose samples have one token each."""
+    """One group for each list of finish reasons. Its samples have one token each."""
     starts, finishes, count = [], [], 0
     for group_id, of_group in enumerate(reasons):
         starts.append(GroupStart(group_id, count, [1], SamplingParams(n=len(of_group), **params)))

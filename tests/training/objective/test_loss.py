@@ -141,7 +141,7 @@ def test_bad_batches_are_named():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_a_corrected_kl_is_weighted_by_the_ratio(kind):
-    """With the ratio's gradient, but for k2."""
+    """With the ratio's gradient, except k2."""
     batch = pack(make_rollouts(), [0.0] * 6)
     logprobs = (batch.behavior_logprobs[batch.drawn] + torch.linspace(-1, 1, batch.num_drawn)).double().requires_grad_()
     reference = torch.linspace(-6, -1, batch.num_drawn).double()

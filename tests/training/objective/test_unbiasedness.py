@@ -192,7 +192,7 @@ def test_the_full_ratio_is_unbiased_with_a_repetition_penalty_or_a_finite_logit_
 
 
 def test_no_ratio_makes_up_for_tokens_that_are_never_drawn():
-    """As with `min_tokens`, which rules the end out."""
+    """As with `min_tokens`: it rules the end out."""
     model = world().tables[-1]
     table = model.clone()
     table[PREFIXES[()], 0] = -100.0
