@@ -17,7 +17,7 @@ from inflight.command_line import Output, PlottedOutput, add_command, argument, 
 from inflight.core.extras import needing
 from inflight.demo.options import DemoOptions
 from inflight.report.command import ReportOptions, report
-from inflight.server.command import ServedModel, allow_files, check_model, log_engine, log_to_stderr
+from inflight.server.command import ServedModel, allow_files, check_model, log_engine, log_to_stderr, option_hint
 from inflight.server.options import ServerOptions
 from inflight.watch.options import WatchOptions
 
@@ -173,7 +173,7 @@ for name, options, output in (
 add_command(app, "replay", replay, ReplayOptions, Output)
 add_command(app, "watch", watch, WatchOptions)
 add_command(app, "report", partial(report, console), ReportOptions)
-add_command(app, "serve", serve, ServedModel, ServerOptions)
+add_command(app, "serve", serve, ServedModel, ServerOptions, hint=option_hint)
 app.command()(doctor)
 app.command()(keys)
 

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from inflight.core.errors import InflightError
 from inflight.core.files import reason_of
@@ -93,8 +94,11 @@ class _Spelling(NamedTuple):
     """Makes the field's value of what typer parsed. Raises ValueError."""
 
 
-def add_command(app: typer.Typer, name: str, run: Callable[..., None], *groups: Any) -> None:
-    """Add a command that fills each of these dataclasses from its options and calls `run` with them.
+def add_command(
+    app: typer.Typer, name: str, run: Callable[..., None], *groups: Any, hint: Callable[[str], str] = lambda option: ""
+) -> None:
+    """Add a command that fills each of these dataclasses from its options and calls `run` with them. hint: what follows
+    the error of an option that does not exist, such as "; did you mean --max-context?".
 
     The first dataclass describes the command. An error that a user can cause is told in a sentence, without a
     traceback, with exit code 2.
@@ -119,7 +123,18 @@ def add_command(app: typer.Typer, name: str, run: Callable[..., None], *groups: 
     ]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(command)["__signature__"] = inspect.Signature(parameters)
-    app.command(name, help=inspect.getdoc(groups[0]))(command)
+
+    class Hinting(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            try:
+                return super().parse_args(ctx, args)
+            except Exception as error:  # its class is typer's or click's, by the version of typer
+                unknown: Any = error
+                if found := hint(getattr(error, "option_name", None) or ""):
+                    unknown.message, unknown.possibilities = f"{unknown.message}{found}", None
+                raise
+
+    app.command(name, cls=Hinting, help=inspect.getdoc(groups[0]))(command)
 
 
 @contextmanager

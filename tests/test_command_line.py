@@ -146,3 +146,30 @@ def test_every_option_of_every_command_has_help_and_every_command_a_line(options
         help = field.metadata["option"].help
         assert help[0].isupper()
         assert help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--gpu-memory-utilization", "--set kv_cache_fraction=VALUE"),
+        ("--max-model-len", "--max-context"),
+        ("--max-num-seqs", "--max-sequences"),
+        ("--enable-prefix-caching", "--set prefix_caching=VALUE"),
+        ("--prefix-across-versions", "--set prefix_across_versions=VALUE"),
+    ],
+)
+def test_an_option_of_vllm_is_answered_with_ours(given, meant):
+    result = CliRunner().invoke(app, ["serve", "tiny", given, "1"])
+    assert result.exit_code == 2
+    assert f"No such option: {given}; did you mean {meant}?" in unboxed(result.output)
+
+
+def test_an_option_that_nobody_has_is_answered_with_similar_ones():
+    output = unboxed(CliRunner().invoke(app, ["serve", "tiny", "--max-contex", "1"]).output)
+    assert "No such option: --max-contex" in output
+    assert "--max-context," in output  # among the similar ones
+
+
+def unboxed(output: str) -> str:
+    """Return an error as one line, without its box, whose width depends on the terminal."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", output).split())

@@ -73,6 +73,17 @@ class ServedModel:
             raise ValueError(str(error)) from error
 
 
+def option_hint(name: str) -> str:
+    """Return how an option is given here that has vLLM's name, or that is a field of EngineOptions; "" for others."""
+    field = name.removeprefix("--").replace("-", "_")
+    ours = EngineOptions.OTHER_NAMES.get(field, field)
+    if ours not in EngineOptions.__struct_fields__:
+        return ""
+    if any(ours == one.name for one in fields(ServedModel)):
+        return f"; did you mean --{ours.replace('_', '-')}?"
+    return f"; did you mean --set {ours}=VALUE?"
+
+
 def check_model(options: EngineOptions) -> None:
     """Read the model's configuration. Raises ModelLoadError or UnsupportedModelError."""
     if options.backend == "inflight":  # vLLM runs models that this refuses
