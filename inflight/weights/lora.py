@@ -112,10 +112,13 @@ class PeftSource(ModelSource):
 
     def prepare(self) -> None:
         """Look the tensors up again if the model has changed. Raises as `offer` and `compare` do."""
-        if not _same(self._seen, _state(self._root)):
-            self._plan_again(self._layout)
-            if self._engine is not None:
-                self._check_base(self._engine)
+        before = self._seen
+        if _same(before, _state(self._root)):
+            return
+        self._plan_again(self._layout)
+        # A base with merged adapters differs for a while, and by rounding after they are unmerged.
+        if self._engine is not None and not _same_objects(before[0], self._seen[0]):
+            self._check_base(self._engine)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         plan = self._plan
@@ -323,7 +326,11 @@ def _state(root: nn.Module) -> tuple[list[object], list[object]]:
 
 def _same(before: tuple[list[object], list[object]], now: tuple[list[object], list[object]]) -> bool:
     """Hold objects by identity: a new one never has the address of one that `before` keeps alive."""
-    return len(before[0]) == len(now[0]) and all(map(operator.is_, before[0], now[0])) and before[1] == now[1]
+    return before[1] == now[1] and _same_objects(before[0], now[0])
+
+
+def _same_objects(before: list[object], now: list[object]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 def _named(names: Sequence[str]) -> str:

@@ -102,7 +102,7 @@ def test_a_request_can_ask_only_for_columns_of_the_launch(make_engine):
     prompt = Prompt([1], SamplingParams(columns=("os:system",)))
     with pytest.raises(InvalidRequestError, match=r"column 'os:system'; .* launched with columns margin, rank"):
         make_engine(columns=COLUMNS).submit([prompt])
-    with pytest.raises(ValueError, match="a tuple of at most 16 names"):
+    with pytest.raises(TypeError, match="columns must be a tuple of strings, got 'margin'"):
         SamplingParams(columns="margin")
 
 

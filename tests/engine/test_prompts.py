@@ -140,8 +140,8 @@ def test_grpo_trains_on_rows_of_a_dataset_and_on_chat_messages(engine):
             assert prompts == [f"<user>{i}+{i}>" if is_chat else f"{i}+{i}" for i in range(4)]
             answers = {rollout.metadata.get("answer") for rollout in seen}
             assert answers == ({0, 2, 4, 6} if examples is rows else {None})
-        examples = [{"prompt": "hi"}, {"question": "hi"}]
-        with pytest.raises(InvalidRequestError, match="prompt 1 is a row with the columns question"):
+        examples = [{"question": "hi"}, {"question": "ho"}]
+        with pytest.raises(InvalidRequestError, match="is a row with the columns question"):
             next(inflight.grpo(engine, publisher, model, optimizer, examples, lambda r: 0.0, config))
 
 

@@ -168,6 +168,8 @@ def value(kind: inspect.Type, draw: random.Random, depth: int = 0) -> Any:
             return None
         case inspect.StrType():
             return draw.choice(_TEXT)
+        case inspect.LiteralType():
+            return draw.choice(kind.values)
         case inspect.BytesType():
             return draw.randbytes(draw.randrange(9))
         case inspect.ListType():
