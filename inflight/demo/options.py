@@ -14,8 +14,7 @@ class DemoOptions(ModelChoice):
 
     real: bool = option(
         False,
-        "Train SmolLM2-135M-Instruct, a real language model, to answer questions in one word: at most 10 minutes on 2 "
-        "cores.",
+        "Train SmolLM2-135M-Instruct, a real language model, to answer questions in one word.",
     )
     task: str = option("spell_backward", "The task of reasoning-gym to learn.", panel="Task")
     data: Path | None = option(
