@@ -63,7 +63,8 @@ def serving(model: str, *options: str) -> Iterator[tuple[subprocess.Popen, Addre
 
 def engine_of(process: subprocess.Popen) -> int:
     """The process id of the engine that a server has launched."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")  # a restart is another thread's
+    children = " ".join(task.read_text() for task in tasks).split()
     [engine] = [int(pid) for pid in children if b"inflight.engine.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return engine
 
