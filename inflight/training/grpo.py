@@ -178,8 +178,7 @@ class _Trainer:
         self._model, self._optimizer, self._lr_scheduler = model, optimizer, lr_scheduler
         self._score_reference = score_reference
         self._num_skipped, self.dropped = progress.num_skipped, Dropped(**progress.dropped)
-        objective = resolve(config.objective)
-        self._needs_advantages = not objective.kl_weight and not objective.entropy_weight
+        self._needs_advantages = resolve(config.objective).is_about_rewards_alone
         self._nothing_to_learn = NothingToLearn()
         self._probe = VersionProbe(model) if config.probe_every else None
         if self._probe is not None:
