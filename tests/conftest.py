@@ -12,6 +12,8 @@ import torch
 from forked_engines import POPEN
 from made_frames import Wire
 from tiny_models import CONFIGS, make_model
+from transformers import Qwen3ForCausalLM
+from truth_teller import make_truth_teller
 
 from inflight.core.options import EngineOptions
 from inflight.engine import launcher
@@ -41,6 +43,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return str(made[name])
 
     return get
+
+
+@pytest.fixture(scope="session")
+def decided_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a random model, of the shapes of a truth-teller, that prefers few tokens. Its draws can be compared
+    between engines: among hundreds of tokens of equal probability the rounding of another batch would change some."""
+    directory = tmp_path_factory.mktemp("decided")
+    torch.manual_seed(1)
+    model = Qwen3ForCausalLM(make_truth_teller().config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40.0)
+    model.save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ def rollouts_of(engine) -> dict[tuple[int, int], inflight.Rollout]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
-    with inflight.launch("tiny", **OPTIONS) as engine:
+def undisturbed(decided_dir):
+    with inflight.launch(decided_dir, **OPTIONS) as engine:
         engine.submit(PROMPTS, SamplingParams(n=3, max_tokens=120, seed=7, ignore_eos=True))
         return rollouts_of(engine)
 
@@ -43,8 +43,8 @@ def undisturbed():
 @pytest.mark.parametrize(
     "tokens", [pytest.param(1, marks=pytest.mark.slow), 200, pytest.param(900, marks=pytest.mark.slow)]
 )
-def test_rollouts_are_token_for_token_those_of_an_engine_that_lived(undisturbed, tokens):
-    with inflight.launch("tiny", **OPTIONS, restarts=2) as engine:
+def test_rollouts_are_token_for_token_those_of_an_engine_that_lived(decided_dir, undisturbed, tokens):
+    with inflight.launch(decided_dir, **OPTIONS, restarts=2) as engine:
         first = engine.pid
         engine.submit(PROMPTS, SamplingParams(n=3, max_tokens=120, seed=7, ignore_eos=True))
         kill_after(engine, tokens)

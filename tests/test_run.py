@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller, teach
 from waiting import PATIENCE_S, wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, LayoutMismatchError, RunFileError
 from inflight.core.sampling import SamplingParams
-from inflight.engine.loading import load_model
 from inflight.run import _Clock, _File, _read, _write
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_sequences": 6, "max_context": 256, "threads": 1}
@@ -42,20 +42,20 @@ def wait_for_tokens(engine, count: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
-    with inflight.launch("tiny", **OPTIONS) as engine:
+def undisturbed(decided_dir):
+    with inflight.launch(decided_dir, **OPTIONS) as engine:
         submit_all(engine)
         return by_sample(engine.stream.groups())
 
 
 @pytest.fixture
-def tiny():
-    """The weights that an engine of "tiny" begins with."""
-    return load_model("tiny", dtype=torch.float32, device=torch.device("cpu"), seed=0)
+def model(decided_dir):
+    """The weights that the engines begin with."""
+    return Qwen3ForCausalLM.from_pretrained(decided_dir)
 
 
-def test_nothing_is_lost_or_drawn_again(undisturbed, tiny, tmp_path):
-    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+def test_nothing_is_lost_or_drawn_again(decided_dir, undisturbed, model, tmp_path):
+    with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:
         assert publisher.publish() == 1  # the same weights again
         engine.wait_for_version(1)
         submit_all(engine)
@@ -74,7 +74,7 @@ def test_nothing_is_lost_or_drawn_again(undisturbed, tiny, tmp_path):
     under_way = {request_id for request_id, count in drawn.items() if 0 < count < LENGTHS[request_id // 3]}
     assert under_way, drawn
 
-    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+    with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:
         run = inflight.Run(engine, publisher)
         run.load(tmp_path / "saved")
         assert run.progress == {"step": 3, "names": ["a"]}
@@ -112,16 +112,16 @@ def test_nothing_is_lost_or_drawn_again(undisturbed, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_groups_that_wait_to_be_taken_are_kept_in_their_order(tiny, tmp_path):
+def test_groups_that_wait_to_be_taken_are_kept_in_their_order(decided_dir, model, tmp_path):
     params = SamplingParams(n=2, max_tokens=4, seed=1, ignore_eos=True)
-    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+    with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:
         engine.submit(PROMPTS[:2], params, metadata=[{"answer": 1}, {"answer": [2]}])
         [held_out] = engine.submit([PROMPTS[2]], params, train=False)
         wait_for_tokens(engine, 3 * 2 * 4)
         time.sleep(0.2)
         inflight.Run(engine, publisher).save(tmp_path)
         expected = by_sample(engine.stream.groups())
-    with inflight.launch("tiny", **OPTIONS) as engine, engine.publisher(tiny) as publisher:
+    with inflight.launch(decided_dir, **OPTIONS) as engine, engine.publisher(model) as publisher:
         inflight.Run(engine, publisher).load(tmp_path)
         assert engine.status().num_tokens == 0  # nothing is left to draw
         inflight.Run(engine, publisher).save(tmp_path / "again")

@@ -94,7 +94,7 @@ _QUESTIONS = {
 }
 
 
-def real_task(*, seed: int, size: int = 20_000, held_out: int = 200) -> Task:
+def real_task(*, seed: int, size: int = 20_000, held_out: int = 128) -> Task:
     """Make sentences with a question each. An answer scores 1 if it is the word that was asked for and nothing else.
     Other answers score 0.1 for being one word, and up to 0.4 for the F1 of their words, as in SQuAD (Rajpurkar et al.
     2016, arXiv 1606.05250), so that a sentence with the right word is better than one without it, and a short one is

@@ -67,22 +67,9 @@ def truth_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def random_dir(tmp_path_factory):
-    """A model of the same shapes, with random weights. It prefers few tokens: among thousands of equal probability the
-    rounding of another processor or batch size would change some draws."""
-    directory = tmp_path_factory.mktemp("random")
-    torch.manual_seed(1)
-    model = Qwen3ForCausalLM(make_truth_teller().config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(40.0)
-    model.save_pretrained(directory)
-    return str(directory)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(random_dir):
+def undisturbed(decided_dir):
     """What one engine draws that nothing happens to."""
-    with inflight.Engine(EngineOptions(random_dir, **OPTIONS)) as engine:
+    with inflight.Engine(EngineOptions(decided_dir, **OPTIONS)) as engine:
         engine.submit([inflight.core.messages.Prompt(prompt, PARAMS) for prompt in PROMPTS])
         assembler, groups = Assembler(), []
         while engine.has_work:
@@ -91,10 +78,10 @@ def undisturbed(random_dir):
 
 
 @pytest.fixture(scope="module")
-def trainer(random_dir):
+def trainer(decided_dir):
     """Two engines, and the publisher of a model to them."""
-    model = Qwen3ForCausalLM.from_pretrained(random_dir)
-    options = EngineOptions(random_dir, **OPTIONS, restarts=20)
+    model = Qwen3ForCausalLM.from_pretrained(decided_dir)
+    options = EngineOptions(decided_dir, **OPTIONS, restarts=20)
     with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
         yield pool, publisher, model
 
@@ -109,12 +96,12 @@ def pool(trainer):
 
 
 @pytest.fixture
-def publisher(trainer, random_dir):
+def publisher(trainer, decided_dir):
     """Its model is the random one again after the test."""
     _, publisher, model = trainer
     yield publisher
     publisher.wait_copied()
-    model.load_state_dict(Qwen3ForCausalLM.from_pretrained(random_dir).state_dict())
+    model.load_state_dict(Qwen3ForCausalLM.from_pretrained(decided_dir).state_dict())
     trainer[0].wait_for_version(publisher.publish())
 
 
@@ -347,8 +334,8 @@ def test_others_of_this_machine_see_the_batches_of_a_pool(pool):
 
 
 @pytest.mark.slow
-def test_when_no_engine_is_left_the_error_tells_of_all_deaths(random_dir):
-    with inflight.launch_pool([EngineOptions(random_dir, **OPTIONS)] * 2) as pool:
+def test_when_no_engine_is_left_the_error_tells_of_all_deaths(decided_dir):
+    with inflight.launch_pool([EngineOptions(decided_dir, **OPTIONS)] * 2) as pool:
         pids = [engine.pid for engine in pool.engines]
         pool.submit(PROMPTS, SamplingParams(max_tokens=2000, ignore_eos=True))
         kill_after(pool, 20)
@@ -363,8 +350,8 @@ def test_when_no_engine_is_left_the_error_tells_of_all_deaths(random_dir):
 
 
 @pytest.mark.slow
-def test_ranks_of_a_trainer_share_the_batches_of_a_pool(random_dir, monkeypatch):
-    store, options = Store(), EngineOptions(random_dir, **OPTIONS)
+def test_ranks_of_a_trainer_share_the_batches_of_a_pool(decided_dir, monkeypatch):
+    store, options = Store(), EngineOptions(decided_dir, **OPTIONS)
     taken: dict[int, list[int]] = {}
 
     def train(rank: int) -> None:
@@ -404,7 +391,7 @@ class Store(dict):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_pool(pool, publisher, random_dir, undisturbed, tmp_path):
+def test_a_run_goes_on_with_another_pool(pool, publisher, decided_dir, undisturbed, tmp_path):
     ids = pool.submit(PROMPTS, PARAMS)
     [finished] = pool.submit([[4]], SamplingParams(max_tokens=2, ignore_eos=True), train=False)
     seen = pool.stream.num_tokens
@@ -413,7 +400,7 @@ def test_a_run_goes_on_with_another_pool(pool, publisher, random_dir, undisturbe
     first = pool.stream.collect([finished])
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
 
-    options, model = EngineOptions(random_dir, **OPTIONS), Qwen3ForCausalLM.from_pretrained(random_dir)
+    options, model = EngineOptions(decided_dir, **OPTIONS), Qwen3ForCausalLM.from_pretrained(decided_dir)
     with inflight.launch_pool([options] * 2) as other, other.publisher(model) as another:
         inflight.Run(other, another).load(tmp_path)
         assert other.stream.outstanding == [*ids, finished]
@@ -426,8 +413,8 @@ def test_a_run_goes_on_with_another_pool(pool, publisher, random_dir, undisturbe
 
 
 @pytest.mark.slow
-def test_an_engine_that_hangs_counts_as_one_that_has_ended(random_dir, undisturbed):
-    options = EngineOptions(random_dir, **OPTIONS, restarts=1, answer_timeout_s=2)
+def test_an_engine_that_hangs_counts_as_one_that_has_ended(decided_dir, undisturbed):
+    options = EngineOptions(decided_dir, **OPTIONS, restarts=1, answer_timeout_s=2)
     with inflight.launch_pool([options] * 2) as pool:
         ids = pool.submit(PROMPTS, PARAMS)
         kill_after(pool, 100, number=signal.SIGSTOP)
