@@ -16,6 +16,9 @@ class Recipe:
     temperature: float
     max_sequences: int
     """Sequences that the engine decodes together, at most."""
+    max_prefill_tokens: int
+    """Prompt tokens of a pass, at most; 0: the engine's default. New weights wait for the pass under way, and prompts
+    share the beginning that an earlier pass computed."""
     trained_layers: int | None
     """Upper layers of the model that are trained; None: all parameters are."""
     evaluate_every: int
@@ -32,6 +35,7 @@ SMALL = Recipe(
     ramp=10,
     temperature=1.0,
     max_sequences=128,
+    max_prefill_tokens=0,
     trained_layers=None,
     evaluate_every=25,
     quick_evaluation=128,
@@ -43,6 +47,7 @@ REAL = Recipe(
     ramp=5,
     temperature=0.8,
     max_sequences=64,
+    max_prefill_tokens=64,
     trained_layers=12,
     evaluate_every=20,
     quick_evaluation=32,

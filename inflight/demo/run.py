@@ -110,6 +110,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
                 backend=options.backend,
                 device=options.device,
                 max_sequences=recipe.max_sequences,
+                max_prefill_tokens=recipe.max_prefill_tokens,
                 max_context=longest(task, tokenizer),
                 threads=threads.engine,
                 restarts=options.restarts,

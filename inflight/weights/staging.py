@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from inflight.core.errors import EngineBusyError, InflightError, LayoutMismatchError
-from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import use_own_stream
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.tensors import slot_views
@@ -176,8 +175,7 @@ class StagingBuffer(Target):
             assert self._sent is not None
             return *self._sent, None
         slot, record = newest
-        staged = StagedVersion(self._buffers[slot], record, checksum(self._buffers[slot]))
-        return slot, staged, self._sent[1] if self._sent else None
+        return slot, StagedVersion(self._buffers[slot], record), self._sent[1] if self._sent else None
 
     def _account(self, slot: int, staged: StagedVersion) -> None:
         """Every engine has the version, or will not get it."""

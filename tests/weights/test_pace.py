@@ -73,7 +73,7 @@ def test_what_several_engines_get_is_copied_in_pieces_too():
 
     engine = Engine()
     for slot in (0, 1):  # whole, then in pieces
-        sender.deliver({engine: slot}, StagedVersion(data, Published(1 + slot, 0), 7), None)
+        sender.deliver({engine: slot}, StagedVersion(data, Published(1 + slot, 0)), None)
     assert all(torch.equal(buffer, data) for buffer in sender._buffers)
     assert told == [(0, 1), (1, 2)]
     assert sender._pace.bytes_per_s > 0

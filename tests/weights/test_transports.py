@@ -28,12 +28,12 @@ from inflight.core.errors import (
 )
 from inflight.core.messages import Fill
 from inflight.engine.shapes import shape_config
-from inflight.weights import delta, staging
+from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
-from inflight.weights.transports import slots
+from inflight.weights.transports import base, slots
 from inflight.weights.transports.broadcast import Group
 from inflight.weights.transports.files import FileOrigin
 from inflight.weights.transports.slots import map_slots
@@ -207,7 +207,7 @@ def test_two_publishers_at_once(engine, transport):
 
 
 @pytest.mark.parametrize(
-    ("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), staging)]
+    ("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), base)]
 )
 def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeypatch, transport, where):
     """And the old version serves on, until the next one comes."""
@@ -232,7 +232,7 @@ def test_a_slot_that_one_of_several_engines_refuses_is_told_of(engine, model_dir
         transport = inflight.Slots(checksum=True)
         with inflight.Publisher([engine, other], make_model("qwen3"), transport=transport) as ours:
             with monkeypatch.context() as patch:
-                patch.setattr(staging, "checksum", lambda buffer: 7)
+                patch.setattr(base, "checksum", lambda buffer: 7)
                 ours.publish()
                 while engine.status().bad_messages == refused:
                     time.sleep(0.01)

@@ -8,7 +8,7 @@ docs/transports.md writes one.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -19,6 +19,7 @@ from inflight.core.errors import EngineDiedError, InflightError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare, to_raw
 from inflight.weights import delta
+from inflight.weights.checksum import checksum
 from inflight.weights.link import EngineLink, Published
 from inflight.weights.pace import Pace
 
@@ -62,14 +63,18 @@ class Transport(ABC):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StagedVersion:
     """A whole version in the staging buffer."""
 
     data: torch.Tensor
     """The bytes of a slot, u8[total_bytes]."""
     record: Published
-    checksum: int
+
+    @cached_property
+    def checksum(self) -> int:
+        """Computed if a sender asks for it: it takes as long as several copies."""
+        return checksum(self.data)
 
     @property
     def version(self) -> int:
