@@ -77,11 +77,11 @@ _WORDS = {
 """Words of training, and words of held-out sentences."""
 _SHOWN = (
     {"role": "system", "content": "Answer in one word."},
-    {"role": "user", "content": "Bob is a clerk from Milan. Where does Bob live?"},
-    {"role": "assistant", "content": "Milan"},
+    {"role": "user", "content": "Bob is a clerk from Milan and is 19 years old. How old is Bob?"},
+    {"role": "assistant", "content": "19"},
 )
-"""An example that opens every prompt, of a question that is never asked. Without it no answer of the untrained model is
-right, so that there is nothing to learn from."""
+"""An example that opens every prompt. Without it no answer of the untrained model begins with the right word, so that
+there is nothing to learn from."""
 _SENTENCES = (
     "{name} is a {job} from {town} and is {age} years old.",
     "{name}, a {age} year old {job}, lives in {town}.",
@@ -96,9 +96,9 @@ _QUESTIONS = {
 
 def real_task(*, seed: int, size: int = 20_000, held_out: int = 128) -> Task:
     """Make sentences with a question each. An answer scores 1 if it is the word that was asked for and nothing else.
-    Other answers score 0.1 for being one word, and up to 0.4 for the F1 of their words, as in SQuAD (Rajpurkar et al.
-    2016, arXiv 1606.05250), so that a sentence with the right word is better than one without it, and a short one is
-    better than a long one."""
+    Other answers score 0.5 if their first word is the right one, 0.1 for being one word, and up to 0.1 for the F1 of
+    their words, as in SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250). The right word at the end of a sentence scores
+    little: an answer like "Rose: 65" would be the best that most groups have, and then nothing is left to learn."""
     train = [_example(random.Random(f"train {seed} {index}"), 0) for index in range(size)]
     test = [_example(random.Random(f"held out {index}"), 1) for index in range(held_out)]
     return Task(TASK, train, test, _score, max_tokens=MAX_TOKENS, scores_cut=True)
@@ -113,7 +113,10 @@ def _example(rng: random.Random, part: int) -> Example:
 
 def _score(text: str, example: Example) -> float:
     answer = example.metadata["answer"]
-    return 1.0 if text == answer else 0.1 * (len(text.split()) == 1) + 0.4 * f1(_words(text), _words(answer))
+    if text == answer:
+        return 1.0
+    words, expected = _words(text), _words(answer)
+    return 0.5 * (words[:1] == expected) + 0.1 * (len(words) == 1) + 0.1 * f1(words, expected)
 
 
 def _words(text: str) -> list[str]:

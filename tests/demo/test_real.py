@@ -24,12 +24,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def words(examples) -> set[str]:
-    return {word for example in examples for word in example.prompt[-1]["content"].replace(",", " ").split()}
+    messages = (message["content"] for example in examples for message in example.prompt)
+    return {word for content in messages for word in content.replace(",", " ").split()}
 
 
 def test_no_held_out_answer_occurs_in_training():
     task = real_task(seed=0, size=2000)
-    assert len(task.held_out) == 200
+    assert len(task.held_out) == 128
     seen = words(task.train)
     assert not seen & {example.metadata["answer"] for example in task.held_out}
     assert {example.metadata["answer"] for example in task.train[:200]} < seen
@@ -45,9 +46,10 @@ def test_seeds_differ_in_training_and_not_in_what_is_held_out():
     ("text", "score"),
     [
         ("{answer}", 1.0),
-        ("{answer}.", 0.5),
-        (" {answer}", 0.5),
-        ("It is {answer}.", 0.4 * 2 / 4),
+        ("{answer}.", 0.7),
+        (" {answer}", 0.7),
+        ("{answer} and more", 0.5 + 0.1 * 2 / 4),
+        ("It is {answer}.", 0.1 * 2 / 4),
         ("wrong", 0.1),
         ("All of it is wrong", 0.0),
         ("", 0.0),

@@ -18,6 +18,7 @@ import own_columns
 import pytest
 import torch
 from full_forward import full_forward_logprobs
+from peers_python import PEERS_PYTHON
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_adapters import error as adapter_error
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
@@ -39,7 +40,6 @@ from inflight.core.messages import SlotReady
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PEERS_PYTHON = os.environ.get("INFLIGHT_VLLM_PYTHON") or str(ROOT / ".venv-peers" / "bin" / "python")
 BACKENDS = ["inflight", pytest.param("vllm", marks=pytest.mark.peers)]
 TOLERANCE = 5e-5
 """In nats, of fp32."""

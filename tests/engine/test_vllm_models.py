@@ -3,28 +3,23 @@
 vLLM runs in the interpreter of `make peers`, in an engine's process; `make test-vllm` runs this.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from family_configs import Family
 from family_weights import make_model
+from peers_python import PEERS_PYTHON
 from safetensors.torch import load_file, save_file
+from tiny_models import WIDE_HEADS
 
 import inflight
 from inflight.core.errors import ModelLoadError, UnsupportedModelError
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers]
 
-PEERS_PYTHON = os.environ.get("INFLIGHT_VLLM_PYTHON") or str(
-    Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
-)
-HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
-"""Of a size that vLLM has on a CPU."""
 
-
-def save(family: str, directory: Path, overrides: dict[str, Any] = HEADS) -> str:
+def save(family: str, directory: Path, overrides: dict[str, Any] = WIDE_HEADS) -> str:
     make_model(Family(family, family, overrides), large=True).save_pretrained(directory)
     return str(directory)
 
@@ -56,8 +51,8 @@ def test_a_model_that_vllm_computes_alike_is_served(family, dtype, tmp_path):
 @pytest.mark.parametrize(
     ("family", "overrides", "vllm"),
     [
-        ("qwen2", HEADS | {"num_attention_heads": 4}, {}),  # vLLM ignores head_dim of this family
-        ("llama", HEADS, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
+        ("qwen2", WIDE_HEADS | {"num_attention_heads": 4}, {}),  # vLLM ignores head_dim of this family
+        ("llama", WIDE_HEADS, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}}),
     ],
 )
 def test_a_model_that_vllm_computes_otherwise_is_refused_by_name(family, overrides, vllm, dtype, tmp_path):

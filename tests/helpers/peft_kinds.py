@@ -3,14 +3,20 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, XLoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import config as lora_config
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
 from tiny_models import make_model
 
+Base = Callable[[str], Any]
+"""Makes a base model by the name of its config."""
+Kind = Callable[[Base], Any]
 TARGETS = ["q_proj", "down_proj"]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
@@ -27,28 +33,43 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "C3A": {"block_size": 16},
     "VBLORA": {"vector_length": 16, "num_vectors": 8},
 }
-UNBUILT = {
-    "ADAMSS": "it needs scikit-learn",
-    "XLORA": "it needs saved adapters",
-}
-"""Methods that cannot be made here, and why; no other may fail to be built."""
+UNBUILT = {"LoftQ": "PEFT computes its beginning on a GPU alone"}
+"""Kinds that cannot be made here, and why; no other may fail to be built."""
 
 
-def _of_method(name: str, config: type) -> Callable[[], Any]:
-    def make() -> Any:
+def _of_method(name: str, config: type) -> Kind:
+    def make(base: Base) -> Any:
         arguments = dict(_ARGUMENTS.get(name, {}))
         if "target_modules" in inspect.signature(config).parameters:
             arguments.setdefault("target_modules", TARGETS)
         model = "llama" if name == "ADAPTION_PROMPT" else "qwen3"  # which knows Llama alone
-        return get_peft_model(make_model(model), config(task_type="CAUSAL_LM", **arguments))
+        return get_peft_model(base(model), config(task_type="CAUSAL_LM", **arguments))
 
     return make
 
 
-def _lora(model: str = "llama", change: Callable[[Any], Any] | None = None, **options: Any) -> Callable[[], Any]:
-    def make() -> Any:
+def _of_saved_adapters(base: Base) -> Any:
+    """X-LoRA mixes adapters that were saved before."""
+    with TemporaryDirectory() as directory:
+        _lora()(base).save_pretrained(directory)
+        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=64, adapters={"0": directory, "1": directory})
+        return get_peft_model(base("llama"), config)
+
+
+def _of_covariances(base: Base) -> Any:
+    """CorDA begins with covariances of inputs."""
+    model = base("llama")
+    config = LoraConfig(
+        r=4, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights="corda", corda_config=CordaConfig()
+    )
+    preprocess_corda(model, config, run_model=lambda: model(torch.randint(199, (8, 64))))
+    return get_peft_model(model, config)
+
+
+def _lora(model: str = "llama", change: Callable[[Any], Any] | None = None, **options: Any) -> Kind:
+    def make(base: Base) -> Any:
         arguments = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
-        made = get_peft_model(make_model(model), LoraConfig(**arguments))
+        made = get_peft_model(base(model), LoraConfig(**arguments))
         return made if change is None else change(made) or made
 
     return make
@@ -76,12 +97,10 @@ def _merged_already(model: Any) -> None:
     model.merge_adapter()
 
 
-METHODS: dict[str, Callable[[], Any]] = {
-    kind.value: _of_method(kind.value, config)
-    for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
-    if kind.value not in UNBUILT
-}
-OPTIONS: dict[str, Callable[[], Any]] = {
+METHODS: dict[str, Kind] = {
+    kind.value: _of_method(kind.value, config) for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
+} | {"XLORA": _of_saved_adapters}
+OPTIONS: dict[str, Kind] = {
     "rslora": _lora(use_rslora=True),
     "patterns": _lora(alpha_pattern={"layers.0.self_attn.q_proj": 64}, rank_pattern={"layers.1.mlp.down_proj": 2}),
     "dora": _lora(use_dora=True),
@@ -118,6 +137,7 @@ OPTIONS: dict[str, Callable[[], Any]] = {
     "disabled": _lora(change=lambda m: m.base_model.disable_adapter_layers()),
     "merged already": _lora(change=_merged_already),
     "without PeftModel": _lora(change=lambda m: m.base_model.model),
+    "init corda": _of_covariances,
 } | {
     f"init {init}": _lora(init_lora_weights=init)
     for init in ("pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica", "eva", "lora_ga", False)
@@ -125,12 +145,12 @@ OPTIONS: dict[str, Callable[[], Any]] = {
 KINDS = METHODS | OPTIONS
 
 
-def make(kind: str) -> Any:
+def make(kind: str, base: Base = make_model) -> Any:
     """A model of a kind whose trainable parameters have all been moved."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model = KINDS[kind]()
+        model = KINDS[kind](base)
     train(model)
     return model.eval()
 

@@ -11,12 +11,14 @@ from inflight.weights.lora import PeftSource
 from inflight.weights.tensors import slot_views
 
 
-def with_adapters(name: str, *adapters: str, rank: int = 4, targets: object = "all-linear", seed: int = 1, **config):
-    """A PEFT model whose adapters change much."""
+def with_adapters(
+    name: str, *adapters: str, rank: int = 4, targets: object = "all-linear", seed: int = 1, base=make_model, **config
+):
+    """A PEFT model whose adapters change much. base: makes the model under them by the name of its config."""
     config = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=targets, task_type="CAUSAL_LM", **config)
-    base = make_model(name)
-    base.set_attn_implementation("eager")  # which knows soft caps
-    model = get_peft_model(base, config, adapter_name=adapters[0])
+    plain = base(name)
+    plain.set_attn_implementation("eager")  # which knows soft caps
+    model = get_peft_model(plain, config, adapter_name=adapters[0])
     for adapter in adapters[1:]:
         model.add_adapter(adapter, config)
     torch.manual_seed(seed)

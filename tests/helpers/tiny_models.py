@@ -94,9 +94,17 @@ def marks(name: str, *, quick: bool = False) -> list[pytest.MarkDecorator]:
 SOME_AT_ONCE = [pytest.param(name, marks=marks(name)) for name in CONFIGS]
 
 
-def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """changes: fields of the config."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    config = CONFIGS[name]()
+    for field, value in changes.items():
+        setattr(config, field, value)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+WIDE_HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+"""Heads of a size that vLLM has on a CPU."""
 
 
 def publish(engine: Engine, model: torch.nn.Module, slot: int | None = None) -> int:

@@ -2,15 +2,17 @@
 
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import peft_kinds
 import pytest
 import torch
 from full_forward import full_forward_logprobs
+from peers_python import PEERS_PYTHON
 from peft import LoraConfig, PeftType, get_peft_model
 from tiny_adapters import error, with_adapters
-from tiny_models import make_model
+from tiny_models import WIDE_HEADS, make_model
 from waiting import wait_until
 
 import inflight
@@ -44,22 +46,43 @@ def base_name(model) -> str:
     return family.get(config["model_type"], config["model_type"])
 
 
-@pytest.fixture(scope="module")
-def engines(model_dir):
-    """Engines by their base, with adapters or without; each kind publishes to the engine that is there."""
-    made = {}
+class Bases:
+    """Base models of a backend, and its engines by their base, with adapters or without. Each test publishes to the
+    engine that is there."""
 
-    def get(name: str, lora_rank: int):
+    def __init__(self, backend: str, directory: Path):
+        self.vllm, self._directory = backend == "vllm", directory
+        self._engines: dict[tuple[str, int], inflight.LaunchedEngine] = {}
+
+    def base(self, name: str, seed: int = 0):
+        return make_model(name, seed, **(WIDE_HEADS if self.vllm else {}))
+
+    def make(self, kind: str):
+        return peft_kinds.make(kind, self.base)
+
+    def engine(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
         key = name, lora_rank
-        if key not in made:
-            made[key] = inflight.launch(
-                model_dir(name), device="cpu", threads=1, max_sequences=4, max_context=64, lora_rank=lora_rank
-            )
-        return made[key]
+        if key not in self._engines:
+            if self.vllm and len(self._engines) == 2:  # each takes a gigabyte
+                self._engines.pop(next(iter(self._engines))).close()
+            path = self._directory / name
+            self.base(name).save_pretrained(path)
+            options = {"lora_rank": lora_rank, "threads": 1, "max_sequences": 4, "max_context": 64, "device": "cpu"}
+            if self.vllm:
+                options |= {"backend": "vllm", "backend_python": PEERS_PYTHON, "cuda_graphs": False}
+            self._engines[key] = inflight.launch(str(path), dtype="float32", **options)
+        return self._engines[key]
 
-    yield get
-    for engine in made.values():
-        engine.close()
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+@pytest.fixture(scope="module", params=["inflight", pytest.param("vllm", marks=[pytest.mark.peers, pytest.mark.slow])])
+def bases(request, tmp_path_factory):
+    made = Bases(request.param, tmp_path_factory.mktemp("bases"))
+    yield made
+    made.close()
 
 
 def outcome(engine, model, adapter) -> float | str:
@@ -92,14 +115,14 @@ def published_error(engine, publisher, model) -> float:
 
 
 def test_every_method_of_this_peft_is_tried():
-    assert {kind.value for kind in PeftType} <= set(peft_kinds.METHODS) | set(peft_kinds.UNBUILT)
+    assert {kind.value for kind in PeftType} <= set(peft_kinds.METHODS)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(peft_kinds.KINDS))
-def test_adapters_alone_are_right_or_refused_by_name(engines, kind):
-    model = peft_kinds.make(kind)
-    found = outcome(engines(base_name(model), 16), model, "default")
+def test_adapters_alone_are_right_or_refused_by_name(bases, kind):
+    model = bases.make(kind)
+    found = outcome(bases.engine(base_name(model), 16), model, "default")
     if kind in RIGHT_ALONE:
         assert isinstance(found, float), found
         assert found < MOST
@@ -110,9 +133,9 @@ def test_adapters_alone_are_right_or_refused_by_name(engines, kind):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(peft_kinds.KINDS))
-def test_merged_weights_are_right_or_refused_by_name(engines, kind):
-    model = peft_kinds.make(kind)
-    found = outcome(engines(base_name(model), 0), model, None)
+def test_merged_weights_are_right_or_refused_by_name(bases, kind):
+    model = bases.make(kind)
+    found = outcome(bases.engine(base_name(model), 0), model, None)
     if kind in REFUSED_MERGED:
         assert isinstance(found, str), found
         assert names_something(found, model), found
@@ -134,8 +157,8 @@ def loaded_without_a_copy(model):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", [remade, loaded_without_a_copy])
-def test_tensors_are_looked_up_at_each_publish(engines, change):
-    engine, model = engines("qwen3", 16), with_adapters("qwen3", "default")
+def test_tensors_are_looked_up_at_each_publish(bases, change):
+    engine, model = bases.engine("qwen3", 16), with_adapters("qwen3", "default", base=bases.base)
     with engine.publisher(model) as publisher:
         assert published_error(engine, publisher, model) < MOST
         change(model)
@@ -158,8 +181,8 @@ def of_pissa(model):
     ("change", "named"),
     [(unfrozen, r"layers\.0\.input_layernorm\.weight would not"), (of_pissa, r"v_proj\.weight.*='pissa'")],
 )
-def test_a_model_that_changes_is_refused_by_the_next_publish(engines, change, named):
-    engine, model = engines("qwen3", 16), with_adapters("qwen3", "default")
+def test_a_model_that_changes_is_refused_by_the_next_publish(bases, change, named):
+    engine, model = bases.engine("qwen3", 16), with_adapters("qwen3", "default", base=bases.base)
     with engine.publisher(model) as publisher:
         assert published_error(engine, publisher, model) < MOST
         change(model)
@@ -167,17 +190,17 @@ def test_a_model_that_changes_is_refused_by_the_next_publish(engines, change, na
             publisher.publish()
 
 
-def test_adapters_of_another_base_are_refused(engines):
+def test_adapters_of_another_base_are_refused(bases):
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(make_model("qwen3", seed=2), config)
+    model = get_peft_model(bases.base("qwen3", seed=2), config)
     with pytest.raises(LayoutMismatchError, match=r"model\.embed_tokens\.weight.* more\): launch the engine from"):
-        engines("qwen3", 16).publisher(model)
+        bases.engine("qwen3", 16).publisher(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_base_in_another_dtype_is_the_same_base(engines, dtype):
+def test_a_base_in_another_dtype_is_the_same_base(bases, dtype):
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    engines("qwen3", 16).publisher(get_peft_model(make_model("qwen3").to(dtype), config)).close()
+    bases.engine("qwen3", 16).publisher(get_peft_model(bases.base("qwen3").to(dtype), config)).close()
 
 
 @pytest.mark.parametrize(("seed", "matches"), [(0, True), (2, False)])
@@ -230,9 +253,9 @@ UNSAVED = {"norms", "disabled", "scaled by hand", "merged already", "two at once
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(kind for kind in peft_kinds.KINDS if kind not in UNSAVED))
-def test_adapters_in_files_are_right_or_refused_by_name(engines, tmp_path, kind):
-    model = peft_kinds.make(kind)
-    found = from_files(engines(base_name(model), 16), model, tmp_path)
+def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind):
+    model = bases.make(kind)
+    found = from_files(bases.engine(base_name(model), 16), model, tmp_path)
     if kind in (RIGHT_ALONE | {"init mica"}) - {"init lora_ga", "QALoRA"}:
         assert isinstance(found, float), found
         assert found < MOST
@@ -242,10 +265,10 @@ def test_adapters_in_files_are_right_or_refused_by_name(engines, tmp_path, kind)
         assert str(tmp_path) in found
 
 
-def test_an_adapter_in_files_of_another_base_is_refused(engines, tmp_path, caplog):
-    engine, paths = engines("qwen3", 16), {seed: tmp_path / f"base-{seed}" for seed in (0, 2)}
+def test_an_adapter_in_files_of_another_base_is_refused(bases, tmp_path, caplog):
+    engine, paths = bases.engine("qwen3", 16), {seed: tmp_path / f"base-{seed}" for seed in (0, 2)}
     for seed, path in paths.items():
-        base = make_model("qwen3", seed=seed)
+        base = bases.base("qwen3", seed=seed)
         base.save_pretrained(path)
         base.name_or_path = str(path)
         config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")

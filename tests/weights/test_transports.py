@@ -206,9 +206,7 @@ def test_two_publishers_at_once(engine, transport):
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), base)]
-)
+@pytest.mark.parametrize(("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), base)])
 def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeypatch, transport, where):
     """And the old version serves on, until the next one comes."""
     before = engine.status()
