@@ -18,7 +18,7 @@ from inflight.session import LaunchedEngine
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
-README_WORDS = 1500
+README_WORDS = 900
 REQUIRED = "required"
 
 

@@ -77,11 +77,11 @@ _WORDS = {
 """Words of training, and words of held-out sentences."""
 _SHOWN = (
     {"role": "system", "content": "Answer in one word."},
-    {"role": "user", "content": "Bob is a clerk from Milan and is 19 years old. How old is Bob?"},
-    {"role": "assistant", "content": "19"},
+    {"role": "user", "content": "The tree in the garden is 90 years old. How old is it?"},
+    {"role": "assistant", "content": "90"},
 )
-"""An example that opens every prompt. Without it no answer of the untrained model begins with the right word, so that
-there is nothing to learn from."""
+"""An example that opens every prompt. Without it hardly any answer of the untrained model begins with the right word,
+so that there is nothing to learn from."""
 _SENTENCES = (
     "{name} is a {job} from {town} and is {age} years old.",
     "{name}, a {age} year old {job}, lives in {town}.",
@@ -89,7 +89,6 @@ _SENTENCES = (
 )
 _QUESTIONS = {
     "age": "How old is {name}?",
-    "job": "What is the job of {name}?",
     "name": "What is the name of this person?",
 }
 

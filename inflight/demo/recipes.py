@@ -41,7 +41,7 @@ SMALL = Recipe(
     quick_evaluation=128,
 )
 REAL = Recipe(
-    steps=60,
+    steps=40,
     groups_per_step=8,
     learning_rate=1e-4,
     ramp=5,
@@ -49,7 +49,7 @@ REAL = Recipe(
     max_sequences=64,
     max_prefill_tokens=64,
     trained_layers=12,
-    evaluate_every=20,
+    evaluate_every=10,
     quick_evaluation=32,
 )
 
