@@ -52,8 +52,11 @@ def _of_saved_adapters(base: Base) -> Any:
     """X-LoRA mixes adapters that were saved before."""
     with TemporaryDirectory() as directory:
         _lora()(base).save_pretrained(directory)
-        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=64, adapters={"0": directory, "1": directory})
-        return get_peft_model(base("llama"), config)
+        model = base("llama")
+        model.config.use_cache = False  # which X-LoRA asks for
+        size = model.config.hidden_size
+        config = XLoraConfig(task_type="CAUSAL_LM", hidden_size=size, adapters={"0": directory, "1": directory})
+        return get_peft_model(model, config)
 
 
 def _of_covariances(base: Base) -> Any:
@@ -62,7 +65,7 @@ def _of_covariances(base: Base) -> Any:
     config = LoraConfig(
         r=4, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights="corda", corda_config=CordaConfig()
     )
-    preprocess_corda(model, config, run_model=lambda: model(torch.randint(199, (8, 64))))
+    preprocess_corda(model, config, run_model=lambda: model(torch.randint(199, (1, 256))))
     return get_peft_model(model, config)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ RIGHT_ALONE = {"LORA", "rslora", "patterns", "scaled by hand", "without PeftMode
 """Kinds that an engine with adapters takes. Without quantization QALoRA is plain, and without gradients LoRA-GA."""
 REFUSED_MERGED = {
     "ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING",
-    "PROMPT_TUNING", "P_TUNING", "SHADOW", "lora_bias, no bias", "modules_to_save lm_head, tied", "embed_tokens, tied",
-    "embed_tokens, scaled", "lm_head, tied", "aLoRA", "target_parameters", "layer_replication", "disabled",
+    "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA", "lora_bias, no bias", "modules_to_save lm_head, tied",
+    "embed_tokens, tied", "embed_tokens, scaled", "lm_head, tied", "aLoRA", "target_parameters",
+    "layer_replication", "disabled",
 }  # fmt: skip
 """Kinds whose weights are not weights of the base model. A method that a later PEFT brings is in no set."""
 
@@ -97,11 +99,16 @@ def outcome(engine, model, adapter) -> float | str:
     return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in group)
 
 
+def plain_name(name: str) -> str:
+    """The name without the wrappers of PEFT."""
+    return re.sub(r"^base_model\.((lora_model\.)?model\.)?", "", name)
+
+
 def names_something(refusal: str, model) -> bool:
     """A refusal names a module or a parameter of the model, and is one line."""
-    words = {word.strip(",.():;").removeprefix("default.") for word in refusal.split()}
-    modules = {name.removeprefix("base_model.model.") for name, _ in model.named_modules()}
-    parameters = {name.removeprefix("base_model.model.") for name, _ in model.named_parameters()}
+    words = {plain_name(word.strip(",.():;").removeprefix("default.")) for word in refusal.split()}
+    modules = {plain_name(name) for name, _ in model.named_modules()}
+    parameters = {plain_name(name) for name, _ in model.named_parameters()}
     plain = {name.replace(".base_layer", "") for name in parameters}
     plain |= {f"{name}.weight" for name in modules}
     return "\n" not in refusal and bool(words & (modules | parameters | plain) - {""})
