@@ -108,7 +108,7 @@ def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, 
         wait_until(lambda: "leaves the pool" in caplog.text)
         tokens = pool.stream.num_tokens
         wait_until(lambda: pool.stream.num_tokens > tokens + 500)
-        wait_until(lambda: len(pool.statuses()) == 3)  # another one was placed where there was room
+        wait_until(lambda: len(pool.statuses()) == 3, seconds=400)  # another one was placed where there was room
         assert pool.engines[0].process is not lost
         assert not runs(lost.pid)
 

@@ -65,7 +65,7 @@ class Bases:
     def engine(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
         key = name, lora_rank
         if key not in self._engines:
-            if self.vllm and len(self._engines) == 2:  # each takes a gigabyte
+            if self.vllm and len(self._engines) == 5:  # each takes a gigabyte
                 self._engines.pop(next(iter(self._engines))).close()
             path = self._directory / name
             self.base(name).save_pretrained(path)
