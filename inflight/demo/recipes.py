@@ -17,7 +17,7 @@ class Recipe:
     max_sequences: int
     """Sequences that the engine decodes together, at most."""
     max_prefill_tokens: int
-    """Prompt tokens of a pass, at most; 0: the engine's default. New weights wait for the pass under way, and prompts
+    """Prompt tokens of a pass, at most; 0: the engine's default. New weights wait for the pass in progress, and prompts
     share the beginning that an earlier pass computed."""
     trained_layers: int | None
     """Upper layers of the model that are trained; None: all parameters are."""

@@ -34,7 +34,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "VBLORA": {"vector_length": 16, "num_vectors": 8},
 }
 UNBUILT = {"LoftQ": "PEFT computes its beginning on a GPU alone"}
-"""Kinds that cannot be made here, and why; no other may fail to be built."""
+"""Kinds that cannot be made here, and why. All others must be built."""
 
 
 def _of_method(name: str, config: type) -> Kind:
