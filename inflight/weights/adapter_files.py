@@ -99,13 +99,20 @@ class AdapterFiles(Source):
         if not os.path.isdir(base):
             logger.warning("%s was trained over %s, and is used with %s; they are not compared", directory, base, model)
             return
+        assert self._weights is not None
+        specs = {spec.name: spec for spec in self._weights.tensors}
         try:
             digests = self._digests().tensors
         except BackendError as error:
-            logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
-            return
-        assert self._weights is not None
-        specs = {spec.name: spec for spec in self._weights.tensors}
+            if not os.path.isdir(model):
+                logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
+                return
+            # The weights that the engine started with; newer ones cannot be read from it.
+            digests = {
+                name: sha256(tensor.to(getattr(torch, specs[name].dtype)))
+                for name, tensor in read_checkpoint(model)
+                if name in specs
+            }
         for name, tensor in read_checkpoint(base):
             spec = specs.get(name)  # others are parts of tensors, or other names
             if spec is not None and (
