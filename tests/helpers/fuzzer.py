@@ -24,7 +24,7 @@ Parts = list[bytes]
 BYTES_PER_BYTE = 128
 """What a decoder may allocate per byte of input: an empty map is one byte on the wire, and 88 in Python."""
 SLACK_BYTES = 1 << 20
-LIMIT_MS = 50.0
+LIMIT_MS = 200
 """Bound on the CPU time for an input of at most 64 KiB, and on that for each 64 KiB of a larger one."""
 SAMPLE_BYTES, SAMPLE_MS = 2048, 0.2
 """What a sample that a GroupStart announces may take beside that; there are at most MAX_SAMPLES to a group."""
