@@ -18,7 +18,7 @@ PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
 	@echo 'make demo-real  the same with a real model of 135 M parameters, which it installs'
-	@echo 'make test       set up and run the tests that a checkout is trusted by: at most six minutes on two cores'
+	@echo 'make test       set up and run the tests that a checkout is trusted by'
 	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'

@@ -49,7 +49,7 @@ def tables(runs: dict[str, dict[str, Any]]) -> str:
     rows = [
         "![Reward, accuracy and staleness of SmolLM2-135M-Instruct against seconds](demo-real.png)",
         "",
-        "| seed | held-out accuracy before | after | optimizer steps | seconds | swaps, and those in flight |",
+        "| seed | held-out accuracy before | after | optimizer steps | seconds | swaps, in flight |",
         "|---|---|---|---|---|---|",
     ]
     for seed, run in runs.items():

@@ -107,7 +107,7 @@ class AdapterFiles(Source):
             if not os.path.isdir(model):
                 logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
                 return
-            # The weights that the engine started with; newer ones cannot be read from it.
+            logger.warning("%s is compared with %s, with which the engine started: %s", base, model, error)
             digests = {
                 name: sha256(tensor.to(getattr(torch, specs[name].dtype)))
                 for name, tensor in read_checkpoint(model)

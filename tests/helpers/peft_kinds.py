@@ -33,8 +33,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "C3A": {"block_size": 16},
     "VBLORA": {"vector_length": 16, "num_vectors": 8},
 }
-UNBUILT = {"LoftQ": "PEFT computes its beginning on a GPU alone"}
-"""Kinds that cannot be made here, and why. All others must be built."""
 
 
 def _of_method(name: str, config: type) -> Kind:
@@ -103,7 +101,7 @@ def _merged_already(model: Any) -> None:
 METHODS: dict[str, Kind] = {
     kind.value: _of_method(kind.value, config) for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
 } | {"XLORA": _of_saved_adapters}
-OPTIONS: dict[str, Kind] = {
+OPTIONS: dict[str, Kind] = {  # all but LoftQ, which PEFT initializes on a GPU alone
     "rslora": _lora(use_rslora=True),
     "patterns": _lora(alpha_pattern={"layers.0.self_attn.q_proj": 64}, rank_pattern={"layers.1.mlp.down_proj": 2}),
     "dora": _lora(use_dora=True),
