@@ -16,6 +16,7 @@ from rich.table import Table
 
 from inflight.bench.options import RolloutSchedule, StalenessOptions, SweepOptions
 from inflight.core.child import command
+from inflight.core.decoders import json_decoder
 from inflight.observability.plots import new_table, number
 from inflight.observability.progress import Progress, untold
 
@@ -144,7 +145,7 @@ def _process(line: list[str], **streams: Any) -> Iterator[subprocess.Popen]:
 def _read(point: Point) -> dict[str, Any]:
     """The result of a point. Raises ValueError if the file is not one, or of other settings."""
     try:
-        found = msgspec.json.decode(point.path.read_bytes(), type=dict[str, Any])
+        found = json_decoder(dict[str, Any]).decode(point.path.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{point.path} cannot be read: {error}; --again measures it anew") from error
     for name, value in point.settings.items():

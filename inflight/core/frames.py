@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from inflight.core.columns import COLUMNS, MASK_OFFSETS, MOST, REQUIRED, TOKENS, find_column
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import FrameError
 from inflight.core.sampling import SamplingParams
 
@@ -221,4 +222,4 @@ def _check_mask(offsets: np.ndarray, token_ids: np.ndarray, cut_from: np.ndarray
 
 _REQUIRED_DTYPES = {name: np.dtype(COLUMNS[name].dtypes[0]) for name in REQUIRED}
 _HEADER_ENCODER = msgspec.msgpack.Encoder()
-_HEADER_DECODER = msgspec.msgpack.Decoder(FrameHeader)
+_HEADER_DECODER = msgpack_decoder(FrameHeader)

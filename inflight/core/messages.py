@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 import inflight
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, ProtocolError, VersionMismatchError
 from inflight.core.frames import Count, TokenId
 from inflight.core.layout import Alias, WeightLayout
@@ -292,8 +293,8 @@ FromEngine = Welcome | Result | Failed | Attached | SlotFree | Done
 Answer = TypeVar("Answer", Welcome, Result, Attached)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
-_FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+_TO_ENGINE = msgpack_decoder(ToEngine)
+_FROM_ENGINE = msgpack_decoder(FromEngine)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import msgspec
-
 from inflight.core.connection import Answer, Connection
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
 from inflight.core.keys import ClientKeys
 from inflight.core.messages import Call, FromEngine, Hello, Result, Welcome, expect, read, to_raw
@@ -149,4 +148,4 @@ class EngineClient:
 
 
 def _value_of(answer: FromEngine, returns: type[Value]) -> Value:
-    return read(msgspec.msgpack.Decoder(returns), expect(answer, Result).value)
+    return read(msgpack_decoder(returns), expect(answer, Result).value)

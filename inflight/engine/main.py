@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-import msgspec
-
+from inflight.core.decoders import json_decoder
 from inflight.core.options import Startup
 from inflight.engine.directory import declare_alive, log_to_stderr, trim_log
 
@@ -30,7 +29,7 @@ megabyte each, of a thousand unless one says so. To prepare one anew takes about
 
 
 def main() -> int:
-    startup = msgspec.json.decode(sys.argv[1], type=Startup)
+    startup = json_decoder(Startup).decode(sys.argv[1])
     directory = Path(startup.directory)
     watch = ParentWatch(startup.parent_pid, directory)
     log_to_stderr()

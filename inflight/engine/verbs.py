@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ProtocolError
 from inflight.core.messages import Call, Result, read, shorten, to_raw
 
@@ -68,4 +69,5 @@ def _arguments_decoder(method: Callable[..., Any]) -> msgspec.msgpack.Decoder:
             raise TypeError(f"parameter {name!r} of the verb {method.__name__} needs an annotation")
         default = () if parameter.default is parameter.empty else (parameter.default,)
         fields.append((name, types[name], *default))
-    return msgspec.msgpack.Decoder(msgspec.defstruct(method.__name__, fields, kw_only=True, forbid_unknown_fields=True))
+    kind = msgspec.defstruct(method.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    return msgpack_decoder(kind)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from inflight.core.decoders import json_decoder
 from inflight.core.errors import InflightError
 from inflight.core.files import file_errors
 
@@ -136,7 +137,7 @@ class Ended(_Event, frozen=True, kw_only=True, tag="ended"):
 Event = Began | Step | Consumed | Swapped | Engine | Version | Samples | Ended
 
 encode = msgspec.json.Encoder().encode
-_decoder = msgspec.json.Decoder(Event)
+_decoder = json_decoder(Event)
 
 
 def decode(line: bytes) -> Event | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from inflight.core.decoders import json_decoder
 from inflight.core.errors import FileWriteError
 from inflight.core.files import replacing
 from inflight.core.spans import Span, Thread
@@ -96,7 +97,7 @@ def _span_events(part: Part, began_ns: int) -> Iterator[Event]:
 def _kineto_events(part: Part, index: int, began_ns: int) -> Iterator[Event]:
     if part.kineto is None:
         return
-    file = msgspec.json.decode(Path(part.kineto).read_bytes(), type=_Kineto)
+    file = json_decoder(_Kineto).decode(Path(part.kineto).read_bytes())
     shift_us = (file.baseTimeNanoseconds - part.epoch_minus_monotonic_ns - began_ns) / 1e3
     # CUPTI names threads by the lower 32 bits of the pthread's number.
     threads = {thread.ident % _ALL: number for number, thread in part.threads.items()}
@@ -193,7 +194,7 @@ def _named(what: str, pid: int, tid: int, **args: str | int) -> Event:
 def main() -> None:
     gc.disable()  # it would walk some hundred thousand events again and again, and this process ends soon
     out, *paths = map(Path, sys.argv[1:])
-    trace = merge([msgspec.json.decode(path.read_bytes(), type=Part) for path in paths])
+    trace = merge([json_decoder(Part).decode(path.read_bytes()) for path in paths])
     try:
         write(out, trace)
     except FileWriteError as error:

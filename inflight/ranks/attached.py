@@ -16,6 +16,7 @@ import msgspec
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from inflight.core.decoders import json_decoder
 from inflight.core.errors import EngineHungError, InflightError, ProtocolError, RankLostError, from_wire
 from inflight.core.keys import ClientKeys
 from inflight.core.messages import Status
@@ -263,7 +264,7 @@ def attach_local(directory: str) -> AttachedEngine:
     looks on: `stream.batches()` yields whole batches, the first being the next that is made after it is asked for; it
     misses those that are made while it is busy. Raises RankLostError if the engine is not there."""
     try:
-        card = msgspec.json.decode((Path(directory) / CARD).read_bytes(), type=Card)
+        card = json_decoder(Card).decode((Path(directory) / CARD).read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise RankLostError(f"no engine is shared in {directory}: {error}") from error
     return AttachedEngine(card)

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from inflight.core.clock import now_ns
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, ListenError, ProtocolError, RankLostError
 from inflight.core.messages import Call, FromEngine, Prompt, Result, Status, decode_to_engine, read, to_raw
 from inflight.core.options import EngineOptions
@@ -52,7 +53,7 @@ _PART_BYTES = 16 << 20
 _LOOK_EVERY_NS = 1_000_000_000
 _GONE_NS = 30_000_000_000
 """How long a rank of another machine that cannot be reached may take to call again."""
-_TAKE = msgspec.msgpack.Decoder(Take)
+_TAKE = msgpack_decoder(Take)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 import zmq
 
+from inflight.core.decoders import json_decoder
 from inflight.core.errors import InvalidRequestError, RankLostError, from_wire
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
@@ -106,9 +107,9 @@ class TrainerRanks:
         except RuntimeError as error:  # the store is rank 0's
             raise RankLostError(f"rank 0 cannot be reached: {error}") from error
         with suppress(msgspec.ValidationError):
-            refusal = msgspec.json.decode(data, type=_Refusal)
+            refusal = json_decoder(_Refusal).decode(data)
             raise from_wire(refusal.kind, refusal.message)
-        card = msgspec.json.decode(data, type=Card)
+        card = json_decoder(Card).decode(data)
         if card.options.model != options.model:
             raise InvalidRequestError(
                 f"rank {self.rank} launches {options.model!r} where rank 0 launched {card.options.model!r}; every rank "

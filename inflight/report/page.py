@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from inflight.core.decoders import json_decoder
 from inflight.core.files import replacing
 from inflight.observability.environment import write_json
 from inflight.report.comparison import Comparison, Number, comparisons_of
@@ -78,7 +79,7 @@ def _sections_of(results: Sequence[Result], systems: Sequence[System], panels: P
 def _is_a_result(path: Path) -> bool:
     """What a benchmark wrote names it, which the numbers of a report do not."""
     try:
-        return "bench" in msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return "bench" in json_decoder(dict[str, Any]).decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return False
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from inflight.core.decoders import convert, json_decoder
 from inflight.core.errors import InflightError
 
 _MOST_BYTES = 64 << 20
@@ -260,7 +261,7 @@ def _decoded(path: Path, kind: type[Kind], open_file: Callable[..., Any] = open)
     if len(data) > _MOST_BYTES:
         raise ReportError(f"{path} is longer than {_MOST_BYTES >> 20} MiB: no benchmark writes such a file")
     try:
-        return msgspec.json.decode(data, type=kind)
+        return json_decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportError(f"{path} is not the JSON of a benchmark: {error}") from error
 
@@ -268,7 +269,7 @@ def _decoded(path: Path, kind: type[Kind], open_file: Callable[..., Any] = open)
 def _converted(path: Path, raw: Any, kind: type[Kind], key: str = "") -> Kind:
     """Of the right types, whatever else is there."""
     try:
-        return msgspec.convert(raw, kind)
+        return convert(raw, kind)
     except msgspec.ValidationError as error:
         said = str(error).replace("`$", f"`{key or '$'}").replace("`$.", "`")
         raise ReportError(f"{path} has a wrong or missing key: {said}") from error

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from inflight.command_line import DEVICE_HELP, argument, option
+from inflight.core.decoders import convert
 from inflight.core.messages import Welcome
 from inflight.core.options import EngineOptions
 from inflight.server.options import PLACE
@@ -68,7 +69,7 @@ class ServedModel:
                 raise ValueError(f"--set takes name=value with a name of EngineOptions, got {pair!r}")
             given[name] = _value(text)
         try:
-            return msgspec.convert(given, EngineOptions)
+            return convert(given, EngineOptions)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
 

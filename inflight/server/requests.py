@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from inflight.core.decoders import convert
 from inflight.core.messages import shorten
 from inflight.core.sampling import SamplingParams
 from inflight.server.errors import ApiError
@@ -211,7 +212,7 @@ def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
     if kind is GenerateRequest and isinstance(sampling := value.get("sampling_params"), dict):
         _check_refused(sampling, TokenSampling)
     try:
-        return msgspec.convert(value, kind, str_keys=True)
+        return convert(value, kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         text = str(error)
         _, _, path = text.partition(" - at `$.")

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from inflight.core.columns import SCORES
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, ProtocolError
 from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
@@ -88,7 +89,7 @@ def decode(data: bytes, kind: type[Header], count: Callable[[Header], int]) -> t
     ProtocolError for anything else."""
     end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
     try:
-        header = msgspec.msgpack.decode(data[_LENGTH.size : end], type=kind)
+        header = msgpack_decoder(kind).decode(data[_LENGTH.size : end])
         arrays: dict[str, Arrays] = {str(i): {} for i in range(count(header))}
         for path, array in load(data[end:]).items():
             index, name = path.split("/", 1)

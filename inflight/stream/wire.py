@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ProtocolError
 from inflight.core.frames import Count
 
@@ -74,8 +75,8 @@ ToWriter = Subscribe | Ack | Leave
 ToReader = Subscribed | Beat | Refused
 
 encode = msgspec.msgpack.Encoder().encode
-_TO_WRITER = msgspec.msgpack.Decoder(ToWriter)
-_TO_READER = msgspec.msgpack.Decoder(ToReader)
+_TO_WRITER = msgpack_decoder(ToWriter)
+_TO_READER = msgpack_decoder(ToReader)
 
 
 def to_writer(data: bytes) -> ToWriter:

@@ -16,6 +16,7 @@ from torch import nn
 
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
+from inflight.core.decoders import convert
 from inflight.core.errors import InflightError
 from inflight.core.spans import span, spanned
 from inflight.core.waiting import telling
@@ -95,7 +96,7 @@ def grpo(
     check_finite(model)
 
     def steps() -> Iterator[StepReport]:
-        progress = GRPOProgress() if run is None else msgspec.convert(run.progress.get("grpo", {}), GRPOProgress)
+        progress = GRPOProgress() if run is None else convert(run.progress.get("grpo", {}), GRPOProgress)
         if progress.step == 0 or publisher.version == 0 or engine.staleness.unpublished_steps:
             _publish_first(engine, publisher)
         for each in loggers:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from inflight.core.decoders import json_decoder
 from inflight.core.errors import InflightError
 from inflight.observability.event_file import number_after
 from inflight.observability.events import Began, Engine, Event, decode, encode
@@ -82,7 +83,7 @@ class RemoteRun:
         """What the page there is told. Raises RemoteError."""
         data = self._remote.get("/events", cursor=cursor)
         try:
-            news = msgspec.json.decode(data, type=News)
+            news = json_decoder(News).decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteError(f"{self._remote.url} does not serve a run: {error}") from error
         return msgspec.structs.replace(news, events=[raw for raw in news.events if decode(bytes(raw)) is not None])

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
 from inflight.core import waiting
 from inflight.core.connection import Answer, Connection
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import (
     EngineBusyError,
     EngineDiedError,
@@ -52,8 +51,8 @@ _POLL_MS = 100
 _LINGER_MS = 1000
 TOKEN_BYTES = 32
 """Length of what a publisher writes into the file that it locks."""
-_STATUS = msgspec.msgpack.Decoder(Status)
-_DIGESTS = msgspec.msgpack.Decoder(list[Digests])
+_STATUS = msgpack_decoder(Status)
+_DIGESTS = msgpack_decoder(list[Digests])
 _CHECKSUMS_S = 600.0
 """Time limit for an engine to compute the checksums of its weights."""
 

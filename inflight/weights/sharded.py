@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InflightError, LayoutMismatchError, from_wire
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
@@ -105,7 +106,7 @@ class ShardGroup(Source):
         dist.broadcast(size, src=0, group=self._control)
         data.resize_(int(size))
         dist.broadcast(data, src=0, group=self._control)
-        return msgspec.msgpack.decode(data.numpy().data, type=_Learned)
+        return msgpack_decoder(_Learned).decode(data.numpy().data)
 
     def command(self, version: int = _STOP) -> int:
         """Return on every rank the version that rank 0 copies next; −1 ends it."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from msgspec.msgpack import Decoder
-
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ChecksumError, InflightError, ProtocolError
 from inflight.core.messages import Fill, Prepare, SlotReady, read
 from inflight.weights import delta
@@ -79,7 +78,7 @@ class SlotFiller:
                 receiver = self._get_receiver()
                 if receiver.setup is None:
                     raise ProtocolError("the transport does not prepare")
-                receiver.prepare(read(Decoder(receiver.setup), job.setup))
+                receiver.prepare(read(msgpack_decoder(receiver.setup), job.setup))
             case Fill():
                 self._fill(job)
             case SlotReady():
@@ -94,7 +93,7 @@ class SlotFiller:
 
     def _fill(self, job: Fill) -> None:
         slot, receiver = self._slots[job.slot].buffer, self._get_receiver()
-        origin = read(Decoder(receiver.origin), job.origin)
+        origin = read(msgpack_decoder(receiver.origin), job.origin)
         if job.base is None:
             self._holds.pop(job.slot, None)
             receiver.receive(origin, job.version, slot)

@@ -16,6 +16,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from inflight.core.decoders import json_decoder
 from inflight.core.errors import WeightFileError
 from inflight.core.files import file_errors
 from inflight.core.layout import DTYPE_BYTES, TensorSpec, WeightLayout
@@ -139,9 +140,9 @@ def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str,
     encoded = torch.empty(header_bytes, dtype=torch.uint8)
     _read(file, 8, encoded)
     try:
-        header = msgspec.json.decode(encoded.numpy().data, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(header.pop("__metadata__", b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+        header = json_decoder(dict[str, msgspec.Raw]).decode(encoded.numpy().data)
+        metadata = json_decoder(dict[str, str]).decode(header.pop("__metadata__", b"{}"))
+        entries = {name: json_decoder(_Entry).decode(raw) for name, raw in header.items()}
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightFileError(f"{path} cannot be read: its header is damaged: {str(error)[:200]}") from error
     tensors, end = {}, 0

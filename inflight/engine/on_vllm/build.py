@@ -17,6 +17,7 @@ import msgspec
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import (
     BackendError,
     DeviceMemoryError,
@@ -319,7 +320,7 @@ def _attach(
         generator = torch.Generator(adapters.slots[0].buffer.device).manual_seed(0)
         for view in slot_views(adapters.slots[0].buffer, adapters.layout).values():
             view.normal_(generator=generator)  # by which it shows where each of them goes
-    ways = [msgspec.msgpack.decode(way, type=Way) for way in core.collective_rpc("inflight_attach", args=(attachment,))]
+    ways = [msgpack_decoder(Way).decode(way) for way in core.collective_rpc("inflight_attach", args=(attachment,))]
     if adapters is not None:
         adapters.slots[0].buffer.zero_()
     return ways

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.messages import SharedMemoryDescriptor
 from inflight.engine.on_vllm.adapters import AdapterShadow, without_adapters
@@ -191,7 +192,7 @@ class StagedWeights:
             self._inflight_error = error
 
     def _inflight_map_slots(self, attachment: bytes) -> Attachment:
-        attached = msgspec.msgpack.decode(attachment, type=Attachment)
+        attached = msgpack_decoder(Attachment).decode(attachment)
         if not hasattr(self, "_inflight_slots"):
             self._inflight_layout, self._inflight_aliases = attached.weights.layout, attached.aliases
             self._inflight_cores = attached.cores

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
 from inflight.core.child import command
+from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import ScoreError
 from inflight.core.rollout import Rollout
 from inflight.training.data.score_process import Answer, encode_rollouts, read_message, write_message
@@ -157,4 +156,4 @@ class _Process:
             raise ScoreError(
                 f"the process of the score function has ended with {self._process.wait()}; standard error may say why"
             )
-        return msgspec.msgpack.decode(answer, type=Answer)
+        return msgpack_decoder(Answer).decode(answer)
