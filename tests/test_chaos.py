@@ -30,7 +30,7 @@ def test_nothing_is_lost_in_a_minute_of_faults(tmp_path):
     assert result["leftovers"] == result["problems"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mistakes_are_found(tmp_path):
     mistakes = ("--mistakes", "forget_a_token", "forget_a_group", "state_another_version")
     status, result = chaos(

@@ -51,7 +51,7 @@ def test_the_plain_loop_learns():
     assert gained(done) > 0.3, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_judge_and_evaluations_beside_training():
     done = run_program(str(EXAMPLES / "slow_reward.py"))
     assert done.returncode == 0, done.stderr
@@ -68,12 +68,12 @@ def test_two_ranks_learn_and_take_the_same_steps():
     assert sorted(re.findall(r"rank (\d) of 2 took (\d+) steps", done.stdout)) == [("0", "30"), ("1", "30")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_transformers_trainer_learns():
     assert gained(run_program(str(EXAMPLES / "transformers_trainer.py"), "--max_steps", "25")) > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("program", "steps"),
     [("accelerate_loop.py", "--steps"), ("deepspeed_zero3.py", "--steps")],
@@ -85,7 +85,7 @@ def test_two_ranks_learn_with_trainers_of_others(program, steps):
     assert gained(done) > 0.1, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_transformers_trainer_on_deepspeed(tmp_path):
     needs_deepspeed()
     config = {
@@ -101,7 +101,7 @@ def test_transformers_trainer_on_deepspeed(tmp_path):
     assert gained(done) > 0.02, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trl_learns():
     done = run_program(str(EXAMPLES / "trl_grpo.py"))
     assert done.returncode == 0, done.stderr
@@ -120,12 +120,12 @@ def test_trls_asynchronous_trainer_learns():
     assert rewards[-1] > rewards[0] + 0.1, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trl_learns_to_call_a_tool():
     pytest.importorskip("aiohttp", reason="the trl extra is not installed")
     done = run_program(str(EXAMPLES / "trl_tools.py"))
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     rewards = [step["reward"] for step in steps]
     assert rewards[-1] > rewards[0] + 0.1, done.stdout
     assert max(step["rollout/turns_mean"] for step in steps) > 1.5, done.stdout
@@ -154,7 +154,7 @@ def check_demo(out: Path, *options: str) -> dict[str, Any]:
     assert written == json.loads((out / "copy.json").read_text())
     for key in ("accuracy_before", "accuracy_after", "num_swaps", "num_swaps_in_flight", "seconds"):
         assert printed[key] == written[key]
-    assert 5 <= written["num_swaps"] <= 6
+    assert 5 <= written["num_swaps"] <= 7  # of the weights that it began with, too
     assert {"command", "commit", "machine", "versions"} <= set(written["environment"])
     assert len((out / "steps.jsonl").read_text().splitlines()) == 6
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")

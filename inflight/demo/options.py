@@ -24,7 +24,7 @@ class DemoOptions(ModelChoice):
         None, "Tokens of an answer at most.", min=1, shown="what the task needs, or 64", panel="Task"
     )
     steps: int | None = option(
-        None, "Optimizer steps of reinforcement learning.", min=1, shown="200, or 60 with --real"
+        None, "Optimizer steps of reinforcement learning.", min=1, shown="200, or 40 with --real"
     )
     warmup_steps: int | None = option(
         None,

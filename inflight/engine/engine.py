@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from inflight.core.clock import now_ns
+from inflight.core.errors import BackendError
 from inflight.core.frames import Swap, TokenFrame
 from inflight.core.messages import Digests
 from inflight.core.options import EngineOptions
@@ -116,6 +117,11 @@ class Engine(Parts, Backend):
 
     @verb()
     def checksums(self, asked: Asked) -> list[Digests]:
+        if self.slot_table.live is None:  # and no publisher is attached that could fill the slot
+            raise BackendError(
+                "the engine has no weights to compare with: its only slot was lent to a publisher that has ended. "
+                "Publish all weights first"
+            )
         return self._digester.ask(self.slot_table.version, asked)
 
     @property

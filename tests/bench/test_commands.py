@@ -63,7 +63,7 @@ def test_the_stream_loses_nothing_with_a_journal_and_without(journal):
     assert result["num_tokens"] > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
     file, png = tmp_path / "scaling.json", tmp_path / "scaling.png"
     options = ("--sequences", "1,3", "--prompt-tokens", "4", "--contexts", "4,9", "--tokens", "3", "--pairs", "1")
@@ -76,8 +76,9 @@ def test_scaling_writes_both_curves_and_the_price_of_a_queue(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", ["2", "1"])
+@pytest.mark.parametrize(
+    "slots", [pytest.param("2", marks=pytest.mark.slow), pytest.param("1", marks=pytest.mark.long)]
+)
 def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
     file = tmp_path / "swap.json"
     options = ("--sequences", "3", "--tokens", "400", "--publishes", "5", "--slots", slots, "--json", str(file))
@@ -174,7 +175,7 @@ def test_a_backlog_has_groups_of_one_prompt_that_end_independently():
     assert all(len({tokens for _, tokens in group}) > 1 for group in groups)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_throughput_of_a_backlog_counts_all_tokens():
     options = ("--sequences", "8", "--backlog", "3", "--tokens", "2-9", "--prompt-tokens", "3-5", "--pairs", "1")
     result = last_line(bench("throughput", *TINY, *options))

@@ -22,7 +22,7 @@ def bench_learning(tmp_path, *arguments):
     return json.loads(done.stdout.splitlines()[-1]), json.loads(file.read_text()), series
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bench_learning_compares_the_schedules(tmp_path):
     printed, written, series = bench_learning(tmp_path, "--target", "0")
     for mode in ROLLOUT_SCHEDULES:

@@ -96,7 +96,7 @@ def test_a_grid_of_nothing_is_refused(points, tmp_path):
         sweep.measure(options(tmp_path, models=("broken",)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_point_is_a_run_of_the_benchmark(tmp_path):
     small = {"models": ("tiny",), "sequences": (8,), "tokens": 8, "steps": 5, "device": "cpu", "limit_s": 280.0}
     result = sweep.measure(options(tmp_path, modes=("sync",), publish_every=(2,), **small))
@@ -104,7 +104,7 @@ def test_a_point_is_a_run_of_the_benchmark(tmp_path):
     [point] = result["points"]
     assert (point["mode"], point["publish_every"]) == ("sync", 2)
     assert 2 <= point["num_swaps"] <= 3
-    assert point["version_lag"]["max"] == 0
+    assert point["version_lag"]["max"] == 1  # an optimizer step after the last publish
     assert set(point["environment"]) == {"commit", "machine"}
 
 

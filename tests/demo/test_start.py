@@ -67,7 +67,7 @@ def test_other_models_tasks_and_warm_ups_do_not_start_from_the_file(options):
     assert not starts_from_file(DemoOptions(**options))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_makes_a_file_that_the_demo_can_start_from(tmp_path):
     made = tmp_path / "start.safetensors"
     command = [sys.executable, "benchmarks/demo_start.py", "--out", str(made), "--steps", "3"]

@@ -18,6 +18,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import (
+    BackendError,
     DeviceMemoryError,
     EngineDiedError,
     FrameError,
@@ -50,6 +51,7 @@ from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
 from inflight.weights import cuda_ipc
+from inflight.weights.comparison import Asked
 from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import SharedMemorySlot, default_directory
 
@@ -476,6 +478,17 @@ def test_cancelled_requests_arrive_while_the_only_slot_is_lent(make_engine):
     [[rollout]] = assembler.add(engine.step())
     assert (rollout.finish_reason, len(rollout.token_ids)) == ("cancelled", 1)
     assert engine.step() is None
+
+
+def test_an_engine_whose_only_slot_is_lent_has_no_weights_to_compare(make_engine):
+    engine = make_engine(slots=1)
+    asked = Asked(first=8, dtypes={})
+    wait_until(lambda: engine.checksums(asked))
+    engine.step()
+    engine.slot_table.request()
+    engine.step()
+    with pytest.raises(BackendError, match="has no weights to compare with: its only slot was lent"):
+        engine.checksums(asked)
 
 
 @pytest.mark.slow

@@ -196,9 +196,15 @@ def schedules(model_dir, request: pytest.FixtureRequest) -> Iterator[type[Schedu
         assert engine.cache.num_reused_tokens > 100
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("schedules", [("qwen3", False), ("gemma3", True)], indirect=True)
+@pytest.mark.parametrize(
+    "schedules",
+    [
+        pytest.param(("qwen3", False), marks=pytest.mark.long),
+        pytest.param(("gemma3", True), marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_random_schedules_end_with_every_block_free_and_every_number_right(schedules):
     run_state_machine_as_test(
         schedules,

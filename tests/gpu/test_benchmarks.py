@@ -25,7 +25,7 @@ def cases(benchmark) -> ModuleType:
     return importlib.import_module("kernel_cases")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rehearsal_measures_every_kernel(tmp_path, benchmark):
     path = tmp_path / "kernels.json"
     subprocess.run([sys.executable, SCRIPT, "--rehearse", "--json", path], check=True, capture_output=True)

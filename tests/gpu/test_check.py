@@ -206,7 +206,7 @@ def test_the_part_of_vllm_finds_it_behind_what_the_host_has(check, tmp_path, mon
     assert [part["passed"] for part in summary(tmp_path)["parts"]] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rehearsal_makes_claims(tmp_path):
     group = "loss,staleness,trace"
     environment = os.environ | {"RESULTS": str(tmp_path), "PART": group, "OMP_NUM_THREADS": "1"}

@@ -340,12 +340,12 @@ def test_engine_on_cuda_draws_what_it_draws_on_the_cpu(tmp_path):
     run_with_gpu(tmp_path, engine_draws_the_same)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_loss_on_cuda_has_the_gradient_that_it_has_on_the_cpu(tmp_path):
     run_with_gpu(tmp_path, loss_has_the_same_gradient)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_engine_that_forgets_to_wait_or_to_copy_is_found_out(tmp_path):
     run_with_gpu(tmp_path, engine_that_forgets_draws_something_else)
 
@@ -361,7 +361,7 @@ def test_pretended_gpu_is_as_strict_as_one(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_logits_leave_the_head_unrounded_and_draws_from_them_are_compiled_at_start(tmp_path):
     run_with_gpu(tmp_path, logits_leave_the_head_unrounded, every_kind_of_draw_is_compiled_at_start)
 

@@ -86,9 +86,9 @@ GPU_MODELS = ["qwen3", "llama", "mistral-sliding", "gemma2", "qwen3-moe"]
 
 
 def marks(name: str, *, quick: bool = False) -> list[pytest.MarkDecorator]:
-    """Of one case of a model. Cases that add little for most models are among the slow tests for these. quick: it is
+    """Of one case of a model. Cases that add little for most models are among the long tests for these. quick: it is
     among the quick ones whatever the model."""
-    return [] if quick or name in _AT_ONCE else [pytest.mark.slow]
+    return [] if quick or name in _AT_ONCE else [pytest.mark.long]
 
 
 SOME_AT_ONCE = [pytest.param(name, marks=marks(name)) for name in CONFIGS]

@@ -148,7 +148,7 @@ def test_asyncgrpo_with_its_own_worker_and_weights_from_a_directory(path, tmp_pa
     assert len(list((tmp_path / "weights").iterdir())) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_asyncgrpo_with_its_own_worker_and_adapters(path, tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
     places = tuple(f"place-{index}" for index in range(8))

@@ -33,9 +33,9 @@ print(_cpu.library() is not None, [round(float(r.sum()), 3) for r in results])
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        pytest.param({"INFLIGHT_NO_C": "1"}, "", marks=pytest.mark.slow),
+        pytest.param({"INFLIGHT_NO_C": "1"}, "", marks=pytest.mark.long),
         ({"CC": "/bin/false"}, "no C kernels"),
-        pytest.param({"CC": "/no/such/gcc"}, "no C kernels", marks=pytest.mark.slow),
+        pytest.param({"CC": "/no/such/gcc"}, "no C kernels", marks=pytest.mark.long),
     ],
 )
 def test_without_a_compiler_pytorch_computes_the_same(tmp_path, environment, message):

@@ -22,7 +22,7 @@ from inflight_kernels._sampling_mask import Head, Masks, Rows
 from inflight_kernels.sampling import BLOCK
 
 BF16, FP32, I64 = torch.bfloat16, torch.float32, torch.int64
-SLOW = pytest.mark.slow
+LONG = pytest.mark.long
 SPILLED_BYTES = 256
 """Of a thread, at most. What is spilled is part of an epilogue; a loop over the hidden size would feel it."""
 
@@ -160,10 +160,10 @@ def is_product(case):
 
 @pytest.mark.parametrize(
     ("dtype", "capability"),
-    [pytest.param(BF16, 80, marks=SLOW), (BF16, 90), pytest.param(FP32, 90, marks=SLOW)],
+    [pytest.param(BF16, 80, marks=LONG), (BF16, 90), pytest.param(FP32, 90, marks=LONG)],
     ids=["80", "90", "90 fp32"],
 )
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[SLOW] * (case in SIMILAR)) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[LONG] * (case in SIMILAR)) for case in CASES])
 def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkeypatch):
     for launch, compiled in compiled_launches(case, dtype, capability, monkeypatch):
         used = resources(compiled, tmp_path)
@@ -179,7 +179,7 @@ def test_what_is_launched_fits_the_gpu(case, dtype, capability, tmp_path, monkey
                 assert not re.search(r"\bSTG\.E\.U16\b", code)
 
 
-@pytest.mark.slow
+@LONG
 @pytest.mark.parametrize(
     ("dtype", "capability"), [(FP32, 80), (BF16, 100), (FP32, 100)], ids=["80 fp32", "100", "100 fp32"]
 )

@@ -313,7 +313,7 @@ def test_the_benchmark_measures_errors_and_compares(monkeypatch, num_ids):
     assert bench.table(result).row_count == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_of_the_naive_way_is_that_of_logits():
     settings = LossOptions(
         device="cpu", dtype="auto", tokens=64, hidden=8, vocab=20_000, sampling_mask=0, pairs=1, seed=0

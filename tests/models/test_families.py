@@ -13,6 +13,12 @@ from transformers.utils.logging import disable_progress_bar
 MOST_USED = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3",
 )  # fmt: skip
+OF_MANY_KINDS = (
+    "bert", "bloom", "cohere2", "dbrx", "falcon", "glm4", "gptj", "granitemoe", "lfm2", "llama4_text", "mamba", "mpt",
+    "nemotron", "olmo2", "opt", "phi3", "qwen3_next", "t5", "whisper",
+)  # fmt: skip
+"""Positions, norms, activations, experts and states of most kinds, and models that are refused. `make test-long` runs
+the other families."""
 TABLE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
 DOCUMENTED = {
     cells[1]: (cells[2], cells[4].split(":")[0])
@@ -26,14 +32,14 @@ def _quiet():
     disable_progress_bar()
 
 
-def _slow_but_for_the_most_used():
+def _families(causal: bool):
     for family in all_families():
-        if family.model_type in causal_families():
-            marks = () if family.name in MOST_USED else pytest.mark.slow
-            yield pytest.param(family, id=family.name, marks=marks)
+        if (family.model_type in causal_families()) == causal:
+            mark = pytest.mark.slow if family.name in OF_MANY_KINDS else pytest.mark.long
+            yield pytest.param(family, id=family.name, marks=() if family.name in MOST_USED else mark)
 
 
-@pytest.mark.parametrize("family", list(_slow_but_for_the_most_used()))
+@pytest.mark.parametrize("family", list(_families(causal=True)))
 def test_a_family_is_right_or_refused_by_name(family: Family):
     result = check_family(family)
     assert result.engine.kind in GOOD, result.engine.reason
@@ -47,14 +53,7 @@ def test_a_family_is_right_or_refused_by_name(family: Family):
         assert result.trainer.kind == trainer, "docs/families.md says otherwise"
 
 
-def _others():
-    for family in all_families():
-        if family.model_type not in causal_families():
-            yield pytest.param(family, id=family.name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", list(_others()))
+@pytest.mark.parametrize("family", list(_families(causal=False)))
 def test_a_model_that_is_no_causal_decoder_is_refused_by_the_engine(family: Family):
     result = check_family(family)
     assert result.engine.kind == REFUSED, result.engine.reason

@@ -362,7 +362,7 @@ def test_busy_and_overlap_agree_with_counting_moments():
         assert overlap(np.float64(sets[0]), np.float64(sets[1])) == (covered[0] & covered[1]).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmark_prints_its_keys_and_writes_the_trace(tmp_path):
     out = tmp_path / "trace.json.gz"
     command = [sys.executable, "-m", "inflight.cli", "bench", "trace", "--device", "cpu", "--sequences", "4"]

@@ -18,8 +18,7 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "shared_gradient.py"
 RESUMED = Path(__file__).parents[1] / "helpers" / "resumed_ranks.py"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)])
 def test_the_average_gradient_of_the_ranks_is_that_of_one(tmp_path, size):
     ranks = [
         subprocess.Popen(

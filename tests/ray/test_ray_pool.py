@@ -135,7 +135,7 @@ def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
         assert versions_told(load) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_ends_an_engine_that_somebody_ends_waits_for_its_end(cluster, options):
     """As a pool does, beside the thread that sees to the engine."""
     with EnginePool([options], LEFT, allow_unencrypted=True) as pool:

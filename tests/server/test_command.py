@@ -78,7 +78,7 @@ def stream_events(server: Address, **fields) -> Iterator[str]:
                 yield line.decode().removeprefix("data: ").strip()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "drain_s", "reason"), [(300, "60", "length"), (4000, "0.05", "abort")])
 def test_sigterm_ends_open_streams_properly(tokens, drain_s, reason):
     with serving("tiny", "--drain-timeout-s", drain_s) as (process, server):

@@ -72,6 +72,20 @@ def test_verifiers_understands_every_token(served):
     assert min(min(answer["logprobs"]) for answer in answers) < -1
 
 
+def test_verifiers_and_prime_rl_recognise_what_is_too_long(served):
+    *answers, limits = answers_of("overflow_client.py", served.http.url, served.model)
+    assert {answer["asked"]: answer["overflow"] for answer in answers} == {
+        "chat": True,
+        "stream": True,
+        "completion": True,
+        "token ids": True,
+        "body": True,
+        "not too long": False,
+    }
+    assert {answer["status"] for answer in answers} == {400, 413}
+    assert limits == {"asked": "limits", "threshold": 128, "max_prompt_len": 256, "max_model_len": 256}
+
+
 @pytest.fixture(scope="module")
 def adapted(scripted_dir, tmp_path_factory):
     """An engine with a place for an adapter, its server, other weights for it, and an adapter."""

@@ -39,7 +39,7 @@ REFUSED_MERGED = {
 
 
 def marked(kinds):
-    return [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+    return [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
 
 
 def base_name(model) -> str:

@@ -19,14 +19,13 @@ from inflight.weights.tensors import layout_of
 PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_trainer.py"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread", "size", "dtype"),
     [
-        ("fsdp2", 2, "float32"),
-        ("fsdp2", 3, "bfloat16"),
-        ("zero3", 2, "float32"),
-        ("zero3-bf16", 3, "bfloat16"),
+        pytest.param("fsdp2", 2, "float32", marks=pytest.mark.long),
+        pytest.param("fsdp2", 3, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("zero3", 2, "float32", marks=pytest.mark.slow),
+        pytest.param("zero3-bf16", 3, "bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_every_version_is_bit_identical_to_the_model_put_together(tmp_path, model_dir, spread, size, dtype):
@@ -102,8 +101,14 @@ def test_parts_that_are_not_in_memory_as_trained_are_refused(alone, attributes, 
         ShardGroup(as_zero3_leaves_it(**attributes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", ["fsdp2", "ddp", "zero3"])
+@pytest.mark.parametrize(
+    "spread",
+    [
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.long),
+        pytest.param("zero3", marks=pytest.mark.long),
+    ],
+)
 def test_the_policy_loss_of_a_spread_model_has_the_gradient_of_a_plain_one(tmp_path, spread):
     if spread == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("the deepspeed extra is not installed")
