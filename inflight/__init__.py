@@ -8,8 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from inflight.core.arguments import did_you_mean
-
-__version__ = "0.1.0"
+from inflight.core.version import __version__ as __version__
 
 _HOME = {
     name: module

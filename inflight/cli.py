@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-import inflight
 from inflight.bench import options as bench_options
 from inflight.command_line import Output, PlottedOutput, add_command, argument, option, reported
 from inflight.core.extras import needing
+from inflight.core.version import __version__
 from inflight.demo.options import DemoOptions
 from inflight.report.command import ReportOptions, report
 from inflight.server.command import ServedModel, allow_files, check_model, log_engine, log_to_stderr, option_hint
@@ -33,7 +33,7 @@ console = Console()
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"inflight {inflight.__version__}")
+        print(f"inflight {__version__}")
         raise typer.Exit
 
 

@@ -146,6 +146,15 @@ def test_no_part_imports_from_above(imports):
         below.add(name)
 
 
+def test_no_module_imports_the_package_that_imports_all():
+    """`inflight` loads any module when its public names are used, so that importing it is importing upwards."""
+    for name, text in our_sources().items():
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert not any(isinstance(node, ast.ImportFrom) and node.module == "inflight" for node in nodes), name
+        plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert "inflight" not in plain, name
+
+
 PLANTED = {
     "inflight.core.a": "import inflight.core.b",
     "inflight.core.b": "def later():\n    from inflight.core import c",

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,12 +35,12 @@ from inflight.bench.learning_run import (
     warm_start,
 )
 from inflight.bench.options import LearningOptions
+from inflight.bench.staleness import check_modes
 from inflight.demo.trainer import Threads, split_cores
 from inflight.engine.device import resolve_device
 from inflight.observability.plots import SMOOTHING_STEPS, new_figure, new_table, number, save_figure, smoothed
 from inflight.observability.progress import Progress, part_of, parts_of, untold
 from inflight.training.objective.objective import resolve
-from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule
 
 LAG_DEFAULTS = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
 """Defaults that replace those of LearningSettings: with lags there are many runs, and each is shorter."""
@@ -68,10 +68,7 @@ def measure(options: LearningOptions, progress: Progress = untold) -> dict[str, 
 
 def check(settings: LearningSettings) -> None:
     """Raise ValueError if a run would fail after its warm-up."""
-    if not settings.modes or set(settings.modes) - set(ROLLOUT_SCHEDULES):
-        raise ValueError(
-            f"--modes must be some of {', '.join(ROLLOUT_SCHEDULES)}, got {','.join(settings.modes) or 'none'}"
-        )
+    check_modes(settings.modes)
     if settings.sequences < GROUP_SIZE:
         raise ValueError(f"--sequences must be at least one group of {GROUP_SIZE}, got {settings.sequences}")
     if settings.lags and not settings.corrections:
@@ -98,9 +95,9 @@ def _measure_modes(settings: LearningSettings, progress: Progress) -> dict[str, 
     it and the staleness of each.
     ratio: sync's seconds_to_target divided by inflight's, median over seeds. series: the curve of every run.
     """
-    schedules = cast(tuple[RolloutSchedule, ...], settings.modes)
-    runs: dict[RolloutSchedule, list[Run]] = {mode: [] for mode in schedules}
-    threads: dict[RolloutSchedule, Threads] = {}
+    schedules = settings.modes
+    runs: dict[str, list[Run]] = {mode: [] for mode in schedules}
+    threads: dict[str, Threads] = {}
     parts = parts_of(progress, len(settings.seeds) * (1 + len(schedules)))
     for turn, seed in enumerate(settings.seeds):
         with warm_start(settings, seed, warm_up := next(parts)) as start:
@@ -126,7 +123,7 @@ def _measure_modes(settings: LearningSettings, progress: Progress) -> dict[str, 
     }
 
 
-def _threads_of(schedule: RolloutSchedule, settings: LearningSettings, start: Start, progress: Progress) -> Threads:
+def _threads_of(schedule: str, settings: LearningSettings, start: Start, progress: Progress) -> Threads:
     """Choose the schedule's threads on this machine, as the module's docstring says."""
     half, cores = split_cores(resolve_device(settings.device)), torch.get_num_threads()
     if schedule != "sync" or half.engine in (0, cores):

@@ -39,7 +39,6 @@ from inflight.observability.trace import Trace
 from inflight.observability.trace_file import read
 from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import GRPOConfig, grpo
-from inflight.training.schedules import RolloutSchedule
 from inflight.weights.tensors import fill, published_tensors
 
 TRACED_STEPS = 2
@@ -137,7 +136,7 @@ def learn(
     settings: LearningSettings,
     start: Start,
     *,
-    schedule: RolloutSchedule,
+    schedule: str,
     threads: Threads,
     lag: int = 0,
     label: str = "",

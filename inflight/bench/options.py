@@ -10,8 +10,6 @@ from typing import Literal
 from inflight.command_line import DEVICE_HELP, SEED_HELP, DeviceName, ModelChoice, option
 
 BackendName = Literal["inflight", "vllm"]
-RolloutSchedule = Literal["inflight", "one_step_off", "sync"]
-"""Those of `inflight.training.schedules`, which loads torch."""
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 SERVER = "A server"
@@ -99,8 +97,10 @@ class StalenessOptions(BackendChoice):
     tokens: int = option(64, "Tokens drawn per sequence.", min=1)
     prompt_tokens: int = option(32, PROMPT_HELP, min=1)
     steps: int = option(40, "Optimizer steps that are measured, or updates of a server.", min=1)
-    mode: RolloutSchedule = option(
-        "inflight", "When prompts are drawn: while the trainer trains (inflight), a batch ahead, or in turn with it."
+    mode: str = option(
+        "inflight",
+        "When prompts are drawn: while the trainer trains (inflight), a batch ahead (one_step_off), alternately "
+        "with training (sync), or by a custom schedule (module:name).",
     )
     publish_every: int = option(1, "Optimizer steps from one publish to the next.", min=1)
     slots: int = option(2, "Copies of the weights that the engine holds.", min=1)

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import transformers
 
-import inflight
 from inflight.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 from inflight.core.frames import TokenFrame
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.core.version import __version__
 from inflight.engine.launcher import EngineLauncher
 from inflight.engine.process import make_backend
 from inflight.stream.reader import StreamReader
@@ -75,7 +75,11 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
     hello = Hello(
         mode=mode,
         threads=torch.get_num_threads(),
-        versions={module.__name__: module.__version__ for module in (inflight, torch, transformers)},
+        versions={
+            "inflight": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         copy_gb_s=copy_gb_s,
     )
     return hello, generate

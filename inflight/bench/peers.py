@@ -13,11 +13,11 @@ import inflight_kernels
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-import inflight
 from inflight.bench.options import EngineChoice, SwapOptions, ThroughputOptions
 from inflight.bench.peer_worker import Hello, Job, Run, Setup, random_requests
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors
+from inflight.core.version import PACKAGE
 from inflight.engine.device import resolve_device
 from inflight.engine.loading import load_config, resolve_dtype
 from inflight.engine.shapes import SHAPES
@@ -25,7 +25,7 @@ from inflight.engine.shapes import SHAPES
 OURS = "inflight"
 OURS_ON_VLLM = "inflight_vllm"
 
-_PACKAGE = Path(inflight.__file__).parent
+_PACKAGE = Path(PACKAGE)
 _KERNELS = Path(inflight_kernels.__file__).parent
 _NUM_LOG_LINES = 15
 

@@ -1,6 +1,6 @@
 """`inflight bench staleness`: the ages of tokens in a running loop of generating, training and publishing."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -22,6 +22,7 @@ from inflight.observability.plots import new_table
 from inflight.observability.progress import Progress, untold
 from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import GRPOConfig, grpo
+from inflight.training.schedules import resolve_schedule
 from inflight.weights.publisher import Publisher
 
 GROUP_SIZE = 4
@@ -70,6 +71,14 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
                     run.step(report)
                     progress(f"step {report.step - WARM_UP_STEPS} of {settings.steps}", report.step / config.steps)
         return {"bench": "staleness", **asdict(settings), "engine": engine.info.execution(), **run.result()}
+
+
+def check_modes(modes: Collection[str]) -> None:
+    """Raise ValueError unless each mode is a schedule and there is at least one."""
+    if not modes:
+        raise ValueError("--modes must name at least one schedule, such as inflight,sync")
+    for mode in modes:
+        resolve_schedule(mode)
 
 
 class _EveryNth:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from rich.table import Table
 
-from inflight.bench.options import RolloutSchedule, StalenessOptions, SweepOptions
+from inflight.bench.options import StalenessOptions, SweepOptions
 from inflight.core.child import command
 from inflight.core.decoders import json_decoder
 from inflight.observability.plots import new_table, number
@@ -78,9 +78,9 @@ def measure(settings: SweepOptions, progress: Progress = untold) -> dict[str, An
 
 def points_of(settings: SweepOptions) -> list[Point]:
     """The points of the grid. Raises ValueError for a grid without any, and for a mode that there is not."""
-    modes = get_args(RolloutSchedule)
-    if not settings.modes or set(settings.modes) - set(modes):
-        raise ValueError(f"--modes must be some of {', '.join(modes)}, got {','.join(settings.modes) or 'none'}")
+    from inflight.bench.staleness import check_modes  # it loads torch
+
+    check_modes(settings.modes)
     if not settings.models:
         raise ValueError("--models must name at least one model, such as tiny,small")
     axes = (settings.models, settings.sequences, settings.modes, settings.publish_every, settings.slots)

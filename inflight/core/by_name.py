@@ -1,8 +1,28 @@
-"""What a user names for the engine's process to import: options of the launch do, and nothing that a message holds."""
+"""Import objects that options name as "module:attribute". Messages never name any."""
 
 import runpy
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+Known = TypeVar("Known")
+
+
+def resolve_by_name(given: Any, known: Mapping[str, Known], kind: str) -> Known:
+    """Return the given thing itself, or the one that a string names: a key of `known` or "module:attribute".
+
+    kind: completes "unknown …" in messages.
+    Raises ValueError for another name, and for one that cannot be imported."""
+    if not isinstance(given, str):
+        return given
+    if given in known:
+        return known[given]
+    if ":" not in given:
+        raise ValueError(f'unknown {kind} {given!r}; choose {", ".join(known)}, or give "module:name"')
+    try:
+        return load_by_name(given)
+    except Exception as error:
+        raise ValueError(f"{kind} {given!r} cannot be imported ({type(error).__name__}: {error})") from error
 
 
 def load_by_name(name: str) -> Any:

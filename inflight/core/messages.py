@@ -9,23 +9,21 @@ SlotFree (engine → publisher) and SlotReady (publisher → engine). Where the 
 it has the engine fill it (Fill, Done) before it announces it as it would announce any other.
 """
 
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-import inflight
 from inflight.core.decoders import msgpack_decoder
 from inflight.core.errors import InvalidRequestError, ProtocolError, VersionMismatchError
 from inflight.core.frames import Count, TokenId
 from inflight.core.layout import Alias, WeightLayout
 from inflight.core.sampling import SamplingParams
+from inflight.core.version import PACKAGE, __version__
 
 LIVE_VERSION = -1
 PROTOCOL = 7
 """Version of these messages and of frames. Raise it with every change after which two versions do not understand each
 other."""
-PACKAGE = str(Path(inflight.__file__).parent)
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_TEXT = 2000
 """Most characters of an error message on the wire and in a log."""
@@ -70,7 +68,7 @@ SlotDescriptor = SharedMemoryDescriptor | CudaIpcDescriptor
 class Hello(_Message, frozen=True):
     """Asks for Welcome, or for Failed if the model could not be loaded or the asker is of another version."""
 
-    version: str = inflight.__version__
+    version: str = __version__
     protocol: int = PROTOCOL
     package: str = PACKAGE
     """Where the asker's inflight lies."""
@@ -343,10 +341,10 @@ def read(decoder: msgspec.msgpack.Decoder, data: bytes | msgspec.Raw) -> Any:
 
 def check_same_version(version: str, protocol: int, package: str, *, who: str) -> None:
     """Raises VersionMismatchError if another process does not run this version of inflight."""
-    if (version, protocol) != (inflight.__version__, PROTOCOL):
+    if (version, protocol) != (__version__, PROTOCOL):
         raise VersionMismatchError(
             f"{who} runs inflight {shorten(version, 60) or '?'} with protocol {protocol} from {shorten(package, 300)}, "
-            f"this process {inflight.__version__} with protocol {PROTOCOL} from {PACKAGE}; both must be the same"
+            f"this process {__version__} with protocol {PROTOCOL} from {PACKAGE}; both must be the same"
         )
 
 

@@ -119,7 +119,7 @@ class Engine(Parts, Backend):
     def checksums(self, asked: Asked) -> list[Digests]:
         if self.slot_table.live is None:  # and no publisher is attached that could fill the slot
             raise BackendError(
-                "the engine has no weights to compare with: its only slot was lent to a publisher that has ended. "
+                "the engine cannot compare weights: its only slot was given to a publisher that has ended. "
                 "Publish all weights first"
             )
         return self._digester.ask(self.slot_table.version, asked)

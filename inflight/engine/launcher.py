@@ -18,8 +18,9 @@ import msgspec
 
 from inflight.core import child
 from inflight.core.errors import BackendError, EngineDiedError, InflightError
-from inflight.core.messages import PACKAGE, Welcome, check_same_version
+from inflight.core.messages import Welcome, check_same_version
 from inflight.core.options import EngineOptions, Startup
+from inflight.core.version import PACKAGE
 from inflight.engine.client import EngineClient
 from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
 from inflight.weights.cuda_ipc import ALLOCATOR_VARIABLES, without_expandable_segments

@@ -13,11 +13,9 @@ from pathlib import Path
 import zmq
 from inflight_kernels import _cpu
 
-import inflight
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError, ProtocolError
 from inflight.core.messages import (
-    PACKAGE,
     PROTOCOL,
     Call,
     Failed,
@@ -30,6 +28,7 @@ from inflight.core.messages import (
     decode_to_engine,
 )
 from inflight.core.options import EngineOptions, Startup
+from inflight.core.version import PACKAGE, __version__
 from inflight.engine.admission import may_begin
 from inflight.engine.backend import Backend
 from inflight.engine.clocks import GENERATING, StateClock
@@ -206,7 +205,7 @@ class EngineProcess:
             vocab_size=engine.vocab_size,
             publisher_lock=str(self._publisher_lock),
             alive_lock=str(self._alive_lock),
-            version=inflight.__version__,
+            version=__version__,
             protocol=PROTOCOL,
             package=PACKAGE,
             no_kernels=_cpu.problem() if engine.device.type == "cpu" and _cpu.library() is None else "",

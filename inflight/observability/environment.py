@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import inflight
 from inflight.core.files import replacing
+from inflight.core.version import __version__
 
 _WIDTH = 110
 """Characters of a value that stays on one line of a JSON file."""
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
         "command": " ".join(["inflight" if program == "cli.py" else program, *sys.argv[1:]]),
         "commit": _commit(),
         "machine": machine | (sharing if gpu else {}),
-        "versions": {"python": platform.python_version(), "inflight": inflight.__version__}
+        "versions": {"python": platform.python_version(), "inflight": __version__}
         | {name: installed(name) for name in ("torch", "transformers", "triton", "pyzmq", "reasoning-gym")},
     }
 

@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import inflight
 from inflight.core.messages import shorten
+from inflight.core.version import __version__
 from inflight.server import control, models, serving
 from inflight.server.bodies import always
 from inflight.server.connections import is_loopback
@@ -47,7 +47,7 @@ def make_app(served: Served) -> Starlette:
         Access.CLIENTS: {
             "GET /v1/models": models.list_models,
             "GET /v1/models/{name:path}": models.one_model,
-            "GET /version": always({"version": inflight.__version__}),
+            "GET /version": always({"version": __version__}),
             "GET /metrics": models.metrics,
             "GET /load": models.load,
             "GET /server_info": models.server_info,

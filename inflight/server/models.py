@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-import inflight
+from inflight.core.version import __version__
 from inflight.server.bodies import answer
 from inflight.server.errors import ApiError
 from inflight.server.prompts import chat_prompt
@@ -84,7 +84,7 @@ async def server_info(served: Served, request: Request) -> Response:
                 "weight_transfer_config": None if why_not(info.device) else {"backend": "nccl"},
             },
             "inflight": {
-                "version": inflight.__version__,
+                "version": __version__,
                 "device": info.device,
                 "attention": info.attention,
                 "fused": info.fused,

@@ -10,7 +10,7 @@ from inflight.training.data.advantages import Advantages, group_advantages, of_r
 from inflight.training.data.staleness_filter import StalenessRule, check_rules
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.objective import Objective, resolve
-from inflight.training.schedules import ROLLOUT_SCHEDULES, RolloutSchedule
+from inflight.training.schedules import Schedule, resolve_schedule
 
 
 @named({"num_generations": "sampling", "loss": "objective", "loss_type": "objective", "beta": "reward_kl_weight"})
@@ -23,7 +23,7 @@ class GRPOConfig:
     """Groups of `sampling.n` rollouts that one optimizer step consumes."""
     groups_in_flight: int = 0
     """Groups submitted and not taken by the trainer yet, at most: what bounds how old tokens get. 0: twice
-    groups_per_step. For schedule "inflight"; the others submit the groups of one step."""
+    groups_per_step. For schedules with batches ahead, as "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     objective: str | Objective | None = None
     """The objective to minimise: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip"."""
@@ -72,9 +72,10 @@ class GRPOConfig:
     mask_truncated: bool = False
     """Leave rollouts that ended at `max_tokens` out of the loss (overlong filtering of DAPO, arXiv 2503.14476, §3.4).
     They still count in what it is averaged over, and their rewards in the advantages of the others."""
-    schedule: RolloutSchedule = "inflight"
-    """inflight: the generator never stops. For comparison, sync: generate, then train, then publish and wait until it
-    is live; one_step_off: a whole batch is drawn, under one version, while the one before it is trained on."""
+    schedule: str | Schedule = "inflight"
+    """A name in `schedules.SCHEDULES`, "module:name", or a `Schedule`. inflight: the generator never stops. For
+    comparison, sync: generate, then train, then publish and wait until it is live; one_step_off: a whole batch is
+    drawn, under one version, while the one before it is trained on."""
 
     def __post_init__(self, correction: str | Objective | None) -> None:
         objective = resolve(self.objective, correction=correction)
@@ -87,8 +88,7 @@ class GRPOConfig:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.schedule not in ROLLOUT_SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(ROLLOUT_SCHEDULES)}, got {self.schedule!r}")
+        object.__setattr__(self, "schedule", resolve_schedule(self.schedule))
         if self.reward_kl not in get_args(KLEstimator):
             raise ValueError(f"reward_kl must be one of {', '.join(get_args(KLEstimator))}, got {self.reward_kl!r}")
         self._check_sampling()

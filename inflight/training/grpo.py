@@ -34,12 +34,12 @@ from inflight.training.reference import ReferenceScorer, charge_kl, reference_sc
 from inflight.training.report import StepReport
 from inflight.training.schedules import (
     LIVE_S,
-    ROLLOUT_SCHEDULES,
     Admission,
     Example,
     HasProgress,
     RolloutEngine,
     WeightPublisher,
+    resolve_schedule,
 )
 from inflight.training.step import Update, check_finite, train_step
 
@@ -105,9 +105,9 @@ def grpo(
         trainer = _Trainer(
             engine.staleness, publisher, model, optimizer, config, lr_scheduler, score_reference, progress
         )
-        limit = config.groups_per_step
-        if config.schedule == "inflight":
-            limit = config.groups_in_flight or 2 * limit
+        schedule, limit = resolve_schedule(config.schedule), config.groups_per_step
+        if schedule.batches_ahead:
+            limit = config.groups_in_flight or (1 + schedule.batches_ahead) * limit
         admission = Admission(
             engine,
             publisher,
@@ -125,7 +125,7 @@ def grpo(
         with nullcontext() if evaluation is None else closing(evaluation):
             _begin_evaluation(engine, publisher, evaluation, progress)
             with admission:
-                source = spanned("wait for rollouts", ROLLOUT_SCHEDULES[config.schedule](admission))
+                source = spanned("wait for rollouts", schedule.run(admission))
                 for step, scored in enumerate(islice(source, max(0, config.steps - begin)), begin + 1):
                     report = trainer.take(step, scored)
                     if evaluation is not None:

@@ -16,13 +16,13 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-import inflight
 from inflight.core import spans
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import InflightError
 from inflight.core.messages import Status, Welcome
 from inflight.core.options import EngineOptions
+from inflight.core.version import __version__
 from inflight.observability.event_file import MAX_BYTES, EventFile
 from inflight.observability.events import (
     LOG_RATIO_EDGES,
@@ -154,7 +154,7 @@ class RunRecorder:
                 max_sequences=sum(one.info.max_sequences for one in getattr(engine, "engines", [engine])),
                 resumed_after_step=resumed_after_step or 0,
                 pid=os.getpid(),
-                inflight_version=inflight.__version__,
+                inflight_version=__version__,
             )
         )
         spans.start_adding_up()  # it refuses a second recorder, before that one removes the file of the first

@@ -21,8 +21,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from inflight.core.by_name import resolve_by_name
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.core.sampling import SamplingParams
@@ -278,10 +279,28 @@ def _one_step_off(admission: Admission) -> Iterator[ScoredGroups]:
         yield scored
 
 
-RolloutSchedule = Literal["inflight", "sync", "one_step_off"]
-ROLLOUT_SCHEDULES: Mapping[RolloutSchedule, Callable[[Admission], Iterator[ScoredGroups]]] = {
-    "inflight": _in_flight,
-    "sync": _in_turn,
-    "one_step_off": _one_step_off,
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When prompts are submitted."""
+
+    run: Callable[[Admission], Iterator[ScoredGroups]]
+    """Yields the groups of one optimizer step after another, until the prompts have ended. Between two of them the
+    trainer trains and publishes."""
+    batches_ahead: int = 0
+    """Batches in flight in addition to the next one, for which `GRPOConfig.groups_in_flight` can set another number of
+    groups. 0: exactly one batch is in flight."""
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "inflight": Schedule(_in_flight, batches_ahead=1),
+    "sync": Schedule(_in_turn),
+    "one_step_off": Schedule(_one_step_off),
 }
-"""Each yields the groups of one optimizer step after another, until the prompts have ended."""
+
+
+def resolve_schedule(schedule: str | Schedule) -> Schedule:
+    """Return the schedule itself, by its name in `SCHEDULES`, or as "module:name". Raises ValueError."""
+    found = resolve_by_name(schedule, SCHEDULES, "schedule")
+    if not isinstance(found, Schedule):
+        raise ValueError(f"schedule {schedule!r} must be a Schedule, got {type(found).__name__}")
+    return found

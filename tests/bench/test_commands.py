@@ -117,7 +117,7 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
         ),
         (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["scaling", "--contexts", "0"], "--contexts must be one or more positive numbers"),
-        (["learning", "--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
+        (["learning", "--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
         (["learning", "--sequences", "4"], "--sequences must be at least one group of 8, got 4"),
         (["learning", "--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
         (["learning", "--correction", "decoupled_ppo"], "is for several optimizer steps per batch"),

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inflight.cli import app
-from inflight.training.schedules import ROLLOUT_SCHEDULES
+from inflight.training.schedules import SCHEDULES
 
 
 def bench_learning(tmp_path, *arguments):
@@ -25,14 +25,14 @@ def bench_learning(tmp_path, *arguments):
 @pytest.mark.long
 def test_bench_learning_compares_the_schedules(tmp_path):
     printed, written, series = bench_learning(tmp_path, "--target", "0")
-    for mode in ROLLOUT_SCHEDULES:
+    for mode in SCHEDULES:
         assert written[mode]["seconds_to_target"] > 0
         assert written[mode]["final_reward"] >= 0
         assert written[mode]["tokens"] == written[mode]["seeds"][0]["tokens"] > 0
         assert {"token_age_ms", "weight_lag_ms", "version_lag"} <= set(written[mode]["seeds"][0])
     seconds = [written[mode]["seconds_to_target"] for mode in ("sync", "inflight")]
     assert written["ratio"] == pytest.approx(seconds[0] / seconds[1])
-    assert {curve["mode"] for curve in series} == set(ROLLOUT_SCHEDULES)
+    assert {curve["mode"] for curve in series} == set(SCHEDULES)
     for points in (curve["points"] for curve in series):
         assert [point["step"] for point in points] == [1, 2, 3]
         assert set(points[0]) == {"step", "seconds", "tokens", "reward", "ess", "version_lag"}
@@ -53,7 +53,7 @@ def test_bench_learning_with_lags_compares_corrections(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "sync,async"], "--modes must be some of inflight, sync, one_step_off, got sync,async"),
+        (["--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
         (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
         (["--objective", "hope"], "unknown objective 'hope'"),
         (["--lags", "1", "--corrections", "none,hope"], "unknown objective 'hope'"),

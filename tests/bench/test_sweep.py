@@ -90,7 +90,7 @@ def test_files_of_another_sweep_and_broken_ones_are_refused_before_anything_runs
 
 
 def test_a_grid_of_nothing_is_refused(points, tmp_path):
-    with pytest.raises(ValueError, match="--modes must be some of inflight, one_step_off, sync, got async"):
+    with pytest.raises(ValueError, match="unknown schedule 'async'; choose inflight, sync, one_step_off"):
         sweep.measure(options(tmp_path, modes=("async",)))
     with pytest.raises(ValueError, match="no point of the sweep was measured; the first one: cannot load model"):
         sweep.measure(options(tmp_path, models=("broken",)))

@@ -39,7 +39,7 @@ def test_files_in_the_working_directory_are_not_modules_of_the_engine(tmp_path):
 def copy_package(directory: Path) -> None:
     """With version 0.9.9."""
     shutil.copytree(PACKAGE, directory / "inflight", ignore=shutil.ignore_patterns("__pycache__"))
-    init = directory / "inflight" / "__init__.py"
+    init = directory / "inflight" / "core" / "version.py"
     init.write_text(init.read_text().replace(f'__version__ = "{inflight.__version__}"', '__version__ = "0.9.9"'))
 
 

@@ -487,7 +487,7 @@ def test_an_engine_whose_only_slot_is_lent_has_no_weights_to_compare(make_engine
     engine.step()
     engine.slot_table.request()
     engine.step()
-    with pytest.raises(BackendError, match="has no weights to compare with: its only slot was lent"):
+    with pytest.raises(BackendError, match="cannot compare weights: its only slot was given"):
         engine.checksums(asked)
 
 

@@ -5,6 +5,7 @@ from copy import deepcopy
 from itertools import count, islice
 from types import SimpleNamespace
 
+import own_schedule
 import pytest
 import torch
 from tiny_models import VOCABULARY, make_model
@@ -15,7 +16,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import GRPOConfig, grpo
-from inflight.training.schedules import ROLLOUT_SCHEDULES, Admission, Example
+from inflight.training.schedules import SCHEDULES, Admission, Example
 
 STEPS = 6
 
@@ -82,7 +83,7 @@ class Journal:
         options = {"score": lambda rollout: 1.0, "groups_per_step": groups_per_step, "limit": limit}
         options |= {"most_replaced": most_replaced}
         with Admission(self, self, iter(self._examples), params, **options) as admission:
-            for scored in islice(ROLLOUT_SCHEDULES[schedule](admission), steps):
+            for scored in islice(SCHEDULES[schedule].run(admission), steps):
                 taken.append([group[0].group_id for group in scored.groups])
                 self.dropped += scored.dropped
                 self.train_and_publish()
@@ -148,14 +149,14 @@ def test_a_group_that_failed_is_replaced_under_the_version_of_its_batch_while_a_
         assert journal.events[train + 1] == ("submit", 1, version)
 
 
-@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_prompts_that_always_fail_come_to_an_end(schedule):
     assert Journal(bad_groups=[0, 1]).run(schedule, 1) == [[2, 3]]
     with pytest.raises(InflightError, match="3 groups failed while one batch of 2 was taken"):
         Journal(bad_groups=range(100)).run(schedule, 1)
 
 
-@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_when_the_prompts_end_the_last_batch_is_smaller(schedule):
     journal = Journal(num_examples=5)
     assert journal.run(schedule, 9) == [[0, 1], [2, 3], [4]]
@@ -175,15 +176,41 @@ def test_groups_of_equal_rewards_are_replaced_up_to_a_bound_in_each_batch():
     assert Journal(uniform_groups=[0, 1]).run("inflight", 1, limit=4) == [[0, 1]]
 
 
-@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_group_that_nothing_is_left_to_replace_stays(schedule):
     journal = Journal(num_examples=4, uniform_groups=range(4))
     assert journal.run(schedule, 9, most_replaced=1) == [[1, 2], [3]]
 
 
 def test_an_unknown_schedule_is_named():
-    with pytest.raises(ValueError, match="schedule must be one of inflight, sync, one_step_off, got 'async'"):
-        GRPOConfig(schedule="async")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown schedule 'async'; choose inflight, sync, one_step_off"):
+        GRPOConfig(schedule="async")
+
+
+@pytest.mark.parametrize("schedule", ["own_schedule:TWO_AHEAD", own_schedule.TWO_AHEAD])
+def test_a_custom_schedule_keeps_two_batches_ahead(engine, schedule):
+    model, submitted = make_model("qwen3"), count(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sampling = inflight.SamplingParams(n=2, max_tokens=5, ignore_eos=True)
+    config = GRPOConfig(steps=3, groups_per_step=2, sampling=sampling, schedule=schedule)
+    examples = (Example([next(submitted), 3], {}) for _ in count())
+    with engine.publisher(model) as publisher:
+        reports = grpo(engine, publisher, model, optimizer, examples, lambda r: float(r.token_ids.sum() % 2), config)
+        num_submitted = [next(submitted) - 1 - index for index, _ in enumerate(reports)]
+    assert num_submitted == [6, 8, 10]  # three batches before the first step, and one more after each
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("own_schedule:nothing", "schedule 'own_schedule:nothing' cannot be imported .AttributeError"),
+        ("own_schedule:refill_after_training", "must be a Schedule, got function"),
+        (7, "schedule 7 must be a Schedule, got int"),
+    ],
+)
+def test_other_things_than_schedules_are_named(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig(schedule=schedule)
 
 
 def versions_by_step(engine, schedule, lag=0):
@@ -270,7 +297,7 @@ def test_rules_a_bound_on_what_is_in_flight_and_micro_batches_work_together(engi
         assert [report.stats.num_tokens for report in reports if report.stats] == [40] * (4 if allowed == 2 else 2)
 
 
-@pytest.mark.parametrize("schedule", ROLLOUT_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_grpo_ends_with_its_prompts_and_begins_with_weights_that_were_just_published(engine, schedule):
     model = make_model("qwen3")
     config = GRPOConfig(
