@@ -118,6 +118,16 @@ def cispo(sequence: Sequence, cap: float = 5.0, floor: float = 0.0) -> Losses:
     return out
 
 
+def sapo(sequence: Sequence, positive: float = 1.0, negative: float = 1.05) -> Losses:
+    out: Losses = []
+    for i, t in enumerate(sequence):
+        x, temperature = t.logprob - t.proximal, positive if t.advantage > 0 else negative
+        gate = 1 / (1 + exp(-temperature * (bounded_exp(x) - 1)))
+        by_logprob = -4 * gate * (1 - gate) * slope(x) * t.advantage
+        out.append((-4 / temperature * gate * t.advantage, unit(i, by_logprob, len(sequence)), False))
+    return out
+
+
 def gspo(sequence: Sequence, low: float = 3e-4, high: float = 4e-4) -> Losses:
     """s_t has the value of the sequence's ratio, and the slope of its own token's."""
     n = len(sequence)
@@ -295,6 +305,7 @@ PLAIN_PRESETS: dict[str, Plain] = {
     "geometric_mask": Plain(trust_regions=(partial(geometric_mask, low=0.99, high=1.01),)),
     "ppo_clip": Plain(uncorrected, partial(ppo_clip, low=0.2, high=0.2), proximal="behavior"),
     "cispo": Plain(uncorrected, partial(cispo, cap=5.0), proximal="behavior"),
+    "sapo": Plain(uncorrected, partial(sapo, positive=1.0, negative=1.05), proximal="behavior"),
     "gspo": Plain(uncorrected, partial(gspo, low=3e-4, high=4e-4), proximal="behavior", aggregation="sequence"),
     "decoupled_ppo": Plain(surrogate=ppo_clip, proximal="recomputed"),
     "loglinear_ppo": Plain(surrogate=ppo_clip, proximal="loglinear"),

@@ -2,14 +2,15 @@
 
 A function carries its open form, the same function without its bounds, as its attribute `open_form`. A token counts as
 clipped if its gradient is not that of the open form. `bounded` and `unbounded` set that attribute; an object that can
-be called may define a method of that name instead. Of a function without it, it is not known what it clips.
+be called may define a method of that name instead. A function that `soft` declares has no bounds to leave out: it
+weakens gradients smoothly. Without any declaration it is not known which tokens a function clips.
 """
 
 from collections.abc import Callable
 from functools import partial
 from math import inf
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -19,7 +20,8 @@ TokenFunction = Callable[[DrawnTokens], torch.Tensor]
 """A part of an objective: it takes n drawn tokens and returns f[n], or bool[n] if it is a trust region."""
 
 F = TypeVar("F", bound=Callable[..., torch.Tensor])
-_OPEN_FORM = "open_form"
+Clips = Literal["hard", "soft", "unknown"]
+_OPEN_FORM, _SOFT = "open_form", "clips_softly"
 
 
 def bounded(**wide: Any) -> Callable[[F], F]:
@@ -46,6 +48,21 @@ def unbounded(function: F) -> F:
     """Declares that a function has no bounds: nothing that it returns counts as clipped."""
     setattr(function, _OPEN_FORM, function)
     return function
+
+
+def soft(function: F) -> F:
+    """Declares that a function weakens gradients smoothly, of all tokens: none of them counts as clipped."""
+    setattr(function, _SOFT, function)
+    return function
+
+
+def clips(function: Callable[..., torch.Tensor]) -> Clips:
+    """How a function clips: at bounds that it declares, softly, or in a way that is not known."""
+    if open_form(function) is not None:
+        return "hard"
+    while isinstance(function, partial | MethodType):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return "soft" if getattr(function, _SOFT, None) is function else "unknown"  # functools.wraps copies the attribute
 
 
 def open_form(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor] | None:

@@ -15,7 +15,7 @@ from inflight.core.arguments import named
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
-from inflight.training.objective.bounds import TokenFunction, open_form
+from inflight.training.objective.bounds import Clips, TokenFunction, clips, open_form
 from inflight.training.objective.kl import KLEstimator
 from inflight.training.objective.tokens import DrawnTokens
 
@@ -31,9 +31,7 @@ class Objective:
     Weights of tokens instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
     Raises ValueError for meaningless settings: bounds without a value between them, clipping that never clips, names
-    that do not exist. `LossStats.clipped` is None if the correction or the surrogate does not declare its bounds
-    (`bounds.bounded`), as it is not known then which tokens they changed. The tokens that a trust region leaves out
-    are known."""
+    that do not exist. `LossStats.clipped` is None unless `clips` is "hard"."""
 
     correction: TokenFunction = corrections.token_truncate
     """The weights w = π_p / π_b. They are 1 with proximal="behavior"."""
@@ -71,9 +69,9 @@ class Objective:
             proximal_is_behavior=self.proximal == "behavior",
         )
         for function in (self.correction, self.surrogate, *self.trust_regions):
-            form = open_form(function)
-            if form is not None:  # it declares its bounds; it refuses those that make no sense
+            if clips(function) != "unknown":  # it refuses arguments that make no sense
                 function(nothing)
+            if (form := open_form(function)) is not None:
                 form(nothing)
         for what, name, names in (
             ("aggregation", self.aggregation, get_args(Aggregation)),
@@ -108,6 +106,14 @@ class Objective:
             )
         if not isfinite(self.entropy_weight):
             raise ValueError(f"entropy_weight must be finite, got {self.entropy_weight}")
+
+    @property
+    def clips(self) -> Clips:
+        """How correction and surrogate clip. hard: both declare their bounds (`bounds.bounded`), so that clipped tokens
+        are counted. soft: one of them weakens the gradients of all tokens (`bounds.soft`). unknown: one of them
+        declares neither."""
+        kinds = {clips(self.correction), clips(self.surrogate)}
+        return next(kind for kind in ("unknown", "soft", "hard") if kind in kinds)
 
     @property
     def is_about_rewards_alone(self) -> bool:
@@ -151,6 +157,7 @@ PRESETS: dict[str, Objective] = {
     "geometric_mask": _weighted(corrections.token_truncate, regions.geometric_mask),
     DEFAULT: Objective(),
     "cispo": Objective(surrogate=surrogates.cispo),
+    "sapo": Objective(surrogate=surrogates.sapo),
     "gspo": Objective(surrogate=surrogates.gspo, aggregation="sequence"),
     "decoupled_ppo": Objective(proximal="recomputed"),
     "loglinear_ppo": Objective(proximal="loglinear"),

@@ -108,8 +108,8 @@ class LossStats:
     """Ratios of the tokens that older weights drew: older versions, and the last version if the trainer has taken
     optimizer steps since its publish."""
     num_clipped: int | None
-    """Tokens with an advantage that were truncated, clipped or left out. None means that it is not known: the
-    correction or the surrogate does not declare its bounds (`inflight.training.objective.bounds`)."""
+    """Tokens with an advantage that were truncated, clipped or left out. None if the objective clips softly,
+    or does not declare how it clips (`Objective.clips`)."""
     sum_entropy: float | None = None
     """None without an entropy bonus, as entropies are only computed for one. `score_tokens(entropy=True)` gives them
     without it."""
@@ -134,7 +134,7 @@ class LossStats:
 
     @property
     def clipped(self) -> float | None:
-        """Share of tokens that have an advantage and were truncated, clipped or left out; None if it is not known."""
+        """Share of tokens that have an advantage and were truncated, clipped or left out; None as in `num_clipped`."""
         return None if self.num_clipped is None else self.num_clipped / max(self.num_tokens, 1)
 
     @property

@@ -9,7 +9,7 @@ from math import inf
 
 import torch
 
-from inflight.training.objective.bounds import bounded, check_interval, unbounded
+from inflight.training.objective.bounds import bounded, check_interval, soft, unbounded
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 
 
@@ -46,6 +46,21 @@ def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch
     check_interval(floor=floor, cap=cap)
     _check_that_u_varies(tokens, "cispo")
     return -exp_ratio(tokens.log_ratios.detach()).clamp(floor, cap) * tokens.advantages * tokens.logprobs
+
+
+@soft
+def sapo(tokens: DrawnTokens, *, positive: float = 1.0, negative: float = 1.05) -> torch.Tensor:
+    """−(4 / τ) σ(τ (u − 1)) A, where τ is `positive` for A > 0 and `negative` otherwise: the gradient of a token fades
+    smoothly with the distance of u from 1, where it is that of u A.
+
+    Source: SAPO, arXiv 2511.20347.
+    """
+    if not (0 < positive < inf and 0 < negative < inf):
+        raise ValueError(f"positive and negative must be finite and above 0, got {positive} and {negative}")
+    _check_that_u_varies(tokens, "sapo")
+    ratios, advantages = exp_ratio(tokens.log_ratios), tokens.advantages
+    temperatures = torch.full_like(ratios, negative).masked_fill(advantages > 0, positive)
+    return -(4 / temperatures) * torch.sigmoid(temperatures * (ratios - 1)) * advantages
 
 
 @bounded(low=inf, high=inf)

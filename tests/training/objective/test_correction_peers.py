@@ -25,7 +25,7 @@ from inflight.training.objective.corrections import (
 )
 from inflight.training.objective.loss import loss_of_scores
 from inflight.training.objective.objective import Objective
-from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce
+from inflight.training.objective.surrogates import cispo, gspo, ppo_clip, reinforce, sapo
 from inflight.training.objective.tokens import DrawnTokens, exp_ratio
 from inflight.training.objective.trust_regions import geometric_mask, opsm_mask
 
@@ -71,7 +71,12 @@ def trl_loss(
     trainer_class = trl_trainer()
     logprobs = case.logprobs.clone().requires_grad_()
     mask = pad(case.batch, torch.ones_like(case.logprobs)).long()
-    args = SimpleNamespace(delta=settings.pop("delta", None), use_bias_correction_kl=False, steps_per_generation=1)
+    args = SimpleNamespace(
+        **settings.pop("temperatures", {}),
+        delta=settings.pop("delta", None),
+        use_bias_correction_kl=False,
+        steps_per_generation=1,
+    )
     defaults: dict = {
         "aux_loss_enabled": False,
         "top_entropy_quantile": 1.0,
@@ -183,6 +188,18 @@ def test_trl_cispo_is_cispo():
     case = make_case(0)
     objective = Objective(correction=uncorrected, surrogate=partial(cispo, cap=1.5), proximal="behavior")
     assert agree(ours(objective, case), trl_loss(case, old="behavior_logprobs", loss_type="cispo", epsilon_high=1.5))
+
+
+def test_sapo_of_trl_and_liger_is_sapo():
+    case = make_case(0)
+    surrogate = partial(sapo, positive=1.5, negative=0.7)
+    common = {"correction": uncorrected, "proximal": "behavior", "kl_weight": 0.04, "kl_correction": False}
+    settings = {"old": "behavior_logprobs", "loss_type": "sapo", "beta": 0.04}
+    temperatures = {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 0.7}
+    expected = ours(Objective(surrogate=surrogate, aggregation="sequence", **common), case)
+    assert agree(expected, trl_loss(case, **settings, temperatures=temperatures))
+    assert agree(expected, liger_loss(case, **settings, **temperatures))
+    assert not agree(expected, ours(Objective(surrogate=sapo, aggregation="sequence", **common), case))
 
 
 @pytest.mark.parametrize("bounds", [(3e-4, 4e-4), (0.1, 0.2)])
