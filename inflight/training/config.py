@@ -1,6 +1,6 @@
 """What a run of GRPO is made of, besides model, optimizer and prompts."""
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import get_args
 
@@ -13,7 +13,15 @@ from inflight.training.objective.objective import Objective, resolve
 from inflight.training.schedules import Schedule, resolve_schedule
 
 
-@named({"num_generations": "sampling", "loss": "objective", "loss_type": "objective", "beta": "reward_kl_weight"})
+@named(
+    {
+        "num_generations": "sampling",
+        "loss": "objective",
+        "loss_type": "objective",
+        "correction": "objective",
+        "beta": "reward_kl_weight",
+    }
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOConfig:
     """What a run of GRPO is made of, besides model, optimizer and prompts."""
@@ -26,9 +34,8 @@ class GRPOConfig:
     groups_per_step. For schedules with batches ahead, as "inflight"; the others submit the groups of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
     objective: str | Objective | None = None
-    """The objective to minimise: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip"."""
-    correction: InitVar[str | Objective | None] = None
-    """Another name of the argument `objective`; giving both raises ValueError. It is read as `objective`."""
+    """The objective to minimise: an `Objective`, the name of one of `objective.PRESETS`, or "module:name"; None is
+    "ppo_clip"."""
     staleness: tuple[StalenessRule, ...] = ()
     """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
     updates_per_batch: int = 1
@@ -77,11 +84,11 @@ class GRPOConfig:
     comparison, sync: generate, then train, then publish and wait until it is live; one_step_off: a whole batch is
     drawn, under one version, while the one before it is trained on."""
 
-    def __post_init__(self, correction: str | Objective | None) -> None:
-        objective = resolve(self.objective, correction=correction)
+    def __post_init__(self) -> None:
+        objective = resolve(self.objective)
         if objective.proximal == "recomputed" and self.updates_per_batch < 2:
             raise ValueError(
-                f"{self.objective or correction!r} recomputes its proximal policy for several steps on a batch; with "
+                f"{self.objective!r} recomputes its proximal policy for several steps on a batch; with "
                 "one step that is the policy being trained: set updates_per_batch, or take another objective"
             )
         object.__setattr__(self, "objective", objective)

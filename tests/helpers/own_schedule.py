@@ -1,8 +1,9 @@
-"""A custom schedule, which a run names as "own_schedule:TWO_AHEAD"."""
+"""A custom schedule and an objective, which runs name as "own_schedule:TWO_AHEAD" and "own_schedule:ICEPOP"."""
 
 from collections.abc import Iterator
 
 from inflight.training.data.scored_groups import ScoredGroups
+from inflight.training.objective.objective import PRESETS
 from inflight.training.schedules import Admission, Schedule
 
 
@@ -16,3 +17,4 @@ def refill_after_training(admission: Admission) -> Iterator[ScoredGroups]:
 
 
 TWO_AHEAD = Schedule(refill_after_training, batches_ahead=2)
+ICEPOP = PRESETS["icepop"]

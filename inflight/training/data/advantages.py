@@ -12,9 +12,11 @@ from functools import partial
 from itertools import zip_longest
 from math import isfinite, sqrt
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
+from inflight.core.by_name import resolve_by_name
 from inflight.core.rollout import Rollout
 
 GroupRewards = Sequence[Sequence[float | None]]
@@ -91,15 +93,14 @@ ADVANTAGES: dict[str, RewardAdvantages] = {
 
 
 def resolve_advantages(advantages: str | Advantages) -> Advantages:
-    """The function of the groups' rollouts that is given as such or by its name in `ADVANTAGES`. Raises ValueError for
-    another name."""
-    if callable(advantages):
-        return advantages
-    if advantages not in ADVANTAGES:
-        raise ValueError(
-            f"unknown advantages {advantages!r}; choose {', '.join(ADVANTAGES)}, or give a function of the groups"
-        )
-    return of_rewards(ADVANTAGES[advantages])
+    """Return the function of the groups' rollouts itself, or by its name in `ADVANTAGES` or as "module:name". Raises
+    ValueError for an unknown name."""
+    if isinstance(advantages, str) and advantages in ADVANTAGES:
+        return of_rewards(ADVANTAGES[advantages])
+    found: Any = resolve_by_name(advantages, ADVANTAGES, "advantages")
+    if not callable(found):
+        raise ValueError(f"advantages {advantages!r} must be a function of the groups, got {type(found).__name__}")
+    return found
 
 
 def of_rewards(function: RewardAdvantages) -> Advantages:

@@ -27,24 +27,22 @@ observers: list[Observer] = []
 """Who looks at the ratios of every loss of this process, beside those who asked for it."""
 
 
-@named()
+@named({"correction": "objective", "loss": "objective", "loss_type": "objective"})
 def policy_loss(
     model: nn.Module,
     batch: PackedBatch,
     *,
     objective: str | Objective | None = None,
-    correction: str | Objective | None = None,
 ) -> tuple[torch.Tensor, LossStats]:
     """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
-    objective: an `Objective`, or the name of one of `objective.PRESETS`; None is "ppo_clip". correction: another name
-    of the same argument; giving both raises ValueError. The batch can be on the CPU: laid out there, nothing waits for
-    the device. Losses of the micro-batches of a step add up to the loss of the step, and so do their statistics
-    (except with `m2po_mask` and `second_moment_mask`: they rank the tokens of a micro-batch). Raises ValueError for an
-    unknown name and for a column that the objective needs and the batch lacks, and NonFiniteLossError for a loss or a
-    log-probability that is not finite.
+    objective: an `Objective`, the name of one of `objective.PRESETS`, or "module:name"; None is "ppo_clip". The batch
+    can be on the CPU: laid out there, nothing waits for the device. Losses of the micro-batches of a step add up to the
+    loss of the step, and so do their statistics (except with `m2po_mask` and `second_moment_mask`: they rank the tokens
+    of a micro-batch). Raises ValueError for an unknown name and for a column that the objective needs and the batch
+    lacks, and NonFiniteLossError for a loss or a log-probability that is not finite.
     """
-    objective = resolve(objective, correction=correction)
+    objective = resolve(objective)
     scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
     return loss_of_scores(objective, batch.to(scores.logprobs.device), scores)
 

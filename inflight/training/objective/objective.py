@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from inflight.core.arguments import named
+from inflight.core.by_name import resolve_by_name
 from inflight.training.objective import corrections, surrogates
 from inflight.training.objective import trust_regions as regions
 from inflight.training.objective.aggregation import Aggregation
@@ -170,17 +171,14 @@ PRESETS: dict[str, Objective] = {
 """Objectives by name. The bounds are the defaults of their functions."""
 
 
-def resolve(objective: str | Objective | None = None, *, correction: str | Objective | None = None) -> Objective:
-    """Returns the objective that is given as such or by the name of a preset; without either the default, "ppo_clip".
-    `correction` is another name of the argument. Raises ValueError if both are given, and for an unknown name."""
-    if objective is not None and correction is not None:
-        raise ValueError("objective= and correction= are two names of one argument; give only objective=")
-    chosen = objective if objective is not None else correction if correction is not None else DEFAULT
-    if isinstance(chosen, Objective):
-        return chosen
-    if chosen not in PRESETS:
-        raise ValueError(f"unknown objective {chosen!r}; choose {', '.join(PRESETS)}, or give an Objective")
-    return PRESETS[chosen]
+def resolve(objective: str | Objective | None = None) -> Objective:
+    """Return the objective itself, or by the name of a preset or as "module:name"; None is "ppo_clip", the default.
+
+    Raises ValueError for an unknown name."""
+    found = resolve_by_name(DEFAULT if objective is None else objective, PRESETS, "objective")
+    if not isinstance(found, Objective):
+        raise ValueError(f"objective {objective!r} must be an Objective, got {type(found).__name__}")
+    return found
 
 
 def loglinear_proximal(

@@ -195,21 +195,33 @@ def test_bounds_that_a_function_refuses_are_refused_when_the_objective_is_made()
         Objective(correction=bounded(kap=inf)(lambda tokens, cap=2.0: token_truncate(tokens, cap=cap)))
 
 
-# The two names of the argument
+# Names
+
+ICEPOP = "own_schedule:ICEPOP"
 
 
-def test_objective_and_correction_are_two_names_of_one_argument():
-    batch = make_batch()
+def test_an_objective_is_given_itself_or_by_name():
+    batch, model = make_batch(), make_model("qwen3")
     losses = [
-        policy_loss(make_model("qwen3"), batch, **given)[0].item()
-        for given in ({"objective": "icepop"}, {"correction": "icepop"}, {"objective": resolve("icepop")}, {})
+        policy_loss(model, batch, **given)[0].item()
+        for given in ({"objective": "icepop"}, {"objective": resolve("icepop")}, {"objective": ICEPOP}, {})
     ]
     assert losses[0] == losses[1] == losses[2] != losses[3]
-    assert GRPOConfig(correction="icepop") == GRPOConfig(objective="icepop")
+    assert GRPOConfig(objective=ICEPOP) == GRPOConfig(objective="icepop") == replace(GRPOConfig(), objective="icepop")
     assert GRPOConfig() == GRPOConfig(objective="ppo_clip") == GRPOConfig(objective=Objective())
-    assert replace(GRPOConfig(correction="icepop"), steps=3) == GRPOConfig(objective="icepop", steps=3)
-    for both in ({"objective": "tis", "correction": "tis"}, {"objective": Objective(), "correction": "none"}):
-        with pytest.raises(ValueError, match="two names of one argument; give only objective="):
-            policy_loss(make_model("qwen3"), batch, **both)
-        with pytest.raises(ValueError, match="two names of one argument; give only objective="):
-            GRPOConfig(**both)
+
+
+def test_other_names_and_things_are_refused():
+    for make in (GRPOConfig, partial(policy_loss, make_model("qwen3"), make_batch())):
+        with pytest.raises(TypeError, match="has no argument 'correction'; did you mean 'objective'"):
+            make(correction="tis")
+        with pytest.raises(
+            ValueError, match=r"unknown objective 'tiss'; choose none, tis, .*, or give \"module:name\""
+        ):
+            make(objective="tiss")
+        with pytest.raises(ValueError, match="objective 'own_schedule:TWO_AHEAD' must be an Objective, got Schedule"):
+            make(objective="own_schedule:TWO_AHEAD")
+    with pytest.raises(ValueError, match="advantages 'own_schedule:TWO_AHEAD' must be a function of the groups"):
+        GRPOConfig(advantages="own_schedule:TWO_AHEAD")
+    with pytest.raises(ValueError, match="unknown advantages 'none'; choose grpo, "):
+        GRPOConfig(advantages="none")
