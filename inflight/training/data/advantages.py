@@ -12,7 +12,7 @@ from functools import partial
 from itertools import zip_longest
 from math import isfinite, sqrt
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def resolve_advantages(advantages: str | Advantages) -> Advantages:
     ValueError for an unknown name."""
     if isinstance(advantages, str) and advantages in ADVANTAGES:
         return of_rewards(ADVANTAGES[advantages])
-    found: Any = resolve_by_name(advantages, ADVANTAGES, "advantages")
+    found = cast(Any, resolve_by_name(advantages, ADVANTAGES, "advantages"))
     if not callable(found):
         raise ValueError(f"advantages {advantages!r} must be a function of the groups, got {type(found).__name__}")
     return found
