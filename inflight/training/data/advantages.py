@@ -97,10 +97,10 @@ def resolve_advantages(advantages: str | Advantages) -> Advantages:
     ValueError for an unknown name."""
     if isinstance(advantages, str) and advantages in ADVANTAGES:
         return of_rewards(ADVANTAGES[advantages])
-    found = cast(Any, resolve_by_name(advantages, ADVANTAGES, "advantages"))
+    found: Any = resolve_by_name(advantages, ADVANTAGES, "advantages")
     if not callable(found):
         raise ValueError(f"advantages {advantages!r} must be a function of the groups, got {type(found).__name__}")
-    return found
+    return cast(Advantages, found)
 
 
 def of_rewards(function: RewardAdvantages) -> Advantages:
