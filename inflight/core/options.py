@@ -91,7 +91,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """The function, as "module:function", that says which sequences are admitted first and preempted last, by a number
     for each (engine/order.py). The engine's process imports the module."""
     attention: str = "auto"
-    """flashinfer, torch or cpu; auto takes what is fastest and there."""
+    """flashinfer, torch, cpu, or a custom backend as "module:class" (engine/attention/backend.py), which the engine's
+    process imports; auto takes the fastest of ours that is installed."""
     cuda_graphs: bool = True
     """Replay decoding passes as CUDA graphs (GPU with FlashInfer)."""
     fused: bool = True
@@ -169,9 +170,10 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "journal", os.fspath(self.journal))
         self.check_types()
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            chosen = getattr(self, name)
+            if chosen not in choices and not (name == "attention" and ":" in chosen):
                 named = f"{', '.join(choices[:-1])} or {choices[-1]}"
-                raise ValueError(f"{name} must be {named}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be {named}, got {chosen!r}")
         for name in ("slots", "max_sequences", "max_queued", "max_clients"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -6,7 +6,8 @@ import msgspec
 import torch
 from transformers import PretrainedConfig
 
-from inflight.core.errors import UnsupportedModelError
+from inflight.core.by_name import load_by_name
+from inflight.core.errors import ModelLoadError, UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
@@ -142,9 +143,29 @@ def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.de
     )
 
 
+def _custom_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:
+    try:
+        backend = load_by_name(name)(layers, device)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # a module of the user's may raise anything
+        raise ModelLoadError(
+            f"attention={name!r} cannot be made in the engine ({type(error).__name__}: {error}); it names a class that "
+            "takes a list of LayerShape and a device"
+        ) from error
+    missing = [part for part in ("name", "block_size", "allocate", "begin", "attend") if not hasattr(backend, part)]
+    if missing:
+        raise ModelLoadError(f"attention={name!r} lacks {', '.join(missing)} of AttentionBackend")
+    return backend
+
+
 def choose_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:
-    """The backend of this name, or for "auto" the fastest that is there. Raises UnsupportedModelError, saying why, if
-    the one that was asked for cannot run these layers on this device."""
+    """Return the backend of this name, the fastest installed one for "auto", or an object of "module:class".
+
+    Raises UnsupportedModelError with the reason if it cannot run these layers on this device, and ModelLoadError for a
+    class that cannot be imported."""
+    if ":" in name:
+        return _custom_backend(name, layers, device)
     if name in ("auto", "flashinfer"):
         reason = why_not_flashinfer(layers, device)
         if reason is None:

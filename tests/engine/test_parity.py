@@ -9,7 +9,7 @@ import torch
 from full_forward import PARAMS, TOLERANCE, full_forward_logprobs, ragged_prompts
 from tiny_models import CONFIGS, SOME_AT_ONCE, VOCABULARY, make_model, marks, publish, run
 
-from inflight.core.errors import InvalidRequestError
+from inflight.core.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
@@ -72,6 +72,29 @@ def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers
     # Of a mixture rounding sends tokens to other experts, so that the figures of few tokens scatter.
     assert ours.mean() <= (1.5 if name in MIXTURES else 1.2) * theirs.mean()
     assert (engine.runner.unfused_reason is None) == fused
+
+
+def test_a_custom_attention_backend_computes_every_layer_of_every_pass(make_engine):
+    engine = make_engine("llama", attention="own_attention:CountingAttention")
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    rollouts = run(engine, ragged_prompts(8, PARAMS))
+    assert max(np.abs(full_forward_logprobs(model, r) - r.logprobs).max() for r in rollouts) < TOLERANCE
+    assert (engine.attention, engine.cache.block_size) == ("counting", 32)
+    assert engine.memory.backend.num_calls > 40 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "kind", "message"),
+    [
+        ("gemma3", "own_attention:CountingAttention", UnsupportedModelError, "has no sliding windows"),
+        ("llama", "own_attention:Nothing", ModelLoadError, "'own_attention:Nothing' cannot be made .*AttributeError"),
+        ("llama", "own_attention:Incomplete", ModelLoadError, "lacks block_size, allocate, begin, attend"),
+    ],
+)
+def test_an_attention_backend_that_does_not_fit_is_named(make_engine, name, attention, kind, message):
+    with pytest.raises(kind, match=message):
+        make_engine(name, attention=attention)
 
 
 @pytest.mark.gpu
