@@ -16,6 +16,7 @@ from inflight.core.rollout import Rollout
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 """The slots lie in shared memory, or in device memory shared by CUDA IPC."""
+SLOTS = [pytest.param(1, marks=pytest.mark.slow), 2]
 NUM_VERSIONS = {"cpu": 600, "cuda": 6000}
 NUM_KILLS = {"cpu": 20, "cuda": 10}  # each begins with a CUDA context of its own
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -50,9 +51,8 @@ def start_publisher(engines: list[inflight.LaunchedEngine], *command: str) -> su
     return subprocess.Popen([sys.executable, program, endpoints, *command], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", SLOTS)
 def test_truth_teller(truth_teller_dir, slots, device):
     num_versions = NUM_VERSIONS[device]
     seen, num_tokens, spanning = set(), 0, 0
@@ -85,9 +85,8 @@ def test_truth_teller(truth_teller_dir, slots, device):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", SLOTS)
 def test_torn_write(truth_teller_dir, slots, device):
     """Publishers die in the middle of a publish, again and again; no token comes from what they left, and life goes
     on."""

@@ -14,7 +14,7 @@ PATIENCE_S = 500.0
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str = "it did not come true", *, seconds: float = 120.0) -> T:
+def wait_until(condition: Callable[[], T], what: str = "it did not come true", *, seconds: float = 300.0) -> T:
     """Ask until the answer is true, and return it. Raises AssertionError, saying what did not come, when it is not
     true within so many seconds."""
     began = time.monotonic()
