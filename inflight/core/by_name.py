@@ -18,7 +18,7 @@ def resolve_by_name(given: Any, known: Mapping[str, Known], kind: str) -> Known:
     if given in known:
         return known[given]
     if ":" not in given:
-        raise ValueError(f'unknown {kind} {given!r}; choose {", ".join(known)}, or give "module:name"')
+        raise ValueError(f'unknown {kind} {given!r}; choose {", ".join(known)}, or give a custom one or "module:name"')
     try:
         return load_by_name(given)
     except Exception as error:

@@ -91,8 +91,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """The function, as "module:function", that says which sequences are admitted first and preempted last, by a number
     for each (engine/order.py). The engine's process imports the module."""
     attention: str = "auto"
-    """flashinfer, torch, cpu, or a custom backend as "module:class" (engine/attention/backend.py), which the engine's
-    process imports; auto takes the fastest of ours that is installed."""
+    """flashinfer, torch, cpu, or a custom backend as "module:class" (engine/attention/backend.py). The engine's
+    process imports it. auto takes the fastest built-in one that is installed."""
     cuda_graphs: bool = True
     """Replay decoding passes as CUDA graphs (GPU with FlashInfer)."""
     fused: bool = True

@@ -24,7 +24,7 @@ class DemoOptions(ModelChoice):
         None, "Tokens of an answer at most.", min=1, shown="what the task needs, or 64", panel="Task"
     )
     steps: int | None = option(
-        None, "Optimizer steps of reinforcement learning.", min=1, shown="200, or 40 with --real"
+        None, "Optimizer steps of reinforcement learning.", min=1, shown="180, or 40 with --real"
     )
     warmup_steps: int | None = option(
         None,
@@ -37,9 +37,9 @@ class DemoOptions(ModelChoice):
     )
     sync: bool = option(False, "Generate and train in turn, for comparison.")
     group_size: int = option(8, "Samples per prompt.", min=2)
-    groups_per_step: int | None = option(None, "Prompts per optimizer step.", min=1, shown="128, or 8 with --real")
+    groups_per_step: int | None = option(None, "Prompts per optimizer step.", min=1, shown="64, or 8 with --real")
     learning_rate: float | None = option(
-        None, "The peak learning rate of reinforcement learning.", min=0, shown="0.0003, or 0.0001 with --real"
+        None, "The peak learning rate of reinforcement learning.", min=0, shown="0.0004, or 0.0001 with --real"
     )
     seed: int = option(0, SEED_HELP, min=0)
     restarts: int = option(3, "How often an engine that ends is replaced by another one.", min=0)

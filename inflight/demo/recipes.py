@@ -29,9 +29,9 @@ class Recipe:
 
 
 SMALL = Recipe(
-    steps=200,
-    groups_per_step=128,
-    learning_rate=3e-4,
+    steps=180,
+    groups_per_step=64,
+    learning_rate=4e-4,
     ramp=10,
     temperature=1.0,
     max_sequences=128,

@@ -1,4 +1,4 @@
-"""A custom attention backend, which an engine names as "own_attention:CountingAttention"."""
+"""A custom attention backend for tests. Engines name it "own_attention:CountingAttention"."""
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention.paged import PagedAttention

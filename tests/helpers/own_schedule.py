@@ -1,4 +1,4 @@
-"""A custom schedule and an objective, which runs name as "own_schedule:TWO_AHEAD" and "own_schedule:ICEPOP"."""
+"""A custom schedule and an objective for tests. Runs name them "own_schedule:TWO_AHEAD" and "own_schedule:ICEPOP"."""
 
 from collections.abc import Iterator
 

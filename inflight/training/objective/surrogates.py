@@ -51,7 +51,7 @@ def cispo(tokens: DrawnTokens, *, cap: float = 5.0, floor: float = 0.0) -> torch
 @soft
 def sapo(tokens: DrawnTokens, *, positive: float = 1.0, negative: float = 1.05) -> torch.Tensor:
     """−(4 / τ) σ(τ (u − 1)) A, where τ is `positive` for A > 0 and `negative` otherwise: the gradient of a token fades
-    smoothly with the distance of u from 1, where it is that of u A.
+    smoothly with the distance of u from 1. At u = 1 it equals the gradient of −u A.
 
     Source: SAPO, arXiv 2511.20347.
     """

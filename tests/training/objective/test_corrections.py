@@ -254,7 +254,7 @@ def test_sapo_alone_clips_softly():
 
 @pytest.mark.parametrize("advantage", [1.0, -0.5])
 def test_the_gradient_of_sapo_fades_with_distance(advantage):
-    """At u = 1 it is that of u A; it is even in u − 1 but for u itself, and vanishes far away."""
+    """At u = 1 it equals the gradient of −u A, and it falls to 0 with the distance."""
     log_ratios = torch.tensor([0.0, 0.1, 1.0, 2.5], dtype=torch.float64)
     case = make_case(0)
     tokens = replace(

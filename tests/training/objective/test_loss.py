@@ -135,7 +135,7 @@ def test_bad_batches_are_named():
     rollouts[0].params = SamplingParams(temperature=0)
     with pytest.raises(ValueError, match="greedily"):
         pack(rollouts, [0.0])
-    with pytest.raises(ValueError, match=r"choose none, tis, icepop, .* or give an Objective"):
+    with pytest.raises(ValueError, match=r"choose none, tis, icepop, .* or give a custom one"):
         policy_loss(make_model("qwen3"), pack(make_rollouts(1), [0.0]), objective="grpo")  # type: ignore[arg-type]
 
 

@@ -215,9 +215,7 @@ def test_other_names_and_things_are_refused():
     for make in (GRPOConfig, partial(policy_loss, make_model("qwen3"), make_batch())):
         with pytest.raises(TypeError, match="has no argument 'correction'; did you mean 'objective'"):
             make(correction="tis")
-        with pytest.raises(
-            ValueError, match=r"unknown objective 'tiss'; choose none, tis, .*, or give \"module:name\""
-        ):
+        with pytest.raises(ValueError, match=r"unknown objective 'tiss'; choose none, tis, .*, or give a custom one"):
             make(objective="tiss")
         with pytest.raises(ValueError, match="objective 'own_schedule:TWO_AHEAD' must be an Objective, got Schedule"):
             make(objective="own_schedule:TWO_AHEAD")
