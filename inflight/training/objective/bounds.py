@@ -1,9 +1,9 @@
-"""How a function of an objective says what its bounds are, so that it can be told which tokens they changed.
+"""Declarations of the bounds of an objective's functions, from which clipped tokens are counted.
 
-A function carries its open form, the same function without its bounds, as its attribute `open_form`. A token counts as
-clipped if its gradient is not that of the open form. `bounded` and `unbounded` set that attribute; an object that can
-be called may define a method of that name instead. A function that `soft` declares has no bounds to leave out: it
-weakens gradients smoothly. Without any declaration it is not known which tokens a function clips.
+The attribute `open_form` of a function is the same function without its bounds. A token counts as clipped if its
+gradient differs from the gradient of the open form. `bounded` and `unbounded` set that attribute; an object that can
+be called may define a method of that name instead. `soft` marks functions without bounds that
+weaken gradients smoothly. Without any declaration it is not known which tokens a function clips.
 """
 
 from collections.abc import Callable

@@ -26,9 +26,9 @@ Proximal = Literal["current", "behavior", "recomputed", "loglinear"]
 @named({"beta": "kl_weight", "kl_coef": "kl_weight", "entropy_coef": "entropy_weight", "loss": "surrogate"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """A policy objective. Its functions are from `corrections`, `surrogates` and `trust_regions`, with
-    `functools.partial` for their bounds, or custom functions from `DrawnTokens` to f[n], or to bool[n] for a
-    trust region. `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token.
+    """A policy objective. Its parts are functions of `corrections`, `surrogates` and `trust_regions`, or custom ones.
+    `functools.partial` sets their bounds. They take `DrawnTokens` and return f[n], a trust region bool[n].
+    `Objective()` is "ppo_clip", the default: the clipped ratio to the policy that drew each token.
     Weights of tokens instead of a clipped ratio: surrogate=reinforce, proximal="current" and a correction.
 
     Raises ValueError for meaningless settings: bounds without a value between them, clipping that never clips, names
