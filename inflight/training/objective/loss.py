@@ -37,10 +37,11 @@ def policy_loss(
     """The loss of a batch or micro-batch, a scalar with gradient, and statistics.
 
     objective: an `Objective`, the name of one of `objective.PRESETS`, or "module:name"; None is "ppo_clip". The batch
-    can be on the CPU. Its layout is computed there, without a synchronisation with the device. Losses of the micro-batches of a step add up to the
-    loss of the step, and so do their statistics (except with `m2po_mask` and `second_moment_mask`: they rank the tokens
-    of a micro-batch). Raises ValueError for an unknown name and for a column that the objective needs and the batch
-    lacks, and NonFiniteLossError for a loss or a log-probability that is not finite.
+    can be on the CPU. Its layout is computed there, without a synchronisation with the device. Losses of the
+    micro-batches of a step add up to the loss of the step, and so do their statistics (except with `m2po_mask` and
+    `second_moment_mask`: they rank the tokens of a micro-batch). Raises ValueError for an unknown name and for a column
+    that the objective needs and the batch lacks, and NonFiniteLossError for a loss or a log-probability that is not
+    finite.
     """
     objective = resolve(objective)
     scores = score_tokens(model, batch, entropy=objective.entropy_weight != 0)
