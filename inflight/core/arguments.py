@@ -21,8 +21,8 @@ _PLURALS: dict[Any, str] = {int: "integers", float: "numbers", str: "strings", b
 
 
 def did_you_mean(name: str, known: Collection[str], others: Mapping[str, str] = NO_OTHERS) -> str:
-    """Return "; did you mean 'temperature'?", or "" if no known name is similar. others: names that other libraries
-    have for the same thing, mapped to ours."""
+    """Return "; did you mean 'temperature'?", or "" if no known name is similar. others: maps other libraries' names
+    to ours."""
     meant = others.get(name) or next(iter(get_close_matches(name, known, n=1)), None)
     return f"; did you mean {meant!r}?" if meant else ""
 
@@ -44,8 +44,8 @@ def check_type(what: str, value: Any, kind: Any) -> None:
 
 
 def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
-    """Decorate a function, or a class with an `__init__`, so that named arguments that do not exist, or are of another
-    type, are refused with their names. others: see `did_you_mean`."""
+    """Decorate a function, or a class with an `__init__`, to refuse unknown named arguments and values of another type.
+    The error names the argument. others: see `did_you_mean`."""
 
     def decorate(called: Called) -> Called:
         is_class = isinstance(called, type)
@@ -59,7 +59,7 @@ def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
         def kinds() -> dict[str, Any]:
             try:
                 return get_type_hints(called if is_class else function)
-            except NameError:  # some names are there for type checkers alone
+            except NameError:  # some names are imported for type checkers only
                 return {}
 
         @wraps(function)
@@ -80,14 +80,14 @@ def named(others: Mapping[str, str] = NO_OTHERS) -> Callable[[Called], Called]:
 
 @cache
 def usual_classes(kind: Any) -> frozenset[type]:
-    """Return the classes of values that certainly are of a type."""
+    """Return classes whose instances need no further check for a type."""
     if get_origin(kind) in (Union, UnionType):
         return frozenset().union(*map(usual_classes, get_args(kind)))
     return frozenset({int, float} if kind is float else {kind} if kind in _NAMES else ())
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. Only the types that options have are checked."""
+    """Return whether a value is of a type. Supports only the types that options have."""
     if kind in (int, float):
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     if kind in (str, bool, NoneType):

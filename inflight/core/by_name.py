@@ -1,4 +1,4 @@
-"""Import objects that options name as "module:attribute". Messages never name any."""
+"""Import objects that options name as "module:attribute". Names are never taken from messages."""
 
 import runpy
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ Known = TypeVar("Known")
 
 
 def resolve_by_name(given: Any, known: Mapping[str, Known], kind: str) -> Known:
-    """Return the given thing itself, or the one that a string names: a key of `known` or "module:attribute".
+    """Return the given object, or the object that a string names: a key of `known` or "module:attribute".
 
     kind: completes "unknown …" in messages.
     Raises ValueError for another name, and for one that cannot be imported."""
@@ -26,7 +26,7 @@ def resolve_by_name(given: Any, known: Mapping[str, Known], kind: str) -> Known:
 
 
 def load_by_name(name: str) -> Any:
-    """Import what "module:attribute" or "path/to/file.py:attribute" names. Raises what importing it raises."""
+    """Import "module:attribute" or "path/to/file.py:attribute". Raises the errors of the import."""
     where, _, attribute = name.rpartition(":")
     if where.endswith(".py"):
         return runpy.run_path(where)[attribute]

@@ -11,7 +11,7 @@ from inflight.core.arguments import NO_OTHERS, check_names, check_type, usual_cl
 
 
 class _NamingMeta(type(msgspec.Struct)):
-    """Refuses arguments that are not fields, as msgspec names neither the struct nor the field that was meant."""
+    """Refuses unknown arguments. msgspec's own error names neither the struct nor the intended field."""
 
     if not TYPE_CHECKING:  # type checkers would take this signature for every struct's
 
@@ -31,13 +31,13 @@ class CheckedStruct(msgspec.Struct, metaclass=_NamingMeta, frozen=True):
     """Base of structs that users make. A subclass with a `__post_init__` calls `check_types` in it."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = NO_OTHERS
-    """Maps names that other libraries have for a field to ours."""
+    """Maps other libraries' names of fields to ours."""
 
     def check_types(self) -> None:
-        """Raise TypeError for a field of another type. NumPy's numbers become Python's: those can be encoded."""
+        """Raise TypeError for a field of another type. Convert NumPy's numbers to Python's, which can be encoded."""
         for name, (usual, kind) in _kinds_of(type(self)).items():
             value = getattr(self, name)
-            if type(value) in usual:  # quick, as each received prompt has such a struct
+            if type(value) in usual:  # the fast path: each received prompt has such a struct
                 continue
             check_type(f"{type(self).__name__}.{name}", value, kind)
             if isinstance(value, Real):

@@ -1,9 +1,9 @@
-"""Python processes that run parts of inflight, and where they find it.
+"""Starts child processes that run the parent's copy of inflight.
 
-A child imports the same inflight as its parent, from the same place, and nothing from the working directory, where a
-file may have the name of a module. This file is both: imported, it makes the command line of a child; run by path, it
-is the child's first code (and therefore imports nothing of ours). As it stays the child's main module, it is also the
-first code of processes that the child has `multiprocessing` start, as vLLM does for its workers.
+A child imports inflight from the same place as its parent. It imports nothing from the working directory, where a file
+might have the name of a module. This file has two roles. Imported, it makes the command line of a child. Run by path,
+it is the child's first code, so it imports nothing of ours. It remains the child's main module: processes that the
+child starts by `multiprocessing` (as vLLM starts its workers) run it first, too.
 """
 
 import importlib.util
@@ -15,13 +15,14 @@ from pathlib import Path
 
 _PACKAGES = ("inflight", "inflight_kernels")
 _FOUND = "INFLIGHT_CHILD_PACKAGES"
-"""The variable that tells a child's own processes where these are."""
+"""Environment variable with the packages' paths, for the child's own processes."""
 
 
 def command(module: str, *arguments: str, python: str = "", kernels: bool = True) -> list[str]:
-    """The command line that runs a module of inflight as a program. python: another interpreter, which has packages of
-    its own and gets inflight alone of ours; "" is the one that runs this. kernels: False for a program without torch,
-    which they import."""
+    """Return the command line that runs a module of inflight as a program.
+
+    python: another interpreter with its own packages; of ours it gets only inflight. "": the present interpreter.
+    kernels: False for a program without torch, because the kernels import torch."""
     packages = {}
     for name in _PACKAGES if kernels else _PACKAGES[:1]:
         spec = importlib.util.find_spec(name)
@@ -35,7 +36,7 @@ def command(module: str, *arguments: str, python: str = "", kernels: bool = True
 def _working_directory() -> str | None:
     try:
         return os.path.realpath(os.getcwd())
-    except FileNotFoundError:  # somebody has removed it
+    except FileNotFoundError:  # it was removed
         return None
 
 

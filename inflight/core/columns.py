@@ -1,9 +1,9 @@
-"""Per-token columns: what a frame carries for each token beside its id and its log-probability.
+"""Per-token columns: the values that a frame carries for each token in addition to its id and log-probability.
 
-An entry of COLUMNS is all that the wire and the assembler need to know of a column: its dtypes and dimensions are
-checked before a frame's bytes are read, `asked_by` says which requests get it, and a rollout holds it under its name in
-`Rollout.columns`. A column that has no entry is a user's own (`EngineOptions.columns`): one number per token, for the
-requests that name it in `SamplingParams.columns`.
+An entry of COLUMNS describes a column completely. Its dtypes and dimensions are checked before a frame's bytes are
+read; `asked_by` selects the requests that get it; a rollout stores it under its name in `Rollout.columns`. A column
+without an entry is a custom one (`EngineOptions.columns`): one number per token, for the requests that name it in
+`SamplingParams.columns`.
 """
 
 import re
@@ -13,35 +13,35 @@ from dataclasses import dataclass
 from inflight.core.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
 TOKENS = "tokens"
-"""The dimension of what has one row for each token that the pass sampled."""
+"""Dimension with one row per token that the pass sampled."""
 MASK_OFFSETS = "mask offsets"
-"""The dimension that has one entry more than there are tokens."""
+"""Dimension with one entry per token, and one more."""
 TOP = "top"
 SCORED_TOP = "scored top"
 MOST = {TOP: MAX_TOP_LOGPROBS, SCORED_TOP: MAX_TOP_LOGPROBS}
-"""Maps dimensions to the largest size that they can have."""
+"""Maps dimensions to their largest size."""
 NUMBERS = ("<f4", "<f8", "<i4", "<i8", "<u1", "<b1")
-"""Dtypes that a user's own column may have."""
+"""Dtypes of custom columns."""
 _OWN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenColumn:
-    """How a column travels and who gets it."""
+    """Wire format of a column, and the requests that get it."""
 
     dtypes: tuple[str, ...]
-    """Little-endian; a column arrives in one of them."""
+    """Possible dtypes, little-endian."""
     dims: tuple[str, ...]
-    """Names of its dimensions. Two columns of a frame that share a name must agree in that size."""
+    """Names of its dimensions. Dimensions of the same name must have the same size in all columns of a frame."""
     asked_by: Callable[[SamplingParams], int] = lambda params: 0
-    """How many values per token a request gets in its rollout under this name; 0: the rollout does not have it."""
+    """Number of values per token in a request's rollout; 0: the rollout does not have the column."""
     needs: tuple[str, ...] = ()
-    """Columns without which it cannot be read."""
+    """Columns that must be in the same frame."""
 
 
 _ROUTED = ("routed_request_ids", "routed_positions", "routed_experts")
 SCORES = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
-"""What is told of a scored token of a prompt, as `PromptScores` names it; a frame has each as scored_…"""
+"""Values per scored prompt token, by their names in `PromptScores`. Their columns in a frame are called scored_…"""
 _SCORED = ("scored_request_ids", "scored_positions", *(f"scored_{name}" for name in SCORES))
 
 COLUMNS = {
@@ -65,25 +65,25 @@ COLUMNS = {
     "scored_top_logprobs": TokenColumn(("<f4",), ("scored tokens", SCORED_TOP), needs=_SCORED),
 }
 REQUIRED = tuple(COLUMNS)[:3]
-"""Columns that every frame begins with."""
+"""The first columns of every frame."""
 FROM_HEADER = ("weight_versions", "sampled_at_ns")
-"""Columns of a rollout that all tokens of a frame share; no column of a frame is called that."""
+"""Columns of a rollout that are made from the header of a frame. No column of a frame can have these names."""
 _OWN = TokenColumn(NUMBERS, (TOKENS,))
 
 
 def find_column(name: str) -> TokenColumn | None:
-    """The column of this name, built in or a user's own; None if no column can be called that."""
+    """Return the column of this name, built in or custom; None if the name is not allowed."""
     return COLUMNS.get(name) or (_OWN if _OWN_NAME.fullmatch(name) and name not in FROM_HEADER else None)
 
 
 def asked_columns(params: SamplingParams) -> list[str]:
-    """Names of the columns that a request's rollouts have in `Rollout.columns`."""
+    """Return the names of the columns in the `Rollout.columns` of a request's rollouts."""
     built_in = [name for name, column in COLUMNS.items() if column.asked_by(params)]
     return built_in + [name for name in params.columns if name not in COLUMNS]
 
 
 def own_column_name(path: str) -> str:
-    """The name of the column that "module:function" or "file.py:function" computes. Raises ValueError."""
+    """Return the name of the column that "module:function" or "file.py:function" computes. Raises ValueError."""
     where, colon, name = path.rpartition(":")
     if not (where and colon) or find_column(name) is not _OWN:
         raise ValueError(

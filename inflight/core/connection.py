@@ -1,4 +1,4 @@
-"""A client's end of an engine's control socket: it numbers what is asked, and hands each answer to whoever asked."""
+"""The client's end of an engine's control socket. It numbers requests and passes each answer to its caller."""
 
 import os
 import threading
@@ -15,14 +15,14 @@ from inflight.core.keys import ClientKeys, prepare_client
 from inflight.core.messages import MAX_MESSAGE_BYTES, Failed, FromEngine, ToEngine, decode_from_engine, encode
 
 Answer = Future[FromEngine]
-"""What the engine answers, or the InflightError that keeps it from answering."""
+"""The engine's answer, or an InflightError."""
 
 
 class Connection:
     """Messages to one engine and its answers.
 
-    One thread owns the socket: the one that calls `pump` and `close`. Messages may be handed over by any thread; the
-    owner sends them with its next `pump`, which a message that is handed over wakes.
+    One thread owns the socket and calls `pump` and `close`. Any thread can call `send`, which queues the message and
+    wakes the owner; the owner's next `pump` sends it.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Connection:
         linger_ms: int = 0,
         keys: ClientKeys | None = None,
     ):
-        """unasked: called by `pump` with what answers no ticket: news, and errors that are nobody's alone. linger_ms:
-        how long what was sent may stay behind after `close` until the engine takes it. keys: for an endpoint of TCP.
-        Raises KeysError if such an endpoint is given none."""
+        """unasked: called by `pump` with each message without a ticket, and with errors that belong to no request.
+        linger_ms: time for which ZeroMQ tries to deliver sent messages after `close`. keys: required for a TCP
+        endpoint; without them KeysError is raised."""
         self.endpoint = endpoint
         self._unasked = unasked
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Connection:
         self._outbox: deque[bytes] = deque()
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = linger_ms
-        self._socket.sndhwm = 0  # a send never waits, however much a hung engine leaves unread
+        self._socket.sndhwm = 0  # unbounded: a send never waits for a hung engine
         self._socket.maxmsgsize = 2 * MAX_MESSAGE_BYTES
         prepare_client(self._socket, endpoint, keys)
         self._socket.connect(endpoint)
@@ -58,14 +58,14 @@ class Connection:
     # ---- any thread ---------------------------------------------------------------------------------------------
 
     def ticket(self) -> int:
-        """A number for a message that is to be answered."""
+        """Return a new number for a message that needs an answer."""
         return next(self._tickets)
 
     def send(self, message: ToEngine) -> Answer:
-        """Hand over a message. The answer never comes if the message has no ticket. Raises InflightError if the
-        connection is closed, and InvalidRequestError if the message is too large."""
+        """Queue a message and return the future of its answer. A message without a ticket is not answered. Raises
+        InflightError if the connection is closed, and InvalidRequestError if the message is too large."""
         data, answer = encode(message), Future()
-        answer.set_running_or_notify_cancel()  # a task that is cancelled leaves it alone
+        answer.set_running_or_notify_cancel()  # so that a cancelled asyncio task cannot cancel it
         with self._lock:
             if self._closed:
                 raise InflightError("the connection to the engine is closed")
@@ -76,7 +76,7 @@ class Connection:
         return answer
 
     def wake(self) -> None:
-        """End the wait of a `pump`."""
+        """Interrupt a waiting `pump`."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._woken, 1)
@@ -84,8 +84,8 @@ class Connection:
     # ---- the thread that owns the socket ------------------------------------------------------------------------
 
     def pump(self, timeout_ms: int | None = None) -> bool:
-        """Send what was handed over, wait so long (None: without end) for one message or for `wake`, and pass on the
-        message. Returns whether one came. Raises what `unasked` raises."""
+        """Send queued messages, then wait for one message or for `wake`, and pass the message on. Returns whether a
+        message arrived. timeout_ms: None waits without a bound. Raises the errors of `unasked`."""
         ready = dict(self._poller.poll(timeout_ms))
         if self._woken in ready:
             os.eventfd_read(self._woken)
@@ -94,7 +94,7 @@ class Connection:
             return False
         try:
             answer = decode_from_engine(self._socket.recv())
-        except ProtocolError as error:  # nobody knows whose answer it was
+        except ProtocolError as error:  # it cannot be matched with a request
             self._unasked(error)
             return True
         result = from_wire(answer.kind, answer.message) if isinstance(answer, Failed) else answer
@@ -108,22 +108,22 @@ class Connection:
         return True
 
     def flush(self) -> None:
-        """Send what was handed over, at once. Where nobody takes it, as where our keys were refused, it stays: a send
-        that waited would have no end."""
+        """Send queued messages without waiting. They stay queued if no peer accepts them, for example because it
+        refused our keys: a blocking send would never return."""
         with suppress(zmq.Again):
             while self._outbox:
                 self._socket.send(self._outbox[0], zmq.NOBLOCK)
                 self._outbox.popleft()
 
     def fail_all(self, error: InflightError) -> None:
-        """Give everybody who waits for an answer an error instead."""
+        """Raise an error in place of every pending answer."""
         with self._lock:
             asked, self._asked = self._asked, {}
         for answer in asked.values():
             _settle(answer, error)
 
     def close(self) -> None:
-        """Let the socket go. Whoever still waits for an answer gets an InflightError. Safe to call twice."""
+        """Close the socket. Pending answers raise InflightError. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return

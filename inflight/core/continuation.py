@@ -1,16 +1,16 @@
 """Text of tokens that continue other tokens.
 
-A token has another text at the beginning of a sequence than in its middle: SentencePiece tokenizers drop the space
-before the first word, and a character can consist of bytes of several tokens. So tokens are decoded together with some
-of the tokens before them, and the text of these is cut off.
+The text of a token depends on its position. SentencePiece tokenizers drop the space before the first word, and one
+character can consist of the bytes of several tokens. So tokens are decoded together with some preceding tokens, whose
+text is then cut off.
 """
 
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Decoders put this in place of a character of which some bytes are missing."""
+"""Decoders' replacement for a character with missing bytes."""
 _CONTEXT = 8
-"""Tokens of context to begin with. More are taken while these have no text, or begin inside of a character."""
+"""Initial number of context tokens. It grows while the context has no text or begins inside a character."""
 
 
 class Continuation:
@@ -28,11 +28,11 @@ class Continuation:
             count *= 4
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         return self.after(self.head, [*self.context, *ids]) if ids else ""
 
     def after(self, head: str, ids: list[int]) -> str:
-        """The part of the text of `ids` that differs from `head`, the text of the first of them."""
+        """Return the text of `ids` without its common prefix with `head`, the text of the first of them."""
         whole = self._decode(ids)
         if whole.startswith(head):
             return whole[len(head) :]

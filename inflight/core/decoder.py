@@ -1,6 +1,6 @@
-"""The names that known decoders of Transformers give the parts of a layer.
+"""Names of the parts of a layer in the decoders of Transformers.
 
-From these follow which tensors lie side by side in a slot (`layout.py`), what adapters are put on, and what runs fused.
+They determine which tensors are adjacent in a slot (`layout.py`), which layers take adapters, and which run fused.
 """
 
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """The products of attention, or of a gated MLP: several that read the same input, and one that gives the output."""
+    """Linear layers of attention or of a gated MLP: several that read the same input, and the output layer."""
 
     parts: tuple[str, ...]
-    """Queries, keys and values; or gate and up. They are computed as one product."""
+    """Queries, keys and values; or gate and up. They run as one product."""
     whole: str
-    """The name of that product where a model holds it as one."""
+    """Name of the layer in models that store the parts as one."""
     out: str
 
     @property
@@ -23,7 +23,7 @@ class Projections:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """The norms of a layer; None where it has none. A layer is of this kind if it has the last of them."""
+    """Names of the norms of a layer; None: the layer has no such norm. A layer matches if it has the last norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -52,4 +52,4 @@ LAYER_NORMS = (
         after_mlp=None,
     ),
 )
-"""The first kind that applies is taken, else the last one."""
+"""The first match applies, otherwise the last entry."""

@@ -18,15 +18,15 @@ class PromptTooLongError(InvalidRequestError):
 
 
 class QueueFullError(InflightError):
-    """The engine has as many unfinished samples as it may have; the message gives the bound and how to set it."""
+    """The engine's bound on unfinished samples is reached; the message gives the bound and its option."""
 
 
 class TooManyClientsError(InflightError):
-    """The engine has as many clients as it may have; the message gives the bound and how to set it."""
+    """The engine's bound on clients is reached; the message gives the bound and its option."""
 
 
 class KeysError(InflightError, ValueError):
-    """Keys are missing, are none, or can be read or changed by others; the message names the file."""
+    """Keys are missing or invalid, or other users can read or change them; the message names the file."""
 
 
 class ListenError(InflightError, OSError):
@@ -42,7 +42,7 @@ class MissingPackageError(InflightError, ImportError):
 
 
 class RemoteCodeError(ModelLoadError):
-    """The model consists of code of its repository, which is run only with trust_remote_code=True."""
+    """The model needs code from its repository. It runs only with trust_remote_code=True."""
 
 
 class UnsupportedModelError(ModelLoadError):
@@ -50,8 +50,7 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class TokenColumnError(InflightError, ValueError):
-    """A column of a user's own cannot be imported or does not return one number per token, or tokens lack a column that
-    their request asked for."""
+    """A custom column cannot be imported or does not return one number per token, or tokens lack a requested column."""
 
 
 class LayoutMismatchError(InflightError, ValueError):
@@ -67,7 +66,7 @@ class DeviceMemoryError(InflightError):
 
 
 class BackendError(InflightError, ValueError):
-    """A backend is not installed, or cannot do what was asked of it; the message says what to do instead."""
+    """A backend is not installed, or does not support the request; the message names an alternative."""
 
 
 class PublisherConflictError(InflightError):
@@ -79,7 +78,7 @@ class NonFiniteWeightsError(InflightError, ValueError):
 
 
 class NonFiniteLossError(InflightError, ValueError):
-    """A policy loss is NaN or infinite; the message names the token that made it so, where it was one."""
+    """A policy loss is NaN or infinite; the message names the token if a single one caused it."""
 
 
 class ChecksumError(InflightError):
@@ -91,7 +90,7 @@ class FileWriteError(InflightError, OSError):
 
 
 class WeightFileError(InflightError, OSError):
-    """A file of weights could not be written or read, or is not what it should be; the message names it."""
+    """A file of weights could not be written or read, or is malformed; the message names it."""
 
 
 class JournalError(InflightError, OSError):
@@ -99,11 +98,11 @@ class JournalError(InflightError, OSError):
 
 
 class RunFileError(InflightError, OSError):
-    """The file of a saved run could not be written or read, or is not what it should be; the message names it."""
+    """The file of a saved run could not be written or read, or is malformed; the message names it."""
 
 
 class LoggerError(InflightError, OSError):
-    """A logger cannot be made, as its library is not installed, or cannot write; the message says what to do."""
+    """A logger's library is not installed, or the logger cannot write; the message gives the remedy."""
 
 
 class ScoreError(InflightError):
@@ -112,11 +111,11 @@ class ScoreError(InflightError):
 
 
 class RoutedExpertsError(InflightError, ValueError):
-    """Recorded experts cannot be replayed: they are not those of this model or this pass, or its routers take none."""
+    """Recorded experts cannot be replayed: they belong to another model or pass, or the routers do not accept them."""
 
 
 class BroadcastError(InflightError):
-    """A broadcast of weights broke off."""
+    """A broadcast of weights was interrupted."""
 
 
 class ProtocolError(InflightError):
@@ -132,33 +131,32 @@ class StreamGapError(ProtocolError):
 
 
 class EngineDiedError(InflightError):
-    """The engine process ended while it was still needed."""
+    """The engine process ended unexpectedly."""
 
 
 class PlacementError(InflightError, TimeoutError):
-    """Ray found no node for an engine within a bound; the message says what was asked for and what the nodes have."""
+    """Ray found no node for an engine within a bound; the message compares the request with the nodes' resources."""
 
 
 class EngineHungError(InflightError, TimeoutError):
-    """The engine process lives and did not answer within a bound; the message gives the bound and how to set it."""
+    """The engine process runs but did not answer within a bound; the message gives the bound and its option."""
 
 
 class EngineBusyError(InflightError, TimeoutError):
-    """The engine answers, and did not do what was asked within a bound; the message gives the bound and how to set
-    it."""
+    """The engine answers but did not complete a request within a bound; the message gives the bound and its option."""
 
 
 class RankLostError(InflightError):
-    """A rank of the trainer has ended, or did not do its part within a bound; the message names it."""
+    """A rank of the trainer has ended or did not respond within a bound; the message names it."""
 
 
 class VersionMismatchError(ProtocolError):
-    """Two processes run different versions of inflight; the message names both and where they lie."""
+    """Two processes run different versions of inflight; the message gives both versions and their paths."""
 
 
 _BY_NAME = {name: cls for name, cls in globals().items() if isinstance(cls, type) and issubclass(cls, InflightError)}
 
 
 def from_wire(kind: str, message: str) -> InflightError:
-    """The error that a remote process reported, as an exception of the same class."""
+    """Return the error that a remote process reported, as an exception of the same class."""
     return _BY_NAME.get(kind, InflightError)(message)

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from inflight.core.errors import MissingPackageError
 
 DISTRIBUTION = "inflight-rl"
-"""The name for pip. The package that is called `inflight` on PyPI is another project."""
+"""Name of the distribution on PyPI. PyPI's package `inflight` is another project."""
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs the packages of an extra. With inflight installed from a checkout or a wheel,
-    pip takes that distribution's own list of packages."""
+    """Return the command that installs the packages of an extra. If inflight is installed from a checkout or a wheel,
+    pip reads the list of packages from that installation."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -21,6 +21,6 @@ def needing(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "inflight":  # a mistake of ours
+        if error.name is None or error.name.partition(".")[0] == "inflight":  # a bug of inflight itself
             raise
         raise MissingPackageError(f"{what} needs {error.name}: {install_hint(extra)}") from error

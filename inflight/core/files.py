@@ -1,4 +1,4 @@
-"""Files that are written: whole or not at all, and an error names the path and says when the disk is full."""
+"""Write files atomically, with errors that name the path and mention a full disk."""
 
 import errno
 import os
@@ -19,9 +19,9 @@ _OF_RUST = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def file_errors(kind: type[InflightError], doing: str, advice: str = "") -> Iterator[None]:
-    """Raise an error of the system in the block as an error of this kind: "DOING: No space left on device (the disk is
-    full); ADVICE". DOING names the path. Includes errors of safetensors, tokenizers and torch.save that
-    are not an OSError."""
+    """Convert a system error in the block to an error of this kind: "DOING: No space left on device (the disk is
+    full); ADVICE". DOING names the path. System errors of safetensors, tokenizers and torch.save that are not an
+    OSError are converted, too."""
     try:
         yield
     except InflightError:  # it names its own path
@@ -34,7 +34,7 @@ def file_errors(kind: type[InflightError], doing: str, advice: str = "") -> Iter
 
 
 def reason_of(error: BaseException) -> str | None:
-    """Return why the system refused to read or write, or None for an error of another origin."""
+    """Return the system's reason for a failed read or write, or None for any other error."""
     cause = error
     while isinstance(cause, RuntimeError) and cause.__context__ is not None:  # torch.save hides the error of its file
         cause = cause.__context__
@@ -49,8 +49,8 @@ def reason_of(error: BaseException) -> str | None:
 
 @contextmanager
 def replacing(path: Path, kind: type[InflightError] = FileWriteError) -> Iterator[Path]:
-    """Yield where to write a file that takes its place under `path` when it is whole. Its directory is made. Raises an
-    error of this kind if it cannot be written."""
+    """Yield a temporary path, and rename it to `path` after the block. Creates the directory. Raises an error of this
+    kind if the file cannot be written."""
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     with file_errors(kind, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What one forward pass of the generator sends: a header and one row per sampled token."""
+"""Token frames: the output of one forward pass, with a header and one row per sampled token."""
 
 import math
 import struct
@@ -16,7 +16,7 @@ from inflight.core.sampling import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
 MAGIC = b"IFF1"
-"""What every frame begins with."""
+"""The first bytes of every frame."""
 MAX_FRAME_BYTES = 1 << 30
 _PREFIX = struct.Struct("<4sI")
 _ALIGNMENT = 8
@@ -33,14 +33,14 @@ class GroupStart(msgspec.Struct, frozen=True):
     prompt_token_ids: list[TokenId]
     params: SamplingParams
     metadata: dict[str, Any] = {}
-    """The mapping that the submitter attached; JSON-like, carried through unread."""
+    """The submitter's mapping; JSON-like, passed through unread."""
     forked_from: tuple[int, int] | None = None
     """(request id, k): the prompt is that request's prompt and the first k tokens that it sampled."""
 
 
 class TakenOver(msgspec.Struct, frozen=True, array_like=True):
-    """The keys and values of a request's first prompt tokens were not computed for it: the prefix cache had them, or
-    the request that it is a fork of. `version` is the oldest that computed some of them."""
+    """The keys and values of a request's first prompt tokens were reused from the prefix cache or from the request that
+    it was forked from. `version` is the oldest version that computed some of them."""
 
     request_id: Count
     num_tokens: Count
@@ -64,7 +64,7 @@ class Swap(msgspec.Struct, frozen=True):
     stall_ns: Count
     """Time in which the engine had work and ran no forward because of this swap."""
     num_in_flight: Count
-    """Requests that had sampled tokens under older weights and went on under these."""
+    """Requests with tokens of older weights that continue under the new ones."""
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -82,17 +82,17 @@ class FrameHeader(msgspec.Struct, frozen=True):
     time_ns: Count
     """CLOCK_MONOTONIC when the tokens were sampled."""
     step: Count
-    """Forward passes of this engine before this one."""
+    """Number of earlier forward passes of this engine."""
     num_tokens: Count
     groups: list[GroupStart] = []
     starts: list[int] = []
-    """Ids of requests whose prompt was prefilled in this pass."""
+    """Ids of requests whose prefill ended in this pass."""
     taken_over: list[TakenOver] = []
-    """Prefixes of requests that joined in this pass, for the first time or again."""
+    """Reused prefixes of requests that joined in this pass, for the first time or again."""
     finishes: list[Finish] = []
     swap: Swap | None = None
     next_group_id: Count = 0
-    """Groups accepted so far: all with a smaller id were announced in this frame or before it."""
+    """Number of groups accepted so far. All smaller ids were announced in this frame or in an earlier one."""
     columns: list[ColumnSpec] = []
 
 
@@ -100,17 +100,19 @@ class FrameHeader(msgspec.Struct, frozen=True):
 class TokenFrame:
     """All tokens sampled in one forward pass.
 
-    request_ids: u64[n]; token_ids: i32[n]; logprobs: f32[n], natural log of the probability that the token had in
-    the distribution it was sampled from. `extras` maps names of other columns (`core/columns.py`) to their values; a
-    column is there if a request of the pass asked for it:
+    request_ids: u64[n]; token_ids: i32[n]; logprobs: f32[n], natural log of the token's probability in the distribution
+    that was sampled. `extras` maps the names of other columns (`core/columns.py`) to their values. A column is present
+    if a request of the pass asked for it:
 
-    entropies f32[n], NaN for tokens that have none; top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely
-    tokens first, −1 and −inf beyond what a request asked for; the sampling mask as mask_token_ids i32[…], mask_offsets
-    i64[n + 1] and, where some ids are those that were cut, mask_cut_from i32[n] (`SamplingMask`); routed_experts u8 or
-    u16[m, layers, k], the experts of the m tokens that this pass computed, with routed_request_ids u64[m] and
-    routed_positions i32[m], their places in their sequences; what `PromptScores` holds, as scored_logprobs f32[s] and
-    so on, of the s prompt tokens that this pass scored, with scored_request_ids u64[s] and scored_positions i32[s], the
-    places of the tokens before them. A user's own columns are [n].
+    - entropies f32[n], NaN for requests that did not ask;
+    - top_token_ids i32[n, k] and top_logprobs f32[n, k], the most likely tokens first, padded by −1 and −inf;
+    - the sampling mask (`SamplingMask`): mask_token_ids i32[…], mask_offsets i64[n + 1], and mask_cut_from i32[n] if
+      some ids are the removed tokens;
+    - routed_experts u8 or u16[m, layers, k] of the m tokens that this pass computed, with routed_request_ids u64[m] and
+      routed_positions i32[m];
+    - scores of s prompt tokens (`PromptScores`): scored_logprobs f32[s] and so on, with scored_request_ids u64[s] and
+      scored_positions i32[s], the positions of the tokens before them;
+    - custom columns, [n].
     """
 
     header: FrameHeader
@@ -120,8 +122,8 @@ class TokenFrame:
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """One message: a magic word, the header's length, the header as MessagePack, and the columns, little-endian,
-        each at a multiple of 8 bytes."""
+        """Return one message: a magic word, the header's length, the header as MessagePack, and the columns,
+        little-endian, each at a multiple of 8 bytes."""
         required = [np.ascontiguousarray(getattr(self, name), COLUMNS[name].dtypes[0]) for name in REQUIRED]
         extras = {n: np.ascontiguousarray(column, _wire_dtype(n, column.dtype)) for n, column in self.extras.items()}
         specs = [ColumnSpec(name, column.dtype.str, column.shape) for name, column in extras.items()]
@@ -138,7 +140,7 @@ class TokenFrame:
         specs = {spec.name: spec for spec in header.columns}
         if len(specs) < len(header.columns) or not specs.keys().isdisjoint(REQUIRED):
             names = [*REQUIRED, *(spec.name for spec in header.columns)]
-            raise FrameError(f"the frame has columns {names}, which it can have once each")
+            raise FrameError(f"the frame has columns {names}; it can have each one once")
         sizes = {TOKENS: header.num_tokens, MASK_OFFSETS: header.num_tokens + 1}
         columns: dict[str, np.ndarray] = {}
         for name, dtype in _REQUIRED_DTYPES.items():
@@ -161,7 +163,7 @@ class TokenFrame:
 
 
 def _header(data: bytes) -> tuple[FrameHeader, int]:
-    """The header of a frame, and where its columns begin."""
+    """Return the header of a frame and the offset of its columns."""
     if len(data) < _PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise FrameError(f"{len(data)} bytes that do not begin as a frame does")
     end = _PREFIX.size + _PREFIX.unpack_from(data)[1]
@@ -182,7 +184,7 @@ def _wire_dtype(name: str, dtype: np.dtype) -> str:
 
 
 def _column(spec: ColumnSpec, data: bytes, at: int, sizes: dict[str, int]) -> np.ndarray:
-    """View the bytes from `at` on as a column. `sizes` maps names of dimensions to sizes, and learns new ones."""
+    """View the bytes from `at` on as a column. Adds the sizes of new dimensions to `sizes`."""
     column = find_column(spec.name)
     if column is None:
         raise FrameError(f"the frame has an unknown column {spec.name!r}")
@@ -196,8 +198,8 @@ def _column(spec: ColumnSpec, data: bytes, at: int, sizes: dict[str, int]) -> np
     if at + count * np.dtype(dtype).itemsize > len(data):
         raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, of which {len(data) - at} bytes came")
     for dim, size in zip(column.dims, spec.shape, strict=True):
-        if size > MOST.get(dim, MAX_FRAME_BYTES):  # beside a 0, bytes do not bound it
-            raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, which is beyond all measure")
+        if size > MOST.get(dim, MAX_FRAME_BYTES):  # next to a dimension of 0, the number of bytes bounds nothing
+            raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, which is too large")
         if size != sizes.setdefault(dim, size):
             raise FrameError(f"column {spec.name} has shape {list(spec.shape)}, expected {sizes[dim]} {dim}")
     return np.frombuffer(data, dtype, count, at).reshape(spec.shape)
@@ -217,7 +219,7 @@ def _check_mask(offsets: np.ndarray, token_ids: np.ndarray, cut_from: np.ndarray
         raise FrameError("column mask_offsets does not rise from 0 to the number of mask_token_ids")
     counts = np.diff(offsets)
     if cut_from is not None and ((cut_from < 0) | ((cut_from > 0) & (counts >= cut_from))).any():
-        raise FrameError("column mask_cut_from tells of vocabularies of which nothing was left")
+        raise FrameError("column mask_cut_from gives vocabularies without a remaining token")
 
 
 _REQUIRED_DTYPES = {name: np.dtype(COLUMNS[name].dtypes[0]) for name in REQUIRED}

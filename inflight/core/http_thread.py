@@ -1,4 +1,4 @@
-"""An HTTP server in a thread of its own: what `inflight serve` and the live page have in common. It needs uvicorn."""
+"""An HTTP server in a separate thread, for `inflight serve` and the live page. It needs uvicorn."""
 
 import errno
 import logging
@@ -17,12 +17,12 @@ _START_S = 30.0
 
 
 class HttpThread:
-    """Serves an application until it is closed."""
+    """Serves an ASGI application until it is closed."""
 
     def __init__(self, listening: socket.socket, app: Any, *, host: str, name: str, grace_s: int, **options: Any):
-        """listening: becomes this server's. host: what clients call the machine. name: that of the thread. grace_s: how
-        long answers that are under way may take at the end. options: other ones of uvicorn. Raises InflightError if it
-        does not start."""
+        """listening: the socket; the server closes it. host: the machine's name in `url`. name: the thread's name.
+        grace_s: time for running answers at the end, in seconds. options: further options of uvicorn. Raises
+        InflightError if the server does not start."""
         self.host, self.port = host, int(listening.getsockname()[1])
         self._socket, self._grace_s = listening, grace_s
         config = uvicorn.Config(
@@ -42,12 +42,12 @@ class HttpThread:
 
     @property
     def url(self) -> str:
-        """Where clients find it: "http://HOST:PORT"."""
+        """The address for clients: "http://HOST:PORT"."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     def close(self) -> None:
-        """End it: answers that are under way have some seconds, then they are cancelled. Safe to call twice."""
+        """End the server. Running answers get `grace_s` to finish, then they are cancelled. Safe to call twice."""
         self._server.should_exit = True
         self._thread.join(2 * self._grace_s)
         if self._thread.is_alive():
@@ -81,7 +81,7 @@ class HttpThread:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on this address; port 0 lets the system choose. Raises ListenError."""
+    """Return a socket that listens on this address; port 0 lets the system choose. Raises ListenError."""
     try:
         family, *_, (address, _, *scope) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, ValueError) as error:

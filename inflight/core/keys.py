@@ -1,8 +1,8 @@
-"""Keys with which engines and their clients know each other over TCP: CURVE key pairs, as files of one directory.
+"""CURVE key pairs by which engines and clients authenticate each other over TCP, as files in one directory.
 
-`engine.key_secret` belongs to the machine of the engine alone and `client.key_secret` to that of the client. The others
-are public: an engine lets in the holder of every `*.key` in its directory, and a client talks to nobody but the engine
-of its `engine.key`.
+`engine.key_secret` must be only on the engine's machine, and `client.key_secret` only on the client's. The other files
+are public. An engine accepts the clients whose `*.key` files are in its directory. A client accepts only the engine of
+its `engine.key`.
 """
 
 import os
@@ -17,16 +17,16 @@ from inflight.core.files import reason_of
 
 _HEARTBEAT_MS = 5_000
 _GONE_MS = 30_000
-"""A connection over TCP on which nothing comes for so long, not even a heartbeat, is let go."""
+"""A TCP connection without a message or heartbeat for this long is closed."""
 _RECONNECT_MS = 2_000
-"""A client that is refused tries again after longer and longer, up to this."""
+"""Longest delay between two attempts of a client to connect; delays grow up to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
     secret: bytes = field(repr=False)
     clients: frozenset[bytes]
-    """Public keys of those who may connect."""
+    """Public keys of the accepted clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class ClientKeys:
 
 
 def make_keys(directory: Path) -> None:
-    """Make a key pair for an engine and one for its clients in a new directory, readable by this user alone. Raises
-    KeysError if there is something of that name: keys are never overwritten."""
+    """Make a key pair for an engine and one for its clients in a new directory that only this user can read. Raises
+    KeysError if the path exists: keys are never overwritten."""
     try:
         directory.mkdir(mode=0o700)
         for name in ("engine", "client"):
@@ -52,8 +52,8 @@ def make_keys(directory: Path) -> None:
 
 
 def make_engine_keys(directory: Path, client: bytes) -> bytes:
-    """Make a key pair for an engine in a new directory, readable by this user alone, so that the holder of one client's
-    public key is let in. Returns the engine's public key, as it is written in files. Raises OSError."""
+    """Make a key pair for an engine in a new directory that only this user can read, and accept one client. client:
+    its public key. Returns the engine's public key in the format of key files. Raises OSError."""
     directory.mkdir(mode=0o700)
     _, secret = zmq.auth.create_certificates(directory, "engine")
     (directory / "client.key").write_text(f'curve\n    public-key = "{client.decode()}"\n')
@@ -63,45 +63,44 @@ def make_engine_keys(directory: Path, client: bytes) -> bytes:
 
 
 def engine_keys(directory: str) -> EngineKeys:
-    """Read what an engine needs. Raises KeysError, also where others could read its secret or let themselves in."""
+    """Read an engine's keys. Raises KeysError, also if other users could read its secret or add clients."""
     _, secret = _read(Path(directory) / "engine.key_secret")
     clients = {_read(path)[0] for path in Path(directory).glob("*.key") if path.name != "engine.key"}
     if not clients:
-        raise KeysError(f"{directory} holds the key of no client (*.key), so that nobody could connect; copy one there")
+        raise KeysError(f"{directory} has no key of a client (*.key), so no client could connect; copy one there")
     return EngineKeys(secret, frozenset(clients))
 
 
 def client_keys(directory: str) -> ClientKeys:
-    """Read what a client needs. Raises KeysError, also where others could read its secret or name another engine."""
+    """Read a client's keys. Raises KeysError, also if other users could read its secret or replace the engine's key."""
     public, secret = _read(Path(directory) / "client.key_secret")
     return ClientKeys(public, secret, _read(Path(directory) / "engine.key")[0])
 
 
 def is_tcp(endpoint: str) -> bool:
-    """Return whether an endpoint is reached over a network, where nobody may be trusted without keys."""
+    """Return whether an endpoint is reached over a network and so needs keys."""
     return not endpoint.startswith(("ipc://", "inproc://"))
 
 
 def prepare_client(socket: zmq.Socket, endpoint: str, keys: ClientKeys | None) -> None:
-    """Have a socket that is about to connect prove who it is, and talk to nobody but its engine. Raises KeysError for
-    an endpoint that needs keys if there are none."""
+    """Set a client's keys on a socket before it connects. Raises KeysError if the endpoint needs keys and has none."""
     if not is_tcp(endpoint):
         return
     if keys is None:
-        raise KeysError(f"{endpoint} is reached with keys alone; give their directory (`inflight keys` makes some)")
+        raise KeysError(f"{endpoint} needs keys; give their directory (`inflight keys` makes some)")
     prepare_tcp(socket, endpoint)
     socket.reconnect_ivl_max = _RECONNECT_MS
     socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys.engine, keys.public, keys.secret
 
 
 def prepare_tcp(socket: zmq.Socket, endpoint: str) -> None:
-    """Have either end of a connection notice that the other one is gone."""
+    """Enable heartbeats, so that each end of a connection detects the loss of the other."""
     socket.ipv6 = "[" in endpoint
     socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _GONE_MS
 
 
 def _read(path: Path) -> tuple[bytes, bytes]:
-    """The public and the secret key of a file; "" for a secret that is in no public file."""
+    """Return the public and the secret key of a file; "" for the secret key of a public file."""
     is_secret = path.suffix == ".key_secret"
     try:
         for place, forbidden in ((path.parent, 0o022), (path, 0o077 if is_secret else 0o022)):

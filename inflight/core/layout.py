@@ -1,4 +1,4 @@
-"""Where each tensor of a model lies in a slot."""
+"""Layout of a slot: the offset of each tensor of a model."""
 
 import hashlib
 import math
@@ -25,7 +25,7 @@ DTYPE_BYTES = {
     "bool": 1,
 }
 
-# Projections that read the same input lie side by side without a gap, so that one [q + k + v, hidden] or
+# Projections that read the same input are adjacent without a gap, so that one [q + k + v, hidden] or
 # [gate + up, hidden] view covers them.
 _SIBLINGS = [projections.parts for projections in (*ATTENTION, *MLP)]
 
@@ -41,7 +41,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alias(msgspec.Struct, frozen=True, array_like=True):
-    """Another name for a tensor of a slot, or for a part of it: that of a tied tensor, or what checkpoints call it.
+    """Another name for a tensor of a slot or for a part of it: a tied tensor's second name, or a checkpoint's name.
 
     The part begins at element `offset` of the tensor and has this shape and these strides, in elements.
     """
@@ -54,7 +54,7 @@ class Alias(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WeightLayout(msgspec.Struct, frozen=True):
-    """The ordered tensors of a slot, its size, and a fingerprint of it all (sha256, hex)."""
+    """The ordered tensors of a slot, its size, and a fingerprint of both (sha256, hex)."""
 
     tensors: tuple[TensorSpec, ...]
     total_bytes: int
@@ -62,7 +62,7 @@ class WeightLayout(msgspec.Struct, frozen=True):
 
     @classmethod
     def build(cls, tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> "WeightLayout":
-        """Place (name, shape, dtype) one after another, siblings adjacent, each run aligned to 64 bytes."""
+        """Place (name, shape, dtype) in order, with siblings adjacent and each run aligned to 64 bytes."""
         specs: list[TensorSpec] = []
         end = 0
         for run in _runs(tensors):
@@ -75,9 +75,9 @@ class WeightLayout(msgspec.Struct, frozen=True):
         return cls(tuple(specs), total, hashlib.sha256(msgspec.msgpack.encode(specs)).hexdigest())
 
     def difference(self, other: "WeightLayout", *, ours: str, theirs: str, dtypes: bool = False) -> str | None:
-        """The first few tensors in which two models differ by name or shape, in words; None if they agree.
+        """Describe the first few tensors whose names or shapes differ between two models; None if all agree.
 
-        dtypes: whether these must agree too. A publisher casts to the dtype of the slot.
+        dtypes: whether dtypes must agree, too. A publisher casts to the dtype of the slot.
         """
         mine = {spec.name: spec for spec in self.tensors}
         others = {spec.name: spec for spec in other.tensors}

@@ -1,4 +1,4 @@
-"""A finished sample, with everything that the trainer needs to correct each of its tokens."""
+"""A sample with the per-token values that the trainer needs to correct each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,23 +14,23 @@ from inflight.core.sampling import SamplingParams
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
     """The sampling mask of T tokens: token t was sampled from token_ids[offsets[t] : offsets[t + 1]], or from the whole
-    vocabulary where that is empty."""
+    vocabulary if that range is empty."""
 
     token_ids: np.ndarray
     """i32[…]"""
     offsets: np.ndarray
     """i64[T + 1]"""
     cut_from: np.ndarray | None = None
-    """i32[T]: 0, or the size of the vocabulary where most of a large one was left; the ids are then those that were cut
-    from it. None: 0 everywhere."""
+    """i32[T]: 0 if the ids are the kept tokens; otherwise the vocabulary size, and the ids are the removed tokens.
+    None: 0 everywhere."""
 
     def split(self) -> list[np.ndarray]:
-        """Returns the part i32[…] of token_ids of each token."""
+        """Return the part i32[…] of token_ids of each token."""
         return [self.token_ids[begin:end] for begin, end in pairwise(self.offsets.tolist())]
 
     @classmethod
     def join(cls, token_ids: Sequence[np.ndarray], cut_from: ArrayLike = ()) -> "SamplingMask":
-        """The mask of tokens whose ids are given one by one; cut_from: one number for each, or none if all are 0."""
+        """Make a mask from the ids of each token. cut_from: one number per token; empty: all are 0."""
         return cls(
             np.concatenate([np.empty(0, np.int32), *token_ids]),
             np.cumsum([0, *map(len, token_ids)], dtype=np.int64),
@@ -40,12 +40,12 @@ class SamplingMask:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """How likely each of the P prompt tokens but the first is after those before it: row t tells of token t + 1."""
+    """Likelihoods of the P prompt tokens, each given the tokens before it. Row t is for token t + 1."""
 
     logprobs: np.ndarray
     """f32[P − 1], at temperature 1 and unfiltered."""
     ranks: np.ndarray
-    """i32[P − 1], 1 where no token is likelier; 0 before a score has come."""
+    """i32[P − 1], 1 for the most likely token; 0 before the score arrives."""
     top_token_ids: np.ndarray
     """i32[P − 1, params.prompt_logprobs], the most likely tokens first."""
     top_logprobs: np.ndarray
@@ -53,14 +53,14 @@ class PromptScores:
 
     @classmethod
     def unknown(cls, num_rows: int, top: int) -> "PromptScores":
-        """Scores that are yet to come, NaN until then."""
+        """Make scores that have not arrived yet: NaN."""
         nothing = np.full((num_rows, top), np.nan, np.float32)
         ranks, ids = np.zeros(num_rows, np.int32), np.full((num_rows, top), -1, np.int32)
         return cls(np.full(num_rows, np.nan, np.float32), ranks, ids, nothing)
 
     @property
     def known(self) -> bool:
-        """Whether all have come; those of logits that are not finite are NaN."""
+        """Whether all scores have arrived. Scores of logits that are not finite are NaN."""
         return bool((self.ranks > 0).all())
 
     @property
@@ -71,7 +71,7 @@ class PromptScores:
 
 @dataclass(slots=True)
 class Rollout:
-    """One finished sample of a prompt. Arrays have one row per sampled token, but for the prompt and the experts."""
+    """One sample of a prompt. Arrays have one row per sampled token, except for the prompt and the experts."""
 
     request_id: int
     group_id: int
@@ -79,36 +79,35 @@ class Rollout:
     """Index within the group, 0 … params.n − 1."""
     params: SamplingParams
     metadata: dict[str, Any]
-    """The mapping that the submitter attached to the prompt."""
+    """The submitter's mapping for the prompt."""
     prompt_token_ids: np.ndarray
     """i32[P]"""
     token_ids: np.ndarray
-    """i32[T], the stop token included where one was sampled."""
+    """i32[T], including a sampled stop token."""
     logprobs: np.ndarray
-    """f32[T], behavior log-probabilities as recorded when each token was sampled."""
+    """f32[T], behavior log-probabilities, recorded when each token was sampled."""
     weight_versions: np.ndarray
-    """i64[T], the weights that each token was sampled with."""
+    """i64[T], the version of the weights that sampled each token."""
     sampled_at_ns: np.ndarray
     """i64[T], CLOCK_MONOTONIC."""
     finish_reason: str
     """stop | length | cancelled | error, or "" while the sample is unfinished"""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """Maps the name of each column that params asked for to its values, one row per token: entropies f32[T];
-    top_token_ids i32[T, k] and top_logprobs f32[T, k], the most likely tokens first; and [T] for each column of one's
-    own (`EngineOptions.columns`)."""
+    """Maps the name of each requested column to its values, one row per token: entropies f32[T]; top_token_ids
+    i32[T, k] and top_logprobs f32[T, k], the most likely tokens first; [T] for each custom column
+    (`EngineOptions.columns`)."""
     sampling_mask: SamplingMask | None = None
-    """The tokens that top-k, top-p and min-p left at each position, where params.return_sampling_mask asked for it."""
+    """The tokens that top-k, top-p and min-p kept at each position, if params.return_sampling_mask is set."""
     routed_experts: np.ndarray | None = None
-    """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, where the engine records them."""
+    """u8 or u16[P + T − 1, layers, k]: the experts of every token but the last, if the engine records them."""
     prompt_scores: PromptScores | None = None
-    """How likely the prompt is, where params.prompt_logprobs asked for it."""
+    """Likelihoods of the prompt's tokens, if params.prompt_logprobs is set."""
     forked_from: tuple[int, int] | None = None
     """(request id, k) if the prompt is another request's prompt and its first k tokens."""
     prefix_tokens: int = 0
-    """Prompt tokens whose keys and values were not computed for this sample: the prefix cache had them, or the sample
-    that it was forked from."""
+    """Number of prompt tokens whose keys and values were reused from the prefix cache or from a forked sample."""
     prefix_version: int | None = None
-    """The oldest weights that computed some of them; None where all were computed for this sample."""
+    """The oldest version that computed some of the reused keys and values; None if none were reused."""
     prompt: str = ""
     """The prompt as text, if there is a tokenizer; special tokens as in `text`."""
     text: str = ""
@@ -117,19 +116,19 @@ class Rollout:
     reward: float | None = None
     """The score function's result."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """What each of several score functions returned (`inflight.Rewards`), by its name."""
+    """The results of several score functions by their names (`inflight.Rewards`)."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays, but for `prompt_scores`, which the samples of a prompt share."""
+        """Bytes of its arrays without `prompt_scores`, which all samples of a prompt share."""
         mask, fixed = self.sampling_mask, (self.prompt_token_ids, self.token_ids, self.logprobs)
         arrays = [*fixed, self.weight_versions, self.sampled_at_ns, *self.columns.values(), self.routed_experts]
         arrays += [] if mask is None else [mask.token_ids, mask.offsets, mask.cut_from]
         return sum(array.nbytes for array in arrays if array is not None)
 
     def since(self, begin: int) -> "Rollout":
-        """The tokens from `begin` on with their columns, without the prompt's scores and the text. Once the sample has
-        ended, the sampling mask and the experts of all of it, and before that none."""
+        """Return the tokens from `begin` on with their columns, without the prompt's scores and the text. A finished
+        sample keeps the whole sampling mask and all experts; an unfinished one has neither."""
         has_ended = bool(self.finish_reason)
         return replace(
             self,
@@ -147,12 +146,12 @@ class Rollout:
 
     @property
     def entropies(self) -> np.ndarray | None:
-        """f32[T], in nats, if params.return_entropy asked for them."""
+        """f32[T], in nats, if params.return_entropy is set."""
         return self.columns.get("entropies")
 
     @property
     def top_token_ids(self) -> np.ndarray | None:
-        """i32[T, params.top_logprobs], the most likely tokens first, if params.top_logprobs asked for them."""
+        """i32[T, params.top_logprobs], the most likely tokens first, if params.top_logprobs is set."""
         return self.columns.get("top_token_ids")
 
     @property

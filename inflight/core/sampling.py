@@ -19,9 +19,9 @@ LEAST_TEMPERATURE = 1e-6
 class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters of one prompt.
 
-    Logits are changed in the order repetition penalty, logit bias, min_tokens, temperature; then top-k, top-p and min-p
-    cut tokens off, each from the renormalised result of the one before (the order of Hugging Face `generate`). The
-    recorded log-probability is from the resulting distribution.
+    Logits are changed in this order: repetition penalty, logit bias, min_tokens, temperature. Then top-k, top-p and
+    min-p remove tokens, each from the renormalised result of the previous one (the order of Hugging Face `generate`).
+    The recorded log-probability is from the resulting distribution.
 
     Raises ValueError when a field is out of range, and TypeError for a field of another type or an unknown name.
     """
@@ -42,11 +42,11 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     }
 
     n: int = 1
-    """Number of samples of the prompt; together they are a group."""
+    """Number of samples of the prompt. They form a group."""
     max_tokens: int = 256
-    """Number of tokens per sample at most; fewer where the engine's context ends first."""
+    """Maximum number of tokens per sample. The engine's context can end a sample earlier."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token; what is recorded is then that of temperature 1, unfiltered."""
+    """0 is greedy: the most likely token. The recorded log-probability is then at temperature 1, unfiltered."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -54,39 +54,39 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     min_p: float = 0.0
     """Keep tokens at least min_p times as likely as the most likely one."""
     seed: int | None = None
-    """Draws depend on (seed, sample, position) alone, not on the batch. None: the engine picks one and reports it."""
+    """Draws depend only on (seed, sample, position), not on the batch. None: the engine picks a seed and reports it."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a sample, as the model's own end-of-sequence ids do. The stop token is part of the sample."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample as soon as its text holds one. The token that completes it is part of the sample."""
+    """Strings that end a sample as soon as its text contains one. The token that completes it is part of the sample."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of `Rollout.text` and `Rollout.prompt`. False keeps them, for rewards that look for a
-    `<think>` or `[TOOL_CALLS]` that is a special token; the end-of-sequence token is then part of the text, too."""
+    """Leave special tokens out of `Rollout.text` and `Rollout.prompt`. False keeps them, for rewards that search for a
+    special token such as `<think>` or `[TOOL_CALLS]`. The text then contains the end-of-sequence token, too."""
     min_tokens: int = 0
-    """Until so many tokens are sampled, stop_token_ids and the model's end-of-sequence ids have probability 0, and stop
-    strings do not end a sample."""
+    """Minimum number of tokens. Before it, stop_token_ids and the model's end-of-sequence ids have probability 0, and
+    stop strings do not end a sample."""
     ignore_eos: bool = False
-    """Go on past the model's own end-of-sequence ids (benchmarks)."""
+    """Continue after the model's end-of-sequence ids (for benchmarks)."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or sampled before are divided by it if positive, else multiplied (Keskar et al.
     2019, "CTRL", section 4.1, as in Hugging Face `generate`)."""
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids; −inf bans one."""
     top_logprobs: int = 0
-    """Record so many of the most likely tokens at each position, with their log-probabilities."""
+    """Number of most likely tokens to record at each position, with their log-probabilities."""
     prompt_logprobs: int | None = None
-    """Record how likely the tokens of the prompt are, each after those before it, and so many of the most likely ones
-    beside it (`Rollout.prompt_scores`), under the weights that compute it and the model's own distribution, whatever
-    the temperature and the filters. The prefix cache is not asked for such a prompt. None: record nothing."""
+    """Record the log-probability of each prompt token given the tokens before it, and this number of most likely tokens
+    (`Rollout.prompt_scores`). Scores are at temperature 1, unfiltered, under the weights of the prefill. Such a prompt
+    does not use the prefix cache. None: record nothing."""
     return_entropy: bool = False
-    """Record the entropy, in nats, of each distribution that a token is sampled from."""
+    """Record the entropy, in nats, of the distribution of each sampled token."""
     return_sampling_mask: bool = False
-    """Record the token ids that top-k, top-p, min-p and the tokenizer left at each position, or the ids that they
-    cut if they left most of a large vocabulary (`Rollout.sampling_mask`)."""
+    """Record the token ids that top-k, top-p, min-p and the tokenizer kept at each position, or the removed ids if most
+    of a large vocabulary was kept (`Rollout.sampling_mask`)."""
     cache_salt: str = ""
     """Share prefix-cache blocks only with prompts of the same salt."""
     columns: tuple[str, ...] = ()
-    """Record these columns of one's own (`EngineOptions.columns`), by name, in `Rollout.columns`."""
+    """Names of custom columns (`EngineOptions.columns`) to record in `Rollout.columns`."""
 
     def __post_init__(self) -> None:
         self.check_types()
@@ -139,5 +139,5 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def filtered(self) -> bool:
-        """True if some tokens may be cut from the distribution."""
+        """True if filters can remove tokens from the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)

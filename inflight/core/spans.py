@@ -1,4 +1,4 @@
-"""Named spans of time: noted while a trace is taken, added up while a run is recorded, and next to free otherwise."""
+"""Named spans of time. A trace lists them, a run recorder sums them, and otherwise they cost almost nothing."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,10 +22,10 @@ class Thread(msgspec.Struct):
 class Span(msgspec.Struct):
     name: str
     thread: int
-    """The operating system's number of it."""
+    """The operating system's thread id."""
     began_ns: int
     ended_ns: int = 0
-    """0 while it lasts."""
+    """0 until the span ends."""
     details: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -39,18 +39,18 @@ class Span(msgspec.Struct):
 
 
 _spans: list[Span] | None = None
-"""The spans of the trace that is being taken of this process, if one is."""
+"""Spans of this process's trace; None: no trace is being taken."""
 _totals: dict[tuple[int, str], int] | None = None
-"""Nanoseconds by (thread, name), if the time of this process is added up."""
+"""Nanoseconds by (thread, name); None: no recorder sums them."""
 _asking: set[int] = set()
-"""The threads that have asked for their sums. As soon as there is one, spans of others are not added up."""
+"""Threads that have read their sums. Once there is one, spans of other threads are not summed."""
 _threads: dict[int, Thread] = {}
 _NOTHING = nullcontext()
 
 
 def span(name: str, **details: Any) -> AbstractContextManager[None]:
-    """`with span("decode", version=3):` shows the block in a trace, under this name and with these details, and in
-    `inflight watch` as what the trainer spends its time on."""
+    """Record the time of a block: `with span("decode", version=3):`. A trace shows it with these details, and
+    `inflight watch` counts it in the trainer's time."""
     spans = _spans
     if spans is None and _totals is None:
         return _NOTHING
@@ -61,14 +61,14 @@ def span(name: str, **details: Any) -> AbstractContextManager[None]:
 
 
 def note(name: str, began_ns: int, **details: Any) -> None:
-    """A span that began at this time and ends now."""
+    """Add a span that began at this time and ends now."""
     spans = _spans
     if spans is not None:
         spans.append(Span(name, _this_thread(), began_ns, now_ns(), details))
 
 
 def spanned(name: str, items: Iterable[Item]) -> Iterator[Item]:
-    """The items, with a span for the time that each takes to come."""
+    """Yield the items, with a span for the wait for each."""
     source = iter(items)
     while True:
         with span(name):
@@ -80,7 +80,7 @@ def spanned(name: str, items: Iterable[Item]) -> Iterator[Item]:
 
 
 def start_noting() -> None:
-    """Raises InflightError if spans of this process are noted already."""
+    """Start a trace. Raises InflightError if one is being taken already."""
     global _spans
     if _spans is not None:
         raise InflightError("a trace of this process is being taken already; end that one first")
@@ -89,8 +89,8 @@ def start_noting() -> None:
 
 
 def stop_noting() -> tuple[list[Span], dict[int, Thread]]:
-    """The spans since the start, of which those that still last end now, and the threads that had some or live, by the
-    system's numbers. Raises InflightError if nobody started."""
+    """End the trace. Returns its spans and their threads by thread id. Open spans end now. Raises InflightError if no
+    trace is being taken."""
     global _spans
     if _spans is None:
         raise InflightError("no trace of this process is being taken; start one first")
@@ -101,7 +101,7 @@ def stop_noting() -> tuple[list[Span], dict[int, Thread]]:
 
 
 def start_adding_up() -> None:
-    """Add up, from now on, how long spans of this process last. Raises InflightError if that is done already."""
+    """Start to sum the durations of spans by name. Raises InflightError if that has started already."""
     global _totals
     if _totals is not None:
         raise InflightError("a run of this process is being recorded already; close that recorder first")
@@ -110,8 +110,8 @@ def start_adding_up() -> None:
 
 
 def added_up() -> dict[str, float]:
-    """Seconds by the name of the span, of those of this thread that have ended since it asked last. A thread that asks
-    for the first time after another one gets nothing yet: sums that nobody asks for are not kept."""
+    """Return the seconds of this thread's spans since its last call, by name. A thread's first call after another
+    thread's returns nothing: sums are kept only for threads that read them."""
     if (totals := _totals) is None:
         return {}
     thread = threading.get_native_id()
@@ -123,13 +123,13 @@ def added_up() -> dict[str, float]:
 
 
 def stop_adding_up() -> None:
-    """Forget the sums, and add up no more."""
+    """Stop summing and drop the sums."""
     global _totals
     _totals = None
 
 
 def _this_thread() -> int:
     number = threading.get_native_id()
-    if number not in _threads:  # it may have ended when the trace does
+    if number not in _threads:  # the thread might end before the trace does
         _threads[number] = Thread(threading.current_thread().name, threading.get_ident())
     return number

@@ -1,4 +1,4 @@
-"""How long another process is waited for: with a line in the log every ten seconds, and never for ever."""
+"""Bounded waits for other processes, with a log line every ten seconds."""
 
 import logging
 import threading
@@ -14,8 +14,7 @@ _LONGEST_TICK_S = 1.0
 
 
 class Wait:
-    """One wait, which is told of the passing time again and again. Time in which this process was itself stopped does
-    not count."""
+    """Measures one wait by repeated ticks. Time in which this process was itself stopped does not count."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
@@ -31,7 +30,7 @@ class Wait:
         return passed_s
 
     def tell(self, what: str) -> None:
-        """Log what is waited for, if the time for another line has come."""
+        """Log the awaited event if the next log line is due."""
         if self.waited_s >= self._next_log_s:
             self._next_log_s += LOG_EVERY_S
             logger.warning("waiting for %.0f s: %s", self.waited_s, what)
@@ -39,7 +38,8 @@ class Wait:
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Log every ten seconds what is waited for, by calls that have a bound of their own and say nothing."""
+    """Log the awaited event every ten seconds during a block that waits without logging. The block needs its own
+    bound."""
     over = threading.Event()
 
     def tell() -> None:
