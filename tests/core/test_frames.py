@@ -98,7 +98,7 @@ def test_columns_that_do_not_fit_each_other_are_named(change, message):
         (ColumnSpec("entropies", "<f4", (2, 2)), "expected <f4 in 1 dimensions"),
         (ColumnSpec("entropies", "<f4", (-4,)), r"shape \[-4\]"),
         (ColumnSpec("entropies", "<f4", (2**40,)), "of which 16 bytes came"),
-        (ColumnSpec("logprobs", "<f4", (4,)), "once each"),
+        (ColumnSpec("logprobs", "<f4", (4,)), "each one once"),
     ],
 )
 def test_a_column_that_is_not_what_it_should_be_is_named(spec, message):
