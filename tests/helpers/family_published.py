@@ -1,8 +1,8 @@
 """Published checkpoints, each with the row of docs/families.md that has its kinds of parts.
 
 A configuration class has defaults, and checkpoints often differ from them in kind: in the kinds of layers, the type of
-rotary scaling, biases, norms of queries and keys, windows, tied embeddings, experts, and multipliers. A row that
-stands for a checkpoint has the checkpoint's value of each of these. Sizes are those of every row.
+rotary scaling, biases, norms of queries and keys, windows, tied embeddings, experts, and multipliers. The row of a
+checkpoint has the checkpoint's value of each of these. All rows have the same small sizes.
 """
 
 from typing import Any, NamedTuple
