@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from family_overrides import OVERRIDES, VARIANTS
+from family_published import OF_ANOTHER_KIND
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto import modeling_auto
@@ -209,14 +210,14 @@ class Family:
 
 
 def all_families() -> list[Family]:
-    """What is registered, each as its defaults make it, and variants."""
-    plain = [Family(name, name) for name in causal_families()]
-    return (
-        plain
-        + [
+    """Registered families, each with its defaults; variants of them; and variants of published checkpoints."""
+    return [
+        *(Family(name, name) for name in causal_families()),
+        *(
             Family(f"{model_type}-{variant}", model_type, overrides)
             for model_type, variants in VARIANTS.items()
             for variant, overrides in variants.items()
-        ]
-        + [Family(name, name) for name in other_families()]
-    )
+        ),
+        *(Family(published.row, published.model_type, published.overrides) for published in OF_ANOTHER_KIND),
+        *(Family(name, name) for name in other_families()),
+    ]

@@ -75,33 +75,34 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    """Make the override for rotary parameters of this type."""
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **parameters}}
 
 
-_LONGROPE = _rope(
+_LONGROPE = rope(
     "longrope",
     original_max_position_embeddings=128,
     factor=2.0,
     short_factor=[1.0 + 0.1 * i for i in range(8)],
     long_factor=[2.0 + 0.3 * i for i in range(8)],
 )
-_MSCALED = {"rope_parameters": {**_LONGROPE["rope_parameters"], "short_mscale": 1.2, "long_mscale": 1.3}}
-_YARN = _rope("yarn", factor=8.0, original_max_position_embeddings=16)
-_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+MSCALED = {"rope_parameters": {**_LONGROPE["rope_parameters"], "short_mscale": 1.2, "long_mscale": 1.3}}
+YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 _ROPES: dict[str, dict[str, Any]] = {
-    "yarn": _YARN,
-    "llama3": _LLAMA3,
-    "linear": _rope("linear", factor=4.0),
-    "dynamic": _rope("dynamic", factor=4.0),
+    "yarn": YARN,
+    "llama3": LLAMA3,
+    "linear": rope("linear", factor=4.0),
+    "dynamic": rope("dynamic", factor=4.0),
     "longrope": _LONGROPE,
-    "partial": _rope("default", partial_rotary_factor=0.5),
+    "partial": rope("default", partial_rotary_factor=0.5),
 }
 _SLIDING = {"sliding_window": 8}
 _NO_SLIDING: dict[str, Any] = {"sliding_window": None}
 _QWEN_SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
 _FIRST_SLIDES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}
-_TIED = {"tie_word_embeddings": True}
+TIED = {"tie_word_embeddings": True}
 _BIDIRECTIONAL = {"use_bidirectional_attention": True}
 _DECODER = {"is_decoder": True}
 
@@ -110,7 +111,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         **_ROPES,
         "longrope-short": {"rope_parameters": {**_LONGROPE["rope_parameters"], "original_max_position_embeddings": 32}},
         "bias": {"attention_bias": True, "mlp_bias": True},
-        "tied": _TIED,
+        "tied": TIED,
         "mqa": {"num_key_value_heads": 1},
         "mha": {"num_key_value_heads": 4},
         "headdim": {"head_dim": 32},
@@ -118,12 +119,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "relu": {"hidden_act": "relu"},
         "one-layer": {"num_hidden_layers": 1},
     },
-    "mistral": {"nosliding": _NO_SLIDING, "yarn": _YARN, "tied": _TIED},
+    "mistral": {"nosliding": _NO_SLIDING, "yarn": YARN, "tied": TIED},
     "mixtral": {"sliding": _SLIDING},
     "ministral3": {"sliding": _SLIDING, "yarn": {}},
-    "qwen2": {"sliding": _QWEN_SLIDING, "yarn": _YARN, "tied": _TIED, "dynamic": _ROPES["dynamic"]},
+    "qwen2": {"sliding": _QWEN_SLIDING, "yarn": YARN, "tied": TIED, "dynamic": _ROPES["dynamic"]},
     "qwen2_moe": {"sliding": _QWEN_SLIDING, "dense-layers": {"mlp_only_layers": [1]}},
-    "qwen3": {"sliding": _QWEN_SLIDING, "bias": {"attention_bias": True}, "tied": _TIED, "yarn": _YARN},
+    "qwen3": {"sliding": _QWEN_SLIDING, "bias": {"attention_bias": True}, "tied": TIED, "yarn": YARN},
     "qwen3_moe": {
         "sliding": _QWEN_SLIDING,
         "dense-layers": {"mlp_only_layers": [0, 2]},
@@ -132,18 +133,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "phi": {"qknorm": {"qk_layernorm": True}},
     "phi3": {
         "sliding": _SLIDING,
-        "partial": _rope("default", partial_rotary_factor=0.5),
+        "partial": rope("default", partial_rotary_factor=0.5),
         "longrope": {**_LONGROPE, "original_max_position_embeddings": 128},
         "longrope-short": _LONGROPE,
     },
-    "phimoe": {"sliding": _SLIDING, "longrope": _MSCALED, "head-bias": {"lm_head_bias": True}},
+    "phimoe": {"sliding": _SLIDING, "longrope": MSCALED, "head-bias": {"lm_head_bias": True}},
     "doge": {"sliding": _SLIDING, "moe": {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2}},
     "starcoder2": {"nosliding": _NO_SLIDING, "sliding": _SLIDING, "nobias": {"use_bias": False}},
     "smollm3": {
         "sliding": {"use_sliding_window": True, "sliding_window": 8, **_FIRST_SLIDES},
         "all-rope": {"no_rope_layers": [1, 1, 1, 1]},
         "norope": {"no_rope_layers": [0, 1, 0, 0]},
-        "yarn": _YARN,
+        "yarn": YARN,
     },
     "seed_oss": {"bias": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}},
     "stablelm": {
@@ -189,7 +190,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "vaultgemma": {"bidirectional": _BIDIRECTIONAL},
     "olmo": {"clip": {"clip_qkv": 1.0}},
     "olmoe": {"clip": {"clip_qkv": 1.0}, "normed": {"norm_topk_prob": True}},
-    "olmo2": {"yarn": _YARN},
+    "olmo2": {"yarn": YARN},
     "olmo3": {"nosliding": _ATTENTION_ONLY},
     "deepseek_v2": {
         "noqlora": {"q_lora_rank": None},
@@ -198,7 +199,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "deepseek_v3": {
         "noqlora": {"q_lora_rank": None},
-        "yarn": _rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        "yarn": rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
         "uninterleaved": {"rope_interleave": False},
     },
     "cohere": {"qknorm": {"use_qk_norm": True}},
@@ -218,7 +219,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "attention": {"layer_types": ["attention"] * 4},
         "attention-rope": {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"},
     },
-    "hunyuan_v1_dense": {"alpha": _rope("dynamic", factor=1.0, alpha=100.0)},
+    "hunyuan_v1_dense": {"alpha": rope("dynamic", factor=1.0, alpha=100.0)},
     "llama4_text": {
         "full": {**_ATTENTION_ONLY, "no_rope_layers": [1, 0, 1, 0]},
         "full-rope": {**_ATTENTION_ONLY, "no_rope_layers": [1, 1, 1, 1]},

@@ -1,38 +1,66 @@
-"""The table of docs/families.md: `python tests/helpers/family_table.py > docs/families.md`. With names of families or
-of model types, those alone. Ends with status 1 if a family is neither right nor refused by name."""
+"""Writes the tables of docs/families.md.
+
+    python tests/helpers/family_table.py > docs/families.md
+
+With names of rows or of model types, only those are measured; `--keep docs/families.md` copies the other rows from
+that page. Exits with status 1 if a row is neither right nor refused by name.
+"""
 
 import argparse
 import logging
+import re
 import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 import transformers
-from family_check import GOOD, NOT_BUILT, Result, check_family
+from family_check import GOOD, NOT_BUILT, Outcome, Result, check_family
 from family_configs import Family, all_families, causal_families
+from family_published import rows_of_checkpoints
 from transformers.utils.logging import disable_progress_bar
 
 INTRODUCTION = """\
 # Model families
 
-After reading this page you know what becomes of your model. It lists every model that Transformers {version} can make
-predict tokens: the engine computes what Transformers computes, or refuses the model at load and says why; so does the
-trainer's loss. There is no third outcome. [structure.md](structure.md#how-a-model-is-judged) tells how a model is
-judged, and [engine.md](engine.md#which-models-run) which ones run fused.
+After reading this page you know whether your model runs. It lists every model of Transformers {version} that predicts
+tokens. The engine computes what Transformers computes, or refuses the model when it loads and gives the reason. The
+same holds for the trainer's loss. [structure.md](structure.md#how-a-model-is-judged) explains how a model is judged,
+and [engine.md](engine.md#which-models-run) which models run fused.
 
-Each row is a tiny model with random weights, large enough that every part of it shows, whose windows, chunks and
-scaling thresholds are shorter than the sequences. Log-probabilities that the engine recorded (ragged prompts, in
-chunks, some joining late, greedy and not) and those of the trainer (samples of one prompt packed together, with
-gradient) are held against Transformers' full forward pass over each sequence alone: to 1e-3 nats in fp32, in bf16 to
-1.2 × what Transformers' own bf16 is off by. "Fused" runs with fused kernels, "unfused" as Transformers runs it. Made by
+## Published checkpoints
+
+Find your checkpoint here, then its row in the next table. A row has the checkpoint's kinds of layers, rotary scaling,
+biases, norms, windows, tied embeddings, experts and multipliers. Multimodal checkpoints that AutoModelForCausalLM does
+not load (Qwen3-VL, Mistral Small 3, Kimi K2.5) are in the last table.
+
+{checkpoints}
+
+## Families
+
+Each row is a tiny model with random weights. The weights are large enough that every part shows, and windows, chunks
+and scaling thresholds are shorter than the sequences. A row without a suffix has the defaults of its configuration
+class; a row with `-published` is made for a checkpoint that differs from them in kind.
+
+The engine runs prompts of several lengths, in chunks, some of them late, greedy and sampled. The trainer runs packed
+samples of one prompt, with gradients. Log-probabilities of both are compared with Transformers' full forward pass over
+each sequence alone. In fp32 they agree to 1e-3 nats. In bf16 their errors are at most 1.2 times Transformers' own.
+"Fused" runs with fused kernels, "unfused" as Transformers runs it. Command:
 `python tests/helpers/family_table.py > docs/families.md`.
 
 {counts}
 """
+OTHERS = """
+## Models that are not made for text alone, encoder-decoders and encoders
+
+The engine runs none of them. {counts}
+"""
 HEAD = "| family | engine | why | trainer |\n|---|---|---|---|"
+CHECKPOINTS_HEAD = "| checkpoint | row | engine |\n|---|---|---|"
 
 
-def _row(result: Result) -> str:
+def row(result: Result) -> str:
+    """Write a row of the table of families."""
     why = result.engine.reason
     trainer = result.trainer.kind + (f": {result.trainer.reason}" if result.trainer.reason else "")
     return " | ".join(["", result.family, result.engine.kind, _cell(why), _cell(trainer), ""]).strip()
@@ -40,22 +68,44 @@ def _row(result: Result) -> str:
 
 def _cell(text: str, longest: int = 200) -> str:
     text = text.replace("|", "\\|")
-    return text if len(text) <= longest else text[: text.rindex(" ", 0, longest)] + " …"
+    if len(text) <= longest or text.endswith(" …"):
+        return text
+    return text[: text.rindex(" ", 0, longest)] + " …"
+
+
+def rows_of(page: str) -> list[Result]:
+    """Read the rows of a page that this program wrote."""
+    split = (re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines())
+    rows = [[cell.strip().replace("\\|", "|") for cell in cells] for cells in split if len(cells) == 4]
+    return [
+        Result(family, Outcome(engine, why), Outcome(*trainer.partition(": ")[::2]))
+        for family, engine, why, trainer in rows
+        if family not in ("family", "---")
+    ]
 
 
 def _counts(results: list[Result]) -> str:
-    return "; ".join(
-        f"{side}: " + ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).most_common())
-        for side, kinds in (
-            ("engine", [result.engine.kind for result in results]),
-            ("trainer", [result.trainer.kind for result in results]),
-        )
+    sides = (
+        ("engine", [result.engine.kind for result in results]),
+        ("trainer", [result.trainer.kind for result in results]),
     )
+    counts = (
+        f"{side}: " + ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).most_common())
+        for side, kinds in sides
+    )
+    return f"{len(results)} rows. {'; '.join(counts)}."
 
 
 def _table(results: list[Result]) -> str:
     rows = sorted(results, key=lambda result: result.family)
-    return "\n".join([HEAD, *(_row(result) for result in rows)])
+    return "\n".join([HEAD, *(row(result) for result in rows)])
+
+
+def _checkpoints(results: list[Result]) -> str:
+    engine = {result.family: result.engine.kind for result in results}
+    known = sorted(rows_of_checkpoints().items(), key=lambda item: item[0].lower())
+    rows = [f"| {checkpoint} | {name} | {engine[name]} |" for checkpoint, name in known if name in engine]
+    return "\n".join([CHECKPOINTS_HEAD, *rows])
 
 
 def _is_named(family: Family, names: list[str]) -> bool:
@@ -63,26 +113,31 @@ def _is_named(family: Family, names: list[str]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*")
-    names = parser.parse_args().families
+    parser.add_argument("--keep", type=Path, help="copy the rows that are not measured from this page")
+    arguments = parser.parse_args()
+    kept = {result.family: result for result in rows_of(arguments.keep.read_text())} if arguments.keep else {}
     disable_progress_bar()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    results = []
-    for family in filter(lambda family: _is_named(family, names), all_families()):
-        results.append(check_family(family))
-        print(_row(results[-1]), file=sys.stderr, flush=True)
-    registered = {family.name for family in all_families() if family.model_type in causal_families()}
-    causal = [result for result in results if result.family in registered]
-    others = [result for result in results if result.family not in registered]
-    print(INTRODUCTION.format(version=transformers.__version__, counts=f"{len(causal)} rows. {_counts(causal)}."))
+    causal, others = [], []
+    for family in all_families():
+        if _is_named(family, arguments.families):
+            result = check_family(family)
+            print(row(result), file=sys.stderr, flush=True)
+        elif family.name in kept:
+            result = kept[family.name]
+        else:
+            continue
+        (causal if family.model_type in causal_families() else others).append(result)
+    version = transformers.__version__
+    print(INTRODUCTION.format(version=version, checkpoints=_checkpoints(causal), counts=_counts(causal)))
     print(_table(causal))
     if others:
-        print("\n## Models that are not made for text alone, encoder-decoders and encoders\n")
-        print(f"The engine runs none of them. {len(others)} rows. {_counts(others)}.\n")
+        print(OTHERS.format(counts=_counts(others)))
         print(_table(others))
-    outcomes = [outcome for result in results for outcome in (result.engine, result.trainer)]
+    outcomes = [outcome for result in causal + others for outcome in (result.engine, result.trainer)]
     return int(any(outcome.kind not in (*GOOD, NOT_BUILT) for outcome in outcomes))
 
 

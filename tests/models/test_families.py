@@ -1,6 +1,5 @@
 """Every family of models that Transformers knows is right or refused by name, in the engine and in the trainer."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,8 @@ import transformers
 from family_check import FUSED, GOOD, NOT_BUILT, REFUSED, RIGHT, UNFUSED, check_family
 from family_configs import Family, all_families, causal_families
 from family_overrides import CANNOT_BE_BUILT
+from family_published import LIKE_A_ROW, OF_ANOTHER_KIND, SOURCES, rows_of_checkpoints
+from family_table import row, rows_of
 from transformers.utils.logging import disable_progress_bar
 
 MOST_USED = (
@@ -20,11 +21,7 @@ OF_MANY_KINDS = (
 """Positions, norms, activations, experts and states of most kinds, and models that are refused. `make test-long` runs
 the other families."""
 TABLE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
-DOCUMENTED = {
-    cells[1]: (cells[2], cells[4].split(":")[0])
-    for cells in ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)] for line in TABLE.splitlines())
-    if len(cells) == 6
-}
+DOCUMENTED = {result.family: result for result in rows_of(TABLE)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,9 +45,9 @@ def test_a_family_is_right_or_refused_by_name(family: Family):
         assert result.engine.kind in (FUSED, UNFUSED)
         assert result.trainer.kind == RIGHT
     if f"Transformers {transformers.__version__} " in TABLE:
-        engine, trainer = DOCUMENTED[family.name]
-        assert result.engine.kind == engine, "docs/families.md says otherwise"
-        assert result.trainer.kind == trainer, "docs/families.md says otherwise"
+        documented = DOCUMENTED[family.name]
+        assert result.engine.kind == documented.engine.kind, "docs/families.md says otherwise"
+        assert result.trainer.kind == documented.trainer.kind, "docs/families.md says otherwise"
 
 
 @pytest.mark.parametrize("family", list(_families(causal=False)))
@@ -58,3 +55,18 @@ def test_a_model_that_is_no_causal_decoder_is_refused_by_the_engine(family: Fami
     result = check_family(family)
     assert result.engine.kind == REFUSED, result.engine.reason
     assert result.trainer.kind in (*GOOD, NOT_BUILT), result.trainer.reason
+
+
+def test_the_page_lists_each_checkpoint_with_a_row_that_exists():
+    """The row's outcome is next to the checkpoint, and the table of families has the row."""
+    for checkpoint, name in rows_of_checkpoints().items():
+        assert f"| {checkpoint} | {name} | {DOCUMENTED[name].engine.kind} |" in TABLE
+    sources = {published.source for published in OF_ANOTHER_KIND} | {source for _, source in LIKE_A_ROW.values()}
+    assert sources == SOURCES.keys()
+
+
+def test_rows_that_are_kept_do_not_change():
+    """`family_table.py --keep` reads the rows of the page and writes them again."""
+    lines = TABLE.splitlines()
+    assert len(DOCUMENTED) > 400
+    assert all(row(result) in lines for result in DOCUMENTED.values())

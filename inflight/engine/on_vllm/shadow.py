@@ -45,7 +45,7 @@ class Part:
         nbytes = elements * tensor.itemsize
         home = slot.untyped_storage().data_ptr()
         if tensor.untyped_storage().data_ptr() != home or begin < 0 or begin + nbytes > slot.numel():
-            raise Unmappable("something is computed from what is published")
+            raise Unmappable("vLLM computes it from published tensors while it loads them")
         return cls(begin, nbytes, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def view(self, slot: torch.Tensor) -> torch.Tensor:
@@ -206,19 +206,23 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
 
     calls, metas, lives = _trace(model, tensors)
     referred = _referred(model)
+    names = {layer: name for name, layer in model.named_modules()}
     scratch: dict[torch.dtype, torch.Tensor] = {}
     parameters: list[Parameter] = []
     by_live: dict[int, Parameter] = {}
     for (layer, name), made in calls.items():
         meta, live = metas[layer, name], lives[layer, name]
-        label = f"{type(layer).__name__}.{name}"
+        label = f"{names[layer]}.{name} ({type(layer).__name__})"
         with torch.device(slot.device):
             made_for = materialize_meta_tensor(meta)
         copies, computed = [], []
         try:
             copies = [copy for call in made for copy in _noted(call, made_for, slot)]
         except Unmappable:
-            computed = [Computed.of(call, made_for, slot) for call in made]
+            try:
+                computed = [Computed.of(call, made_for, slot) for call in made]
+            except Unmappable as error:
+                raise Unmappable(f"{label}: {error}") from error
         copied = sum(torch.Size(copy.target_size).numel() for copy in copies)
         if live.shape == meta.shape and live.dtype == meta.dtype:
             made_for.data.copy_(live)  # and what is padded stays
@@ -231,7 +235,7 @@ def _map(model: nn.Module, slot: torch.Tensor, tensors: Mapping[str, torch.Tenso
                 held = scratch[meta.dtype] = made_for.data.new_empty(meta.numel())
             parameter = Parameter(label, None, made_for.data, copies, products=[_Product(_packed_product(layer))])
         else:
-            raise Unmappable(f"{label} is kept in another form than it is loaded in")
+            raise Unmappable(f"{label}: vLLM converts it after loading, and inflight cannot write that form")
         parameters.append(parameter)
     for parameter in parameters:
         if parameter.live is None:  # all that are packed take turns in one piece of memory
