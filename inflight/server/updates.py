@@ -66,7 +66,7 @@ class Updates:
             if kind == "adapters":
                 publisher.wait_copied()
             else:
-                self.files.known_bases.clear()
+                self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
             self._engine.wait_for_version(published)
         except TimeoutError:  # it goes live later, under this name
             raise

@@ -58,8 +58,10 @@ class AdapterFiles(Source):
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self.known_bases: set[str] = set()
+        self._known_bases: set[str] = set()
         """Checkpoints with the engine's weights: their directories, or names if they are in no directory here."""
+        self._published: str | None = None
+        """Checkpoint whose weights were published last, as `note_weights` has it."""
         self.tensors: dict[str, Tensors] = {}
         """Maps places to tensors by the engine's names without the place."""
         self._layout: WeightLayout | None = None
@@ -102,6 +104,10 @@ class AdapterFiles(Source):
         self._check_base(Path(directory))
         self.tensors[place] = tensors
 
+    def note_weights(self, checkpoint: str) -> None:
+        """Note that weights of this directory were published, or others ("")."""
+        self._known_bases, self._published = {_find(checkpoint)} - {""}, checkpoint
+
     def _check_base(self, directory: Path) -> None:
         """Raise WeightFileError, naming a tensor, if the adapter was trained over other weights than the engine's. Log
         a warning if nothing is compared, as the checkpoint is not on this machine."""
@@ -112,8 +118,8 @@ class AdapterFiles(Source):
             return
         checkpoint = _find(base, config.get("revision"))
         if not self._engine.status().version:  # nothing was published
-            self.known_bases.add(_find(model))
-        if checkpoint in self.known_bases:
+            self._known_bases.add(_find(model))
+        if checkpoint in self._known_bases:
             return
         if not os.path.isdir(checkpoint):
             logger.warning(
@@ -126,11 +132,11 @@ class AdapterFiles(Source):
         try:
             digests = self._engine.digests().tensors
         except BackendError as error:
-            start = _find(model)
+            start = _find(model if self._published is None else self._published)
             if not os.path.isdir(start):
                 logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
                 return
-            logger.warning("%s is compared with %s, with which the engine started: %s", base, model, error)
+            logger.warning("%s is compared with %s, of which the engine loaded its weights: %s", base, start, error)
             digests = {
                 name: sha256(tensor.to(getattr(torch, specs[name].dtype)))
                 for name, tensor in read_checkpoint(start)
@@ -152,7 +158,7 @@ class AdapterFiles(Source):
                 "%s was trained over %s; %d of %d tensors were compared with the engine's, the others have other names "
                 "there", directory, base, num_compared, len(specs),
             )  # fmt: skip
-        self.known_bases.add(checkpoint)
+        self._known_bases.add(checkpoint)
 
 
 def _find(name: str, revision: object = None) -> str:

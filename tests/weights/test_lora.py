@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import peft_kinds
@@ -18,7 +19,15 @@ from tiny_models import WIDE_HEADS, make_model
 from waiting import wait_until
 
 import inflight
-from inflight.core.errors import LayoutMismatchError, ModelLoadError, UnsupportedModelError, WeightFileError
+from inflight.core.errors import (
+    BackendError,
+    LayoutMismatchError,
+    ModelLoadError,
+    UnsupportedModelError,
+    WeightFileError,
+)
+from inflight.core.options import EngineOptions
+from inflight.engine.adapters import adapter_layout
 from inflight.server.http_server import HttpServer
 from inflight.weights.adapter_files import AdapterFiles
 from inflight.weights.comparison import EngineWeights
@@ -417,6 +426,36 @@ def test_a_base_that_is_not_here_is_named(bases, tmp_path, caplog, hub):
         assert f"was trained over {named}, and is used with" in caplog.text
     from_files(bases, model, saved(model, tmp_path / "adapter", ""))
     assert "names no base that it was trained over" in caplog.text
+
+
+def test_an_engine_without_digests_is_compared_by_the_checkpoint_that_it_loaded(tmp_path, caplog):
+    """As with backend="vllm". Version 1 is that of adapters, or of weights."""
+    paths, adapters = {}, {}
+    for name, seed in (("start", 0), ("copy", 0), ("other", 2)):
+        paths[name] = str(tmp_path / name)
+        make_model("qwen3", seed=seed).save_pretrained(paths[name])
+        adapters[name] = saved(adapter_over(make_model("qwen3")), tmp_path / f"over-{name}", paths[name])
+
+    def no_digests():
+        raise BackendError("it has none")
+
+    options = EngineOptions(model=paths["start"], lora_rank=4)
+    engine = SimpleNamespace(options=options, status=lambda: SimpleNamespace(version=1), digests=no_digests)
+    model = make_model("qwen3")
+    files = AdapterFiles(engine)
+    files.offer(SimpleNamespace(adapter_layout=adapter_layout(model, options), layout=layout_of(model)))
+    files.load("default", adapters["copy"])
+    assert f"is compared with {paths['start']}, of which the engine loaded its weights: it has none" in caplog.text
+    with pytest.raises(WeightFileError, match=r"trained over .*other, but model\."):
+        files.load("default", adapters["other"])
+    files.note_weights(paths["other"])
+    with pytest.raises(WeightFileError, match=r"trained over .*copy, but model\."):
+        files.load("default", adapters["copy"])
+    files.load("default", adapters["other"])
+    files.note_weights("")
+    caplog.clear()
+    files.load("default", adapters["other"])
+    assert "was not compared with it: it has none" in caplog.text
 
 
 @pytest.mark.slow
