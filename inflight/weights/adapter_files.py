@@ -23,7 +23,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Digests, Status, Welcome
 from inflight.core.options import EngineOptions
 from inflight.weights.digests import sha256
-from inflight.weights.lora import CHANGE_THE_BASE
+from inflight.weights.lora import KEEP_THE_BASE
 from inflight.weights.named import read_checkpoint
 from inflight.weights.sources import Offer, Source
 
@@ -136,7 +136,7 @@ class AdapterFiles(Source):
             if not os.path.isdir(start):
                 logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
                 return
-            logger.warning("%s is compared with %s, of which the engine loaded its weights: %s", base, start, error)
+            logger.warning("%s is compared with %s, the engine's checkpoint: %s", base, start, error)
             digests = {
                 name: sha256(tensor.to(getattr(torch, specs[name].dtype)))
                 for name, tensor in read_checkpoint(start)
@@ -166,7 +166,7 @@ def _find(name: str, revision: object = None) -> str:
     if os.path.isdir(name):
         return os.path.realpath(name)
     revision = revision if isinstance(revision, str) and revision else None
-    with suppress(HFValidationError):  # a directory of another machine is no name of a repository
+    with suppress(HFValidationError):  # the path of a directory on another machine
         config = try_to_load_from_cache(name, "config.json", revision=revision)
         if isinstance(config, str):
             directory = os.path.realpath(os.path.dirname(config))
@@ -230,7 +230,7 @@ def _special(config: Mapping[str, Any]) -> list[str]:
         if name not in _HARMLESS and (value is True or (isinstance(value, (dict, list, tuple)) and value))
     ]
     init, bias = str(config.get("init_lora_weights")), config.get("bias", "none")
-    special += [f"init_lora_weights={init!r}, which changes the base"] if init.startswith(CHANGE_THE_BASE) else []
+    special += [f"init_lora_weights={init!r}, which changes the base"] if init.lower() not in KEEP_THE_BASE else []
     special += [f"bias={bias!r}"] if bias != "none" else []
     return special
 

@@ -33,6 +33,8 @@ UNTRIED = {
 """Other options, with the reason."""
 NEED_CUDA = {"init loftq"}
 """Kinds that PEFT makes by bitsandbytes on a GPU alone."""
+_INITIALIZATIONS = ["pissa", "pissa_niter_4", "olora", "OLoRA", "orthogonal", "gaussian", "Gaussian", "mica", "MiCA",
+                    "eva", "lora_ga"]  # fmt: skip
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "ADALORA": {"total_step": 10},
@@ -96,7 +98,7 @@ def _of_gradients(base: Base) -> Any:
 
 
 def _of_inputs(model: Any) -> None:
-    """EVA begins with singular vectors of inputs. The ranks of layers differ."""
+    """EVA begins with singular vectors of inputs. Ranks then differ between layers."""
     batches = [{"input_ids": _inputs(64), "attention_mask": torch.ones(1, 64)} for _ in range(4)]
     initialize_lora_eva_weights(model, batches, show_progress_bar=False)
 
@@ -203,13 +205,10 @@ OPTIONS: dict[str, Kind] = {
     "init corda": _of_covariances,
     "init lora_ga, of gradients": _of_gradients,
     "init eva, of inputs": _lora(init_lora_weights="eva", change=_of_inputs),
-    "init loftq": _lora(init_lora_weights="loftq", loftq_config={"loftq_bits": 4}),
+    "init loftq": _lora(init_lora_weights="loftq", loftq_config=lora_config.LoftQConfig(loftq_bits=4)),
     "quantized base": _lora(change=_quantize_base),
     "Arrow": _of_routed_adapters,
-} | {
-    f"init {init}": _lora(init_lora_weights=init)
-    for init in ("pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica", "eva", "lora_ga", False)
-}
+} | {f"init {init}": _lora(init_lora_weights=init) for init in (*_INITIALIZATIONS, False)}
 KINDS = METHODS | OPTIONS
 
 
@@ -224,7 +223,7 @@ def begin(kind: str, base: Base = make_model) -> Any:
         torch.manual_seed(0)
         try:
             return KINDS[kind](base)
-        except Exception as error:
+        except (ValueError, RuntimeError, AssertionError) as error:
             if kind in NEED_CUDA:
                 raise NotBuiltError(f"{kind}: {error}") from error
             raise

@@ -39,8 +39,8 @@ MOST = 1e-4
 QUICK = {"LORA", "IA3", "ADALORA", "PROMPT_TUNING", "bias=all", "modules_to_save lm_head", "token indices", "norms",
          "embed_tokens, tied", "lm_head, tied", "init pissa", "dora", "rslora"}  # fmt: skip
 RIGHT_ALONE = {"LORA", "rslora", "patterns", "scaled by hand", "without PeftModel", "QALoRA", "init orthogonal",
-               "init gaussian", "init eva", "init eva, of inputs", "init lora_ga", "init False", "lora_dropout",
-               "layers_to_transform", "exclude_modules", "fan_in_fan_out"}  # fmt: skip
+               "init gaussian", "init Gaussian", "init eva", "init eva, of inputs", "init lora_ga", "init False",
+               "lora_dropout", "layers_to_transform", "exclude_modules", "fan_in_fan_out"}  # fmt: skip
 """Kinds that an engine with adapters takes. Without quantization QALoRA is plain, and without gradients LoRA-GA."""
 REFUSED_MERGED = {
     "ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING",
@@ -84,7 +84,7 @@ class Bases:
             pytest.skip(f"not built: {reason}")
 
     def server(self, name: str) -> HttpServer:
-        """The server of an engine with adapters, until `engine` returns that engine, which has one publisher."""
+        """The server of an engine with adapters. `engine` closes it, since an engine has one publisher."""
         engine = self._launched(name, 16)
         if engine not in self._servers:
             self._servers[engine] = engine.serve(port=0)
@@ -299,7 +299,7 @@ def from_files(bases: Bases, model, directory) -> float | str:
 
 
 def over_http(bases: Bases, model, directory) -> float | str:
-    """Load a saved adapter into a server, under a name of its own, and draw with it."""
+    """Load a saved adapter into a server, under a new name, and draw with it."""
     server, name = bases.server(base_name(model)), f"adapter of {directory}"
     status, loaded = call(server, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
     body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "seed": 3, "n": 2, "logprobs": 0,
@@ -328,7 +328,7 @@ def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind, l
     model.save_pretrained(tmp_path)
     found = load(bases, model, tmp_path)
     record_property("found", found)
-    if kind in (RIGHT_ALONE | {"init mica"}) - {"init lora_ga", "QALoRA"}:
+    if kind in (RIGHT_ALONE | {"init mica", "init MiCA"}) - {"init lora_ga", "QALoRA"}:
         assert isinstance(found, float), found
         assert found < MOST
     else:
@@ -429,7 +429,7 @@ def test_a_base_that_is_not_here_is_named(bases, tmp_path, caplog, hub):
 
 
 def test_an_engine_without_digests_is_compared_by_the_checkpoint_that_it_loaded(tmp_path, caplog):
-    """As with backend="vllm". Version 1 is that of adapters, or of weights."""
+    """As with backend="vllm". Version 1 has adapters or weights."""
     paths, adapters = {}, {}
     for name, seed in (("start", 0), ("copy", 0), ("other", 2)):
         paths[name] = str(tmp_path / name)
@@ -445,7 +445,7 @@ def test_an_engine_without_digests_is_compared_by_the_checkpoint_that_it_loaded(
     files = AdapterFiles(engine)
     files.offer(SimpleNamespace(adapter_layout=adapter_layout(model, options), layout=layout_of(model)))
     files.load("default", adapters["copy"])
-    assert f"is compared with {paths['start']}, of which the engine loaded its weights: it has none" in caplog.text
+    assert f"is compared with {paths['start']}, the engine's checkpoint: it has none" in caplog.text
     with pytest.raises(WeightFileError, match=r"trained over .*other, but model\."):
         files.load("default", adapters["other"])
     files.note_weights(paths["other"])
