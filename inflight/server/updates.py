@@ -29,7 +29,7 @@ class Updates:
         self._kind = ""
         self.labels: dict[int, str] = {}
         """What clients call versions, where they have a name for them."""
-        self.files = AdapterFiles(lambda: engine.options.model, lambda: engine.digests())
+        self.files = AdapterFiles(engine)
         """All adapters that are loaded: they are published together."""
 
     async def publish_directory(self, directory: str, label: str | None = None) -> int:
@@ -66,7 +66,7 @@ class Updates:
             if kind == "adapters":
                 publisher.wait_copied()
             else:
-                self.files.known_bases.clear()
+                self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
             self._engine.wait_for_version(published)
         except TimeoutError:  # it goes live later, under this name
             raise

@@ -9,17 +9,21 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from inflight.core.errors import BackendError, LayoutMismatchError, WeightFileError
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import Digests, Welcome
+from inflight.core.messages import Digests, Status, Welcome
+from inflight.core.options import EngineOptions
 from inflight.weights.digests import sha256
-from inflight.weights.lora import CHANGE_THE_BASE
+from inflight.weights.lora import KEEP_THE_BASE
 from inflight.weights.named import read_checkpoint
 from inflight.weights.sources import Offer, Source
 
@@ -38,16 +42,26 @@ of later versions."""
 Tensors = dict[str, torch.Tensor]
 
 
+class Engine(Protocol):
+    """An engine whose weights are compared with the base of an adapter. `RunningEngine` describes these."""
+
+    options: EngineOptions
+
+    def digests(self) -> Digests: ...
+    def status(self) -> Status: ...
+
+
 class AdapterFiles(Source):
     """The adapters of an engine, by their places, which are the names that it was launched with."""
 
     device = torch.device("cpu")
 
-    def __init__(self, model: Callable[[], str], digests: Callable[[], Digests]):
-        """model: returns the path or name of the engine's model. digests: returns the SHA-256 of its tensors."""
-        self._model, self._digests = model, digests
-        self.known_bases: set[str] = set()
-        """Directories with the engine's weights."""
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._known_bases: set[str] = set()
+        """Checkpoints with the engine's weights: their directories, or names if they are in no directory here."""
+        self._published: str | None = None
+        """Checkpoint whose weights were published last, as `note_weights` has it."""
         self.tensors: dict[str, Tensors] = {}
         """Maps places to tensors by the engine's names without the place."""
         self._layout: WeightLayout | None = None
@@ -90,39 +104,78 @@ class AdapterFiles(Source):
         self._check_base(Path(directory))
         self.tensors[place] = tensors
 
+    def note_weights(self, checkpoint: str) -> None:
+        """Note that weights of this directory were published, or others ("")."""
+        self._known_bases, self._published = {_find(checkpoint)} - {""}, checkpoint
+
     def _check_base(self, directory: Path) -> None:
-        """Raise WeightFileError, naming a tensor, if the adapter was trained over another checkpoint that
-        is a directory here. Log the two names if the recorded base is not a directory."""
-        base, model = str(_config(directory).get("base_model_name_or_path") or ""), self._model()
-        if not base or base == model or os.path.realpath(base) in {os.path.realpath(model), *self.known_bases}:
+        """Raise WeightFileError, naming a tensor, if the adapter was trained over other weights than the engine's. Log
+        a warning if nothing is compared, as the checkpoint is not on this machine."""
+        config, model = _config(directory), self._engine.options.model
+        base = str(config.get("base_model_name_or_path") or "")
+        if not base:
+            logger.warning("%s names no base that it was trained over, and is not compared with %s", directory, model)
             return
-        if not os.path.isdir(base):
-            logger.warning("%s was trained over %s, and is used with %s; they are not compared", directory, base, model)
+        checkpoint = _find(base, config.get("revision"))
+        if not self._engine.status().version:  # nothing was published
+            self._known_bases.add(_find(model))
+        if checkpoint in self._known_bases:
+            return
+        if not os.path.isdir(checkpoint):
+            logger.warning(
+                "%s was trained over %s, and is used with %s; they are not compared, since the first one is neither a "
+                "directory nor in Hugging Face's cache here", directory, checkpoint, model,
+            )  # fmt: skip
             return
         assert self._weights is not None
         specs = {spec.name: spec for spec in self._weights.tensors}
         try:
-            digests = self._digests().tensors
+            digests = self._engine.digests().tensors
         except BackendError as error:
-            if not os.path.isdir(model):
+            start = _find(model if self._published is None else self._published)
+            if not os.path.isdir(start):
                 logger.warning("%s was trained over %s; %s was not compared with it: %s", directory, base, model, error)
                 return
-            logger.warning("%s is compared with %s, with which the engine started: %s", base, model, error)
+            logger.warning("%s is compared with %s, the engine's checkpoint: %s", base, start, error)
             digests = {
                 name: sha256(tensor.to(getattr(torch, specs[name].dtype)))
-                for name, tensor in read_checkpoint(model)
+                for name, tensor in read_checkpoint(start)
                 if name in specs
             }
-        for name, tensor in read_checkpoint(base):
+        num_compared = 0
+        for name, tensor in read_checkpoint(checkpoint):
             spec = specs.get(name)  # others are parts of tensors, or other names
-            if spec is not None and (
-                tuple(tensor.shape) != spec.shape or sha256(tensor.to(getattr(torch, spec.dtype))) != digests.get(name)
-            ):
+            if spec is None or (tensor.is_floating_point() and tensor.itemsize == 1):  # has a scale
+                continue
+            num_compared += 1
+            if tuple(tensor.shape) != spec.shape or sha256(tensor.to(getattr(torch, spec.dtype))) != digests.get(name):
                 raise WeightFileError(
                     f"{directory} was trained over {base}, but {name} is another tensor in the engine; start "
                     "the server from that checkpoint, or load its weights first"
                 )
-        self.known_bases.add(os.path.realpath(base))
+        if num_compared < len(specs):
+            logger.warning(
+                "%s was trained over %s; %d of %d tensors were compared with the engine's, the others have other names "
+                "there", directory, base, num_compared, len(specs),
+            )  # fmt: skip
+        self._known_bases.add(checkpoint)
+
+
+def _find(name: str, revision: object = None) -> str:
+    """Return the directory of a checkpoint, local or in Hugging Face's cache; else its name."""
+    if os.path.isdir(name):
+        return os.path.realpath(name)
+    revision = revision if isinstance(revision, str) and revision else None
+    with suppress(HFValidationError):  # the path of a directory on another machine
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(config, str):
+            directory = os.path.realpath(os.path.dirname(config))
+            try:
+                read_checkpoint(directory)
+                return directory
+            except WeightFileError as error:
+                logger.info("the weights of %s are not whole in Hugging Face's cache: %s", name, error)
+    return f"{name} (revision {revision})" if revision else name
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> Tensors:
@@ -177,7 +230,7 @@ def _special(config: Mapping[str, Any]) -> list[str]:
         if name not in _HARMLESS and (value is True or (isinstance(value, (dict, list, tuple)) and value))
     ]
     init, bias = str(config.get("init_lora_weights")), config.get("bias", "none")
-    special += [f"init_lora_weights={init!r}, which changes the base"] if init.startswith(CHANGE_THE_BASE) else []
+    special += [f"init_lora_weights={init!r}, which changes the base"] if init.lower() not in KEEP_THE_BASE else []
     special += [f"bias={bias!r}"] if bias != "none" else []
     return special
 

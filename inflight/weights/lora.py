@@ -178,7 +178,7 @@ class PeftSource(ModelSource):
             return
         configs: Mapping[str, Any] = getattr(self._root, "peft_config", None) or {}
         inits = {str(getattr(config, "init_lora_weights", None)) for config in configs.values()}
-        changing = [init for init in sorted(inits) if init.startswith(CHANGE_THE_BASE)]
+        changing = [init for init in sorted(inits) if init.lower() not in KEEP_THE_BASE]
         merged = any(getattr(module, "merged_adapters", None) for module in self._base.modules())
         reason = (
             "adapters are merged into it; unmerge_adapter() first"
@@ -235,8 +235,8 @@ class PeftSource(ModelSource):
             yield from ((whole, merged[key]) for key, whole in names.items())
 
 
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of PEFT's `init_lora_weights` that write to the weights of the base model."""
+KEEP_THE_BASE = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
+"""Values of PEFT's `init_lora_weights`, in lower case, that leave the weights of the base model as they are."""
 
 
 def _lora_parts(name: str, layer: Any) -> list[_Part]:

@@ -10,14 +10,31 @@ import torch
 from peft import LoraConfig, XLoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import config as lora_config
-from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.arrow import create_arrow_model
 from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.eva import initialize_lora_eva_weights
+from peft.tuners.lora.loraga import preprocess_loraga
 from tiny_models import make_model
 
 Base = Callable[[str], Any]
 """Makes a base model by the name of its config."""
 Kind = Callable[[Base], Any]
 TARGETS = ["q_proj", "down_proj"]
+TRIED = {"r", "lora_alpha", "target_modules", "corda_config", "lora_ga_config", "arrow_config"}
+"""Options of LoraConfig that a kind sets."""
+UNTRIED = {
+    "eva_config": "with its defaults in `init eva, of inputs`",
+    "loftq_config": "of `init loftq`",
+    "layers_pattern": "another name for the layers of `layers_to_transform`",
+    "runtime_config": "where DoRA begins to be computed",
+    "megatron_config": "layers of Megatron",
+    "megatron_core": "layers of Megatron",
+}
+"""Other options, with the reason."""
+NEED_CUDA = {"init loftq"}
+"""Kinds that PEFT makes by bitsandbytes on a GPU alone."""
+_INITIALIZATIONS = ["pissa", "pissa_niter_4", "olora", "OLoRA", "orthogonal", "gaussian", "Gaussian", "mica", "MiCA",
+                    "eva", "lora_ga"]  # fmt: skip
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "ADALORA": {"total_step": 10},
@@ -57,20 +74,63 @@ def _of_saved_adapters(base: Base) -> Any:
         return get_peft_model(model, config)
 
 
+def _lora_config(**options: Any) -> LoraConfig:
+    TRIED.update(options)
+    arguments = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
+    return LoraConfig(**arguments)
+
+
 def _of_covariances(base: Base) -> Any:
     """CorDA begins with covariances of inputs."""
     model = base("llama")
-    config = LoraConfig(
-        r=4, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights="corda", corda_config=CordaConfig()
-    )
-    preprocess_corda(model, config, run_model=lambda: model(torch.randint(199, (1, 256))))
+    config = _lora_config(init_lora_weights="corda", corda_config=lora_config.CordaConfig())
+    preprocess_corda(model, config, run_model=lambda: model(_inputs(256)))
     return get_peft_model(model, config)
 
 
+def _of_gradients(base: Base) -> Any:
+    """LoRA-GA begins with gradients."""
+    model = base("llama")
+    config = _lora_config(init_lora_weights="lora_ga", lora_ga_config=lora_config.LoraGAConfig())
+    preprocess_loraga(model, config, lambda: model(_inputs(64), labels=_inputs(64)).loss.backward())
+    model.zero_grad()
+    return get_peft_model(model, config)
+
+
+def _of_inputs(model: Any) -> None:
+    """EVA begins with singular vectors of inputs. Ranks then differ between layers."""
+    batches = [{"input_ids": _inputs(64), "attention_mask": torch.ones(1, 64)} for _ in range(4)]
+    initialize_lora_eva_weights(model, batches, show_progress_bar=False)
+
+
+def _of_routed_adapters(base: Base) -> Any:
+    """Arrow chooses between adapters that were saved before."""
+    with TemporaryDirectory() as directory:
+        paths = [f"{directory}/{seed}" for seed in range(2)]
+        for path in paths:
+            _lora()(base).save_pretrained(path)
+        return create_arrow_model(base("llama"), paths, lora_config.ArrowConfig(top_k=1))
+
+
+def _quantize_base(model: Any) -> None:
+    """Round the base, as LoftQ leaves it."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_A"):
+            weight = layer.get_base_layer().weight.data
+            step = weight.abs().amax(1, keepdim=True) / 7
+            weight.copy_((weight / step).round() * step)
+    model.peft_config["default"].init_lora_weights = "loftq"
+
+
+def _inputs(length: int) -> torch.Tensor:
+    return torch.randint(199, (1, length))
+
+
 def _lora(model: str = "llama", change: Callable[[Any], Any] | None = None, **options: Any) -> Kind:
+    TRIED.update(options)
+
     def make(base: Base) -> Any:
-        arguments = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options
-        made = get_peft_model(base(model), LoraConfig(**arguments))
+        made = get_peft_model(base(model), _lora_config(**options))
         return made if change is None else change(made) or made
 
     return make
@@ -101,8 +161,12 @@ def _merged_already(model: Any) -> None:
 METHODS: dict[str, Kind] = {
     kind.value: _of_method(kind.value, config) for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()
 } | {"XLORA": _of_saved_adapters}
-OPTIONS: dict[str, Kind] = {  # all but LoftQ, which PEFT initializes on a GPU alone
+OPTIONS: dict[str, Kind] = {
     "rslora": _lora(use_rslora=True),
+    "lora_dropout": _lora(lora_dropout=0.5),
+    "layers_to_transform": _lora(layers_to_transform=[1]),
+    "exclude_modules": _lora(exclude_modules=["down_proj"]),
+    "fan_in_fan_out": _lora(fan_in_fan_out=True),
     "patterns": _lora(alpha_pattern={"layers.0.self_attn.q_proj": 64}, rank_pattern={"layers.1.mlp.down_proj": 2}),
     "dora": _lora(use_dora=True),
     "lora_bias": _lora("qwen2", lora_bias=True, target_modules=["q_proj"]),
@@ -139,19 +203,35 @@ OPTIONS: dict[str, Kind] = {  # all but LoftQ, which PEFT initializes on a GPU a
     "merged already": _lora(change=_merged_already),
     "without PeftModel": _lora(change=lambda m: m.base_model.model),
     "init corda": _of_covariances,
-} | {
-    f"init {init}": _lora(init_lora_weights=init)
-    for init in ("pissa", "pissa_niter_4", "olora", "orthogonal", "gaussian", "mica", "eva", "lora_ga", False)
-}
+    "init lora_ga, of gradients": _of_gradients,
+    "init eva, of inputs": _lora(init_lora_weights="eva", change=_of_inputs),
+    "init loftq": _lora(init_lora_weights="loftq", loftq_config=lora_config.LoftQConfig(loftq_bits=4)),
+    "quantized base": _lora(change=_quantize_base),
+    "Arrow": _of_routed_adapters,
+} | {f"init {init}": _lora(init_lora_weights=init) for init in (*_INITIALIZATIONS, False)}
 KINDS = METHODS | OPTIONS
 
 
-def make(kind: str, base: Base = make_model) -> Any:
-    """A model of a kind whose trainable parameters have all been moved."""
+class NotBuiltError(Exception):
+    """PEFT cannot make this kind here."""
+
+
+def begin(kind: str, base: Base = make_model) -> Any:
+    """A model of a kind as PEFT makes it. Raises NotBuiltError with PEFT's reason."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        model = KINDS[kind](base)
+        try:
+            return KINDS[kind](base)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            if kind in NEED_CUDA:
+                raise NotBuiltError(f"{kind}: {error}") from error
+            raise
+
+
+def make(kind: str, base: Base = make_model) -> Any:
+    """A model of a kind whose trainable parameters have all been moved. Raises NotBuiltError."""
+    model = begin(kind, base)
     train(model)
     return model.eval()
 

@@ -1,39 +1,54 @@
 """All weights that PEFT trains are published as PEFT computes them, or refused by name. A third outcome is a fault."""
 
-import json
+import dataclasses
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import peft_kinds
 import pytest
 import torch
 from full_forward import full_forward_logprobs
+from http_calls import answered, call
 from peers_python import PEERS_PYTHON
-from peft import LoraConfig, PeftType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftType, get_peft_model
 from tiny_adapters import error, with_adapters
 from tiny_models import WIDE_HEADS, make_model
 from waiting import wait_until
 
 import inflight
-from inflight.core.errors import LayoutMismatchError, ModelLoadError, UnsupportedModelError, WeightFileError
+from inflight.core.errors import (
+    BackendError,
+    LayoutMismatchError,
+    ModelLoadError,
+    UnsupportedModelError,
+    WeightFileError,
+)
+from inflight.core.options import EngineOptions
+from inflight.engine.adapters import adapter_layout
+from inflight.server.http_server import HttpServer
 from inflight.weights.adapter_files import AdapterFiles
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import layout_of
 
+PROMPT = [5, 6, 7, 8, 9, 1, 2, 3]
 PARAMS = inflight.SamplingParams(max_tokens=12, ignore_eos=True, seed=3, n=2)
 MOST = 1e-4
 QUICK = {"LORA", "IA3", "ADALORA", "PROMPT_TUNING", "bias=all", "modules_to_save lm_head", "token indices", "norms",
          "embed_tokens, tied", "lm_head, tied", "init pissa", "dora", "rslora"}  # fmt: skip
 RIGHT_ALONE = {"LORA", "rslora", "patterns", "scaled by hand", "without PeftModel", "QALoRA", "init orthogonal",
-               "init gaussian", "init eva", "init lora_ga", "init False"}  # fmt: skip
-"""Kinds that an engine with adapters takes. Without quantization QALoRA is plain, and without gradients LoRA-GA."""
+               "init gaussian", "init Gaussian", "init eva", "init eva, of inputs", "init lora_ga", "init False",
+               "init MiCA", "lora_dropout", "layers_to_transform", "exclude_modules", "fan_in_fan_out"}  # fmt: skip
+"""Kinds that an engine with adapters takes. Without quantization QALoRA is plain, without gradients LoRA-GA, and MiCA
+in capital letters, where PEFT does not freeze B."""
 REFUSED_MERGED = {
     "ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING",
     "PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA", "lora_bias, no bias", "modules_to_save lm_head, tied",
     "embed_tokens, tied", "embed_tokens, scaled", "lm_head, tied", "aLoRA", "target_parameters",
-    "layer_replication", "disabled",
+    "layer_replication", "disabled", "Arrow",
 }  # fmt: skip
 """Kinds whose weights are not weights of the base model. A method that a later PEFT brings is in no set."""
 
@@ -45,7 +60,7 @@ def marked(kinds):
 def base_name(model) -> str:
     config = model.config.to_dict() if hasattr(model.config, "to_dict") else model.config
     family = {"qwen3_moe": "qwen3-moe", "gemma3_text": "gemma3"}
-    return family.get(config["model_type"], config["model_type"])
+    return str(family.get(config["model_type"], config["model_type"]))
 
 
 class Bases:
@@ -55,6 +70,7 @@ class Bases:
     def __init__(self, backend: str, directory: Path):
         self.vllm, self._directory = backend == "vllm", directory
         self._engines: dict[tuple[str, int], inflight.LaunchedEngine] = {}
+        self._servers: dict[inflight.LaunchedEngine, HttpServer] = {}
 
     def base(self, name: str, seed: int = 0):
         return make_model(name, seed, **(WIDE_HEADS if self.vllm else {}))
@@ -64,13 +80,31 @@ class Bases:
             with pytest.raises((ModelLoadError, UnsupportedModelError)):
                 self.engine("qwen3-moe", 0)
             pytest.skip("vLLM refuses models with experts on a CPU")
-        return peft_kinds.make(kind, self.base)
+        try:
+            return peft_kinds.make(kind, self.base)
+        except peft_kinds.NotBuiltError as reason:
+            pytest.skip(f"not built: {reason}")
+
+    def server(self, name: str) -> HttpServer:
+        """The server of an engine with adapters. `engine` closes it, since an engine has one publisher."""
+        engine = self._launched(name, 16)
+        if engine not in self._servers:
+            self._servers[engine] = engine.serve(port=0)
+        return self._servers[engine]
 
     def engine(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
+        engine = self._launched(name, lora_rank)
+        if engine in self._servers:
+            self._servers.pop(engine).close()
+        return engine
+
+    def _launched(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
         key = name, lora_rank
         if key not in self._engines:
             if self.vllm and len(self._engines) == 5:  # each takes a gigabyte
-                self._engines.pop(next(iter(self._engines))).close()
+                oldest = self._engines.pop(next(iter(self._engines)))
+                self._servers.pop(oldest, None)
+                oldest.close()
             path = self._directory / name
             self.base(name).save_pretrained(path)
             options = {"lora_rank": lora_rank, "threads": 1, "max_sequences": 4, "max_context": 64, "device": "cpu"}
@@ -99,7 +133,7 @@ def outcome(engine, model, adapter) -> float | str:
         return str(refused)
     with publisher:
         engine.wait_for_version(publisher.publish())
-    [group] = engine.generate([[5, 6, 7, 8, 9, 1, 2, 3]], PARAMS, adapter=adapter)
+    [group] = engine.generate([PROMPT], PARAMS, adapter=adapter)
     return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in group)
 
 
@@ -129,11 +163,18 @@ def test_every_method_of_this_peft_is_tried():
     assert {kind.value for kind in PeftType} <= set(peft_kinds.METHODS)
 
 
+def test_every_option_of_lora_is_tried():
+    options = {field.name for field in dataclasses.fields(LoraConfig)}
+    options -= {field.name for field in dataclasses.fields(PeftConfig)}
+    assert options == peft_kinds.TRIED & options | set(peft_kinds.UNTRIED)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(peft_kinds.KINDS))
-def test_adapters_alone_are_right_or_refused_by_name(bases, kind):
+def test_adapters_alone_are_right_or_refused_by_name(bases, kind, record_property):
     model = bases.make(kind)
     found = outcome(bases.engine(base_name(model), 16), model, "default")
+    record_property("found", found)
     if kind in RIGHT_ALONE:
         assert isinstance(found, float), found
         assert found < MOST
@@ -144,9 +185,10 @@ def test_adapters_alone_are_right_or_refused_by_name(bases, kind):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(peft_kinds.KINDS))
-def test_merged_weights_are_right_or_refused_by_name(bases, kind):
+def test_merged_weights_are_right_or_refused_by_name(bases, kind, record_property):
     model = bases.make(kind)
     found = outcome(bases.engine(base_name(model), 0), model, None)
+    record_property("found", found)
     if kind in REFUSED_MERGED:
         assert isinstance(found, str), found
         assert names_something(found, model), found
@@ -244,29 +286,50 @@ def test_differences_are_named():
 # ---- from files -------------------------------------------------------------------------------------------------
 
 
-def from_files(engine, model, directory) -> float | str:
-    """Save the adapter, and load it as a server does."""
-    model.save_pretrained(directory)
-    files = AdapterFiles(lambda: engine.options.model, engine.digests)
+def from_files(bases: Bases, model, directory) -> float | str:
+    """Load a saved adapter as a server does."""
+    engine = bases.engine(base_name(model), 16)
+    files = AdapterFiles(engine)
     with engine.publisher(files) as publisher:
         try:
             files.load("default", directory)
         except (LayoutMismatchError, WeightFileError) as refused:
             return str(refused)
         engine.wait_for_version(publisher.publish())
-    [group] = engine.generate([[5, 6, 7, 8, 9, 1, 2, 3]], PARAMS, adapter="default")
+    [group] = engine.generate([PROMPT], PARAMS, adapter="default")
     return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in group)
 
 
+def over_http(bases: Bases, model, directory) -> float | str:
+    """Load a saved adapter into a server, under a new name, and draw with it."""
+    server, name = bases.server(base_name(model)), f"adapter of {directory}"
+    status, loaded = call(server, "POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, "seed": 3, "n": 2, "logprobs": 0,
+            "return_token_ids": True}  # fmt: skip
+    drawn_status, drawn = call(server, "POST", "/v1/completions", body)
+    if status != 200:
+        assert (status, drawn_status) == (422, 404), "what is refused draws nothing"
+        return loaded["error"]["message"]
+    assert drawn_status == 200, drawn
+    assert call(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name})[0] == 200
+    rollouts = [answered(PROMPT, choice) for choice in drawn["choices"]]
+    assert len(rollouts) == 2
+    return max(float(np.abs(full_forward_logprobs(model, r) - r.logprobs).max()) for r in rollouts)
+
+
+LORA_GA = "init lora_ga, of gradients"
 UNSAVED = {"norms", "disabled", "scaled by hand", "merged already", "two at once", "without PeftModel"}
 """Kinds that a saved adapter says nothing of."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", marked(kind for kind in peft_kinds.KINDS if kind not in UNSAVED))
-def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind):
+@pytest.mark.parametrize("load", [from_files, over_http])
+def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind, load, record_property):
     model = bases.make(kind)
-    found = from_files(bases.engine(base_name(model), 16), model, tmp_path)
+    model.save_pretrained(tmp_path)
+    found = load(bases, model, tmp_path)
+    record_property("found", found)
     if kind in (RIGHT_ALONE | {"init mica"}) - {"init lora_ga", "QALoRA"}:
         assert isinstance(found, float), found
         assert found < MOST
@@ -276,23 +339,145 @@ def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind):
         assert str(tmp_path) in found
 
 
-def test_an_adapter_in_files_of_another_base_is_refused(bases, tmp_path, caplog):
-    engine, paths = bases.engine("qwen3", 16), {seed: tmp_path / f"base-{seed}" for seed in (0, 2)}
-    for seed, path in paths.items():
-        base = bases.base("qwen3", seed=seed)
-        base.save_pretrained(path)
-        base.name_or_path = str(path)
-        config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        found = from_files(engine, get_peft_model(base, config).eval(), tmp_path / f"adapter-{seed}")
-        if seed == 0:
-            assert isinstance(found, float)
-            assert found < MOST
-        else:
-            assert f"trained over {path}, but " in str(found)
-    config = json.loads((tmp_path / "adapter-0" / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "somebody/model"
-    (tmp_path / "adapter-0" / "adapter_config.json").write_text(json.dumps(config))
-    files = AdapterFiles(lambda: engine.options.model, engine.digests)
-    with engine.publisher(files):
-        files.load("default", tmp_path / "adapter-0")
-    assert "was trained over somebody/model" in caplog.text
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["init pissa", "init pissa_niter_4", "init olora", "init corda", LORA_GA])
+@pytest.mark.parametrize("load", [from_files, over_http])
+def test_adapters_that_peft_converts_to_plain_lora_are_right(bases, tmp_path, kind, load, record_property):
+    """Their initial values are subtracted, so that they go onto the base as it was."""
+    model = peft_kinds.begin(kind, bases.base)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "initial")
+    peft_kinds.train(model)
+    model.save_pretrained(tmp_path / "trained", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    found = load(bases, model.eval(), tmp_path / "trained")
+    record_property("found", found)
+    assert isinstance(found, float), found
+    assert found < MOST
+
+
+# ---- over another base ----------------------------------------------------------------------------------------------
+
+
+def saved(model, directory: Path, base: object, revision: str | None = None) -> Path:
+    """Save an adapter that says over which base it was trained."""
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.peft_config["default"].revision = revision
+    model.save_pretrained(directory)
+    return directory
+
+
+def adapter_over(base):
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(base, config).eval()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Put a model into a cache of Hugging Face's, at a commit, to which `main` refers."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(model, name: str, commit: str) -> Path:
+        repository = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        model.save_pretrained(repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        return repository / "snapshots" / commit
+
+    return put
+
+
+@pytest.mark.parametrize("load", [from_files, over_http])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_the_base_of_an_adapter_in_files_is_compared(bases, tmp_path, caplog, seed, load):
+    model, base = adapter_over(bases.base("qwen3", seed=seed)), tmp_path / "base"
+    bases.base("qwen3", seed=seed).save_pretrained(base)
+    found = load(bases, model, saved(model, tmp_path / "adapter", base))
+    if seed == 0:
+        assert isinstance(found, float), found
+        assert found < MOST
+        assert "were compared" not in caplog.text
+        return
+    assert f"trained over {base}, but model." in str(found)
+
+
+@pytest.mark.parametrize("load", [from_files, over_http])
+def test_a_base_in_the_cache_of_hugging_face_is_compared(bases, tmp_path, caplog, hub, load):
+    same, other = (adapter_over(bases.base("qwen3", seed=seed)) for seed in (0, 2))
+    hub(bases.base("qwen3", seed=2), "somebody/model", "b" * 40)
+    hub(bases.base("qwen3", seed=0), "somebody/model", "a" * 40)
+    found = load(bases, same, saved(same, tmp_path / "same", "somebody/model"))
+    assert isinstance(found, float), found
+    assert found < MOST
+    found = load(bases, other, saved(other, tmp_path / "other", "somebody/model", revision="b" * 40))
+    assert "trained over somebody/model, but model." in str(found)
+    assert "not compared" not in caplog.text
+
+
+def test_a_base_that_is_not_here_is_named(bases, tmp_path, caplog, hub):
+    model = adapter_over(bases.base("qwen3"))
+    weights = hub(bases.base("qwen3"), "somebody/half", "a" * 40) / "model.safetensors"
+    weights.unlink()
+    for base, revision, named in (
+        ("somebody/model", None, "somebody/model"),
+        ("somebody/half", None, "somebody/half"),
+        ("somebody/half", "v2", "somebody/half (revision v2)"),
+        ("/directory/of/another/machine", None, "/directory/of/another/machine"),
+    ):
+        found = from_files(bases, model, saved(model, tmp_path / "adapter", base, revision))
+        assert isinstance(found, float)
+        assert f"was trained over {named}, and is used with" in caplog.text
+    from_files(bases, model, saved(model, tmp_path / "adapter", ""))
+    assert "names no base that it was trained over" in caplog.text
+
+
+def test_an_engine_without_digests_is_compared_by_the_checkpoint_that_it_loaded(tmp_path, caplog):
+    """As with backend="vllm". Version 1 has adapters or weights."""
+    paths, adapters = {}, {}
+    for name, seed in (("start", 0), ("copy", 0), ("other", 2)):
+        paths[name] = str(tmp_path / name)
+        make_model("qwen3", seed=seed).save_pretrained(paths[name])
+        adapters[name] = saved(adapter_over(make_model("qwen3")), tmp_path / f"over-{name}", paths[name])
+
+    def no_digests():
+        raise BackendError("it has none")
+
+    options = EngineOptions(model=paths["start"], lora_rank=4)
+    engine: Any = SimpleNamespace(options=options, status=lambda: SimpleNamespace(version=1), digests=no_digests)
+    model = make_model("qwen3")
+    files = AdapterFiles(engine)
+    welcome: Any = SimpleNamespace(adapter_layout=adapter_layout(model, options), layout=layout_of(model))
+    files.offer(welcome)
+    files.load("default", adapters["copy"])
+    assert f"is compared with {paths['start']}, the engine's checkpoint: it has none" in caplog.text
+    with pytest.raises(WeightFileError, match=r"trained over .*other, but model\."):
+        files.load("default", adapters["other"])
+    files.note_weights(paths["other"])
+    with pytest.raises(WeightFileError, match=r"trained over .*copy, but model\."):
+        files.load("default", adapters["copy"])
+    files.load("default", adapters["other"])
+    files.note_weights("")
+    caplog.clear()
+    files.load("default", adapters["other"])
+    assert "was not compared with it: it has none" in caplog.text
+
+
+@pytest.mark.slow
+def test_weights_that_were_published_are_compared_with_the_base_of_the_engines_name(model_dir, tmp_path):
+    """The engine started from that checkpoint, and has had other weights since."""
+    path = model_dir("qwen3")
+    saved(adapter_over(make_model("qwen3")), tmp_path / "adapter", path)
+    with inflight.launch(path, device="cpu", threads=1, max_sequences=4, max_context=64, lora_rank=4) as engine:
+        server = engine.serve(port=0)
+
+        def load() -> tuple[int, str]:
+            body = {"lora_name": "a", "lora_path": str(tmp_path / "adapter")}
+            status, answer = call(server, "POST", "/load_lora_adapter", body)
+            return status, str(answer)
+
+        assert load()[0] == 200
+        make_model("qwen3", seed=2).save_pretrained(tmp_path / "other")
+        assert call(server, "POST", "/update_weights", {"weight_dir": str(tmp_path / "other")})[0] == 200
+        status, answer = load()
+        assert (status, f"trained over {path}, but model." in answer) == (422, True), answer
+        assert call(server, "POST", "/update_weights", {"weight_dir": path})[0] == 200
+        assert load()[0] == 200
