@@ -21,8 +21,8 @@ from harness import finish, median_ratio
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.bench.staleness import parity_of_tokens
 from inflight.engine.shapes import shape_config
+from inflight.tools.bench.staleness import parity_of_tokens
 
 CALLS, THREADS, TASKS, TOKENS, ROUNDS = 400, 8, 200, 64, 5
 STEPS, ROLLOUTS, ANSWER, PAIRS, REWARD_S = 8, 64, 96, 3, 0.2

@@ -26,11 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import inflight
-from inflight.bench.learning_run import LaggedPublisher, LearningSettings, Start, warm_start
-from inflight.demo.run import longest
-from inflight.demo.trainer import load_trainer, ramp_and_decay, require_tokenizer
-from inflight.observability.environment import write_result
-from inflight.observability.progress import untold
+from inflight.tools.bench.learning_run import LaggedPublisher, LearningSettings, Start, warm_start
+from inflight.tools.demo.run import longest
+from inflight.tools.demo.trainer import load_trainer, ramp_and_decay, require_tokenizer
+from inflight.tools.environment import write_result
+from inflight.tools.progress import untold
 
 OBJECTIVES = ("tis", "ppo_clip", "dppo_kl", "gspo")
 LAGS = (1, 4, 16)

@@ -21,9 +21,9 @@ import torch
 from harness import finish
 
 import inflight
-from inflight.bench.options import StalenessOptions
-from inflight.bench.staleness import engine_and_trainer
 from inflight.core import spans
+from inflight.tools.bench.options import StalenessOptions
+from inflight.tools.bench.staleness import engine_and_trainer
 from inflight.training.config import GRPOConfig
 from inflight.training.grpo import Example, grpo
 from inflight.training.objective.loss import observers

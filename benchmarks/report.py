@@ -39,14 +39,14 @@ def main() -> None:
     began = time.monotonic()
     files = [options.directory / f"staleness-{name}.json" for name in MODES]
     for file, (mode, slots) in zip(files, MODES.values(), strict=True):
-        run = ("-m", "inflight.cli", "bench", "staleness", "--model", options.model, "--mode", mode)
+        run = ("-m", "inflight.tools.cli", "bench", "staleness", "--model", options.model, "--mode", mode)
         python(*run, "--slots", str(slots), *LOAD, "--json", str(file), unless=None if options.again else file)
     served = options.directory / "served-staleness.json"
     if not Path(PYTHON).exists():
         print(f"there is no vLLM at {PYTHON}: our servers alone are measured (`make peers` installs it)", flush=True)
     run = ("benchmarks/served_staleness.py", str(served), "--model", options.model, "--steps", "20")
     python(*run, unless=None if options.again else served)
-    python("-m", "inflight.cli", "report", *map(str, (*files, served)), "--out", str(PAGE))
+    python("-m", "inflight.tools.cli", "report", *map(str, (*files, served)), "--out", str(PAGE))
     print(f"{PAGE} after {(time.monotonic() - began) / 60:.1f} minutes")
 
 

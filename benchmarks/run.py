@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inflight.observability.environment import write_json
+from inflight.tools.environment import write_json
 
 os.chdir(Path(__file__).parents[1])  # commands are recorded with short paths
 RESULTS = Path("benchmarks/results/cpu")
@@ -30,7 +30,7 @@ THROUGHPUTS = (("tiny", "float32", 128, 256), ("small", "float32", 32, 128), ("s
 def inflight(*arguments: str) -> None:
     """Run a command of inflight and show what it prints."""
     print("$ inflight", *arguments, flush=True)
-    subprocess.run([sys.executable, "-m", "inflight.cli", *arguments], check=True)
+    subprocess.run([sys.executable, "-m", "inflight.tools.cli", *arguments], check=True)
 
 
 def demo() -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from browser import chromium
 
-from inflight.watch.server import PageServer
-from inflight.watch.sources import RunDirectory
+from inflight.tools.watch.server import PageServer
+from inflight.tools.watch.sources import RunDirectory
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -31,7 +31,7 @@ _EDGE = 14
 def main(run: Path | None, directory: Path) -> None:
     if run is None:
         run = Path("runs/watch")
-        command = [sys.executable, "-m", "inflight.cli", "demo", "--out", str(run)]
+        command = [sys.executable, "-m", "inflight.tools.cli", "demo", "--out", str(run)]
         subprocess.run(command, check=True, timeout=_DEMO_S)
     with PageServer(RunDirectory(run)) as server, chromium() as browser:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})

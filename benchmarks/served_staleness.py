@@ -19,11 +19,11 @@ from rich.console import Console
 from vllm_server import PYTHON, vllm_server, vllm_version
 
 import inflight
-from inflight.bench.options import StalenessOptions
-from inflight.bench.served_staleness import measure
-from inflight.bench.truth_teller import TruthTeller
-from inflight.observability.environment import write_result
-from inflight.observability.progress import parts_of, shown_on
+from inflight.tools.bench.options import StalenessOptions
+from inflight.tools.bench.served_staleness import measure
+from inflight.tools.bench.truth_teller import TruthTeller
+from inflight.tools.environment import write_result
+from inflight.tools.progress import parts_of, shown_on
 
 SEQUENCES, TOKENS, PROMPT, INTERVAL_MS = 16, 96, 32, 1000.0
 

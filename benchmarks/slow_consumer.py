@@ -26,7 +26,7 @@ from soak import sample
 from truth_load import Load, save_model
 
 import inflight
-from inflight.observability.environment import write_result
+from inflight.tools.environment import write_result
 
 STREAM_MEMORY_BYTES, UNACKNOWLEDGED_BYTES, WINDOW_BYTES = 8 << 20, 4 << 20, 16 << 20
 """The last one is what may be on its way (stream/writer.py)."""

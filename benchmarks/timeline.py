@@ -18,11 +18,11 @@ import torch
 from matplotlib import colormaps
 
 import inflight
-from inflight.bench.options import TraceOptions
-from inflight.bench.staleness import engine_and_trainer, parity_of_tokens
-from inflight.observability.environment import write_result
-from inflight.observability.plots import new_figure, save_figure
 from inflight.observability.trace_file import read
+from inflight.tools.bench.options import TraceOptions
+from inflight.tools.bench.staleness import engine_and_trainer, parity_of_tokens
+from inflight.tools.environment import write_result
+from inflight.tools.plots import new_figure, save_figure
 
 RESULT = Path("benchmarks/results/cpu/timeline.json")
 FIGURE = Path("docs/timeline.png")

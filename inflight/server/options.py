@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight.command_line import option
 from inflight.core.arguments import named
+from inflight.core.option import option
 
 PLACE = "place-"
 """What places are called that are there for adapters of clients alone; under other names a trainer publishes its own,

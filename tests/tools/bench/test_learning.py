@@ -1,0 +1,68 @@
+"""`inflight bench learning`: what it prints and writes, and which mistakes it names."""
+
+import gzip
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from inflight.tools.cli import app
+from inflight.training.schedules import SCHEDULES
+
+
+def bench_learning(tmp_path, *arguments):
+    """(what is printed, what is written, the series written beside it) of a run of toy size."""
+    file, png = tmp_path / "learning.json", tmp_path / "learning.png"
+    toy = ("--device", "cpu", "--seeds", "0", "--steps", "3", "--sequences", "16", "--warmup-steps", "2")
+    files = ("--json", str(file), "--plot", str(png))
+    done = CliRunner().invoke(app, ["bench", "learning", *toy, *arguments, *files], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+    series = json.loads(gzip.decompress((tmp_path / "learning-series.json.gz").read_bytes()))
+    return json.loads(done.stdout.splitlines()[-1]), json.loads(file.read_text()), series
+
+
+@pytest.mark.long
+def test_bench_learning_compares_the_schedules(tmp_path):
+    printed, written, series = bench_learning(tmp_path, "--target", "0")
+    for mode in SCHEDULES:
+        assert written[mode]["seconds_to_target"] > 0
+        assert written[mode]["final_reward"] >= 0
+        assert written[mode]["tokens"] == written[mode]["seeds"][0]["tokens"] > 0
+        assert {"token_age_ms", "weight_lag_ms", "version_lag"} <= set(written[mode]["seeds"][0])
+    seconds = [written[mode]["seconds_to_target"] for mode in ("sync", "inflight")]
+    assert written["ratio"] == pytest.approx(seconds[0] / seconds[1])
+    assert {curve["mode"] for curve in series} == set(SCHEDULES)
+    for points in (curve["points"] for curve in series):
+        assert [point["step"] for point in points] == [1, 2, 3]
+        assert set(points[0]) == {"step", "seconds", "tokens", "reward", "ess", "version_lag"}
+    assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
+    assert printed == written
+
+
+@pytest.mark.slow
+def test_bench_learning_with_lags_compares_corrections(tmp_path):
+    printed, written, [curve] = bench_learning(tmp_path, "--lags", "1", "--corrections", "none")
+    [run] = written["ablation"]
+    assert (run["lag"], run["correction"], run["seed"]) == (1, "none", 0)
+    assert len(curve["points"]) == 3
+    assert written["final_reward"] == {"none": {"1": run["final_reward"]}}
+    assert printed["ablation"] == [run]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
+        (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
+        (["--objective", "hope"], "unknown objective 'hope'"),
+        (["--lags", "1", "--corrections", "none,hope"], "unknown objective 'hope'"),
+        (["--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
+        (["--objective", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
+        (["--lags", "x"], "--lags must be one or more numbers such as 1,8,32, got 'x'"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments, message):
+    done = CliRunner().invoke(app, ["bench", "learning", *arguments], env={"COLUMNS": "160"})
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
