@@ -16,9 +16,9 @@ from inflight.core.option import argument, option
 from inflight.core.version import __version__
 from inflight.server.options import ServerOptions
 from inflight.tools.bench import options as bench_options
-from inflight.tools.command_line import Output, PlottedOutput, add_command, reported
+from inflight.tools.command_line import Output, add_command, reported
 from inflight.tools.demo.options import DemoOptions
-from inflight.tools.report.command import ReportOptions, report
+from inflight.tools.report import ReportOptions, report
 from inflight.tools.serve import ServedModel, allow_files, check_model, log_engine, log_to_stderr, option_hint
 from inflight.tools.watch.options import WatchOptions
 
@@ -57,22 +57,19 @@ def demo(options: DemoOptions, output: Output) -> None:
 
 
 def benchmark(name: str) -> Callable[[Any, Output], None]:
-    """What runs `inflight bench NAME`: a module of that name has `measure`, which raises InflightError or ValueError,
-    `table` and, if it can draw, `plot`. It ends with code 1 where a part of what was to be measured has `failed`."""
+    """Return the function that runs `inflight bench NAME`.
+
+    The module of that name has `measure`, which raises InflightError or ValueError, and `table`. The command ends with
+    code 1 if a part of the measurement has `failed`.
+    """
 
     def run(options: Any, output: Output) -> None:
-        from inflight.tools.plots import require_matplotlib
         from inflight.tools.progress import shown_on
 
-        plot = output.plot if isinstance(output, PlottedOutput) else None
-        if plot:
-            require_matplotlib()
         module = import_module(f"inflight.tools.bench.{name}")
         with shown_on(console) as progress:
             result = module.measure(options, progress)
         console.print(module.table(result))
-        if plot:
-            module.plot(plot, result)
         _hand_over(result, output, series=result.pop("series", None))
         if result.get("failed"):
             raise typer.Exit(1)
@@ -158,19 +155,17 @@ def _hand_over(result: dict[str, Any], output: Output, *, series: list[dict[str,
 
 add_command(app, "demo", demo, DemoOptions, Output)
 app.add_typer(bench, name="bench")
-for name, options, output in (
-    ("throughput", bench_options.ThroughputOptions, PlottedOutput),
-    ("swap", bench_options.SwapOptions, Output),
-    ("staleness", bench_options.StalenessOptions, Output),
-    ("sweep", bench_options.SweepOptions, Output),
-    ("stream", bench_options.StreamOptions, Output),
-    ("scaling", bench_options.ScalingOptions, PlottedOutput),
-    ("host", bench_options.HostOptions, Output),
-    ("learning", bench_options.LearningOptions, PlottedOutput),
-    ("loss", bench_options.LossOptions, Output),
-    ("trace", bench_options.TraceOptions, Output),
+for name, options in (
+    ("throughput", bench_options.ThroughputOptions),
+    ("swap", bench_options.SwapOptions),
+    ("staleness", bench_options.StalenessOptions),
+    ("stream", bench_options.StreamOptions),
+    ("host", bench_options.HostOptions),
+    ("learning", bench_options.LearningOptions),
+    ("loss", bench_options.LossOptions),
+    ("trace", bench_options.TraceOptions),
 ):
-    add_command(bench, name, benchmark(name), options, output)
+    add_command(bench, name, benchmark(name), options, Output)
 add_command(app, "replay", replay, ReplayOptions, Output)
 add_command(app, "watch", watch, WatchOptions)
 add_command(app, "report", partial(report, console), ReportOptions)

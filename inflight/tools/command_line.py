@@ -51,13 +51,6 @@ class Output:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlottedOutput(Output):
-    """The same, of commands that can draw it."""
-
-    plot: Path | None = option(None, "Draw the result into this PNG file.", panel="Output")
-
-
 class _Spelling(NamedTuple):
     """How a field stands on a command line."""
 

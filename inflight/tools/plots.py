@@ -59,18 +59,6 @@ def new_figure(*titles: str) -> tuple["Figure", list["Axes"]]:
     return figure, panels
 
 
-def draw_sizes(axes: "Axes", name: str, sizes: list[int], *, linear: bool = False) -> None:
-    """Make the x axis one of sizes that are written out: logarithmic, or linear with the larger half of them."""
-    if linear:
-        axes.set_xlim(left=0)
-        sizes = [size for size in sizes if size * 8 >= max(sizes)]
-    else:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
-    axes.set_xlabel(name)
-    axes.set_ylim(bottom=0)
-
-
 def save_figure(path: Path, figure: "Figure") -> None:
     figure.tight_layout()
     with replacing(path) as partial:

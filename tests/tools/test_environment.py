@@ -5,7 +5,6 @@ import json
 import subprocess
 from pathlib import Path
 
-from inflight.tools.bench import learning
 from inflight.tools.environment import _commit, write_json, write_result
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu"
@@ -45,14 +44,6 @@ def test_a_copy_in_another_repository_is_of_no_commit_of_that(tmp_path, monkeypa
     subprocess.run([*git, "add", "--force", "copy"], cwd=tmp_path, check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "ours"], cwd=tmp_path, check=True)
     assert len(str(_commit(copy))) == 12
-
-
-def test_the_plots_of_learning_can_be_drawn_from_what_is_written(tmp_path):
-    for name in ("learning", "learning-lags"):
-        result = json.loads((RESULTS / f"{name}.json").read_text())
-        series = json.loads(gzip.decompress((RESULTS / f"{name}-series.json.gz").read_bytes()))
-        learning.plot(tmp_path / f"{name}.png", result | {"series": series})
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_results_in_the_repository_stay_small():

@@ -16,11 +16,9 @@ tokens of a step have the same age, so that nothing but the correction differs b
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import torch
 from rich.table import Table
 
@@ -38,14 +36,13 @@ from inflight.tools.bench.learning_run import (
 from inflight.tools.bench.options import LearningOptions
 from inflight.tools.bench.staleness import check_modes
 from inflight.tools.demo.trainer import Threads, split_cores
-from inflight.tools.plots import SMOOTHING_STEPS, new_figure, new_table, number, save_figure, smoothed
+from inflight.tools.plots import SMOOTHING_STEPS, new_table, number
 from inflight.tools.progress import Progress, part_of, parts_of, untold
 from inflight.training.objective.objective import resolve
 
 LAG_DEFAULTS = {"steps": 120, "sequences": 256, "learning_rate": 2e-4}
 """Defaults that replace those of LearningSettings: with lags there are many runs, and each is shorter."""
 TARGET_SHARE = 0.9
-COLORS = {"inflight": "tab:blue", "one_step_off": "tab:green", "sync": "tab:orange"}
 TRIAL_STEPS = 10
 """Optimizer steps of a trial of numbers of threads."""
 
@@ -80,11 +77,6 @@ def check(settings: LearningSettings) -> None:
 
 def table(result: dict[str, Any]) -> Table:
     return (_table_of_lags if "lags" in result else _table_of_modes)(result)
-
-
-def plot(path: Path, result: dict[str, Any]) -> None:
-    """Draw the curves of reward. `path` is a PNG file."""
-    (_plot_lags if "lags" in result else _plot_modes)(path, result)
 
 
 def _measure_modes(settings: LearningSettings, progress: Progress) -> dict[str, Any]:
@@ -217,32 +209,6 @@ def _table_of_modes(result: dict[str, Any]) -> Table:
     return shown
 
 
-def _plot_modes(path: Path, result: dict[str, Any]) -> None:
-    """Draw smoothed reward against seconds and against tokens: thin lines are seeds, with a dot where each reached its
-    target, thick ones their mean. `path` is a PNG file."""
-    ratio = f"; sync / inflight {result['ratio']:.2f} ×" if result["ratio"] else ""
-    seeds = len(result["seeds"])
-    subtitle = f"{seeds} seed{'s' * (seeds > 1)}, dots: target reached{ratio}"
-    figure, panels = new_figure(_title(result), subtitle)
-    for axes, name, unit in zip(panels, ("seconds", "tokens"), (1, 1e6), strict=True):
-        for mode in result["modes"]:
-            seeds = [curve for curve in result["series"] if curve["mode"] == mode]
-            lines = [reward_line(curve["points"], name, unit) for curve in seeds]
-            for curve, (x, rewards) in zip(seeds, lines, strict=True):
-                axes.plot(x, rewards, color=COLORS[mode], alpha=0.35, linewidth=0.8)
-                target = result["target"][str(curve["seed"])]
-                reached = np.flatnonzero(rewards >= (np.inf if target is None else target))[:1]
-                axes.plot(x[reached], rewards[reached], "o", color=COLORS[mode], markersize=4, zorder=4)
-            axes.plot(*mean_line(lines), color=COLORS[mode], linewidth=2.5, label=mode, zorder=3)
-        axes.set_ylabel(f"reward, mean of {result['smoothing_steps']} steps")
-        axes.set_ylim(bottom=0)
-        axes.set_xlim(left=0)
-    panels[0].set_xlabel("seconds of reinforcement learning")
-    panels[1].set_xlabel("million tokens trained on")
-    panels[0].legend(loc="lower right")
-    save_figure(path, figure)
-
-
 def _measure_lags(settings: LearningSettings, progress: Progress) -> dict[str, Any]:
     """Train once for each lag, correction and seed; modes, objective and target of the settings are not used.
 
@@ -300,40 +266,8 @@ def _table_of_lags(result: dict[str, Any]) -> Table:
     return shown
 
 
-def _plot_lags(path: Path, result: dict[str, Any]) -> None:
-    """Draw final reward by lag, and the curves at the largest lag, means over seeds. `path` is a PNG file."""
-    lags = sorted(result["lags"])
-    subtitle = f"lag {lags[-1]}; learning rate {result['learning_rate']:g}"
-    figure, (left, right) = new_figure(_title(result), subtitle)
-    for index, correction in enumerate(result["corrections"]):
-        style = {"color": f"C{index}", "label": correction}
-        finals = [result["final_reward"][correction][str(lag)] for lag in lags]
-        left.plot(range(len(lags)), finals, "o-", **style)
-        runs = [run for run in result["series"] if (run["lag"], run["correction"]) == (lags[-1], correction)]
-        right.plot(*mean_line([reward_line(run["points"], "step", 1) for run in runs]), **style)
-    left.set_xticks(range(len(lags)), [str(lag) for lag in lags])
-    left.set_xlabel("age of every token, in versions")
-    left.set_ylabel(f"final reward, mean of {result['smoothing_steps']} steps")
-    right.set_xlabel("optimizer step")
-    right.set_ylabel(f"reward, mean of {result['smoothing_steps']} steps")
-    for axes in (left, right):
-        axes.set_ylim(bottom=0)
-    left.legend(fontsize=8)
-    save_figure(path, figure)
-
-
 def _mean(ablation: list[dict[str, Any]], name: str, lag: int, correction: str) -> float:
     return fmean(run[name] for run in ablation if (run["lag"], run["correction"]) == (lag, correction))
-
-
-def reward_line(points: list[dict[str, Any]], name: str, unit: float) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([point[name] / unit for point in points]), smoothed([point["reward"] for point in points])
-
-
-def mean_line(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean over lines where all of them are known."""
-    grid = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), 200)
-    return grid, np.mean([np.interp(grid, x, rewards) for x, rewards in lines], axis=0)
 
 
 def rounded_points(curve: list[Point]) -> list[dict[str, Any]]:

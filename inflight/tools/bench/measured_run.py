@@ -9,7 +9,7 @@ from inflight.core.clock import now_ns
 from inflight.core.spans import added_up, start_adding_up, stop_adding_up
 from inflight.observability.staleness_meter import StalenessListener
 from inflight.session import LaunchedEngine
-from inflight.tools.bench.spread import joined, percentiles, rates, spread
+from inflight.tools.bench.spread import joined, percentiles, spread
 from inflight.training.report import StepReport
 
 AGES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
@@ -57,8 +57,6 @@ class MeasuredRun(StalenessListener):
         summary = {name: percentiles(joined(values)) for name, values in self._measures.items()}
         summary["version_lag"] = {name: value for name, value in summary["version_lag"].items() if name in LAG_POINTS}
         spent = Counter(status.seconds_by_state) - Counter(self._before.seconds_by_state)
-        spreads = spread(self._measures)
-        spreads["parts"]["tokens_per_s"] = rates(self._times_s, self._tokens)
         return {
             "tokens_per_s": (self._tokens[-1] - self._tokens[0]) / seconds,
             "num_swaps": status.num_swaps - self._before.num_swaps,
@@ -67,7 +65,7 @@ class MeasuredRun(StalenessListener):
             **summary,
             "trainer_s": self._trainer_s(seconds),
             "engine_s": {state: round(s, 3) for state, s in spent.items()},
-            **spreads,
+            **spread(self._measures),
         }
 
     def _trainer_s(self, seconds: float) -> dict[str, float]:

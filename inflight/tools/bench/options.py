@@ -4,7 +4,6 @@ The docstring of a class is what `inflight bench NAME --help` begins with. Impor
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from inflight.core.option import DEVICE_HELP, DeviceName, option
@@ -14,7 +13,6 @@ BackendName = Literal["inflight", "vllm"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 SERVER = "A server"
-GRID = "The grid: every combination is run"
 PROMPT_HELP = "The length of every prompt, in tokens."
 THREADS_HELP = "CPU threads of each engine; 0 leaves torch's own choice."
 PAIRS_HELP = "How often the runs that are compared alternate."
@@ -116,40 +114,14 @@ class StalenessOptions(BackendChoice):
         metavar="DIR",
         panel=SERVER,
     )
-    api: Literal["inflight", "vllm", "sglang"] = option("inflight", "How the server is updated.", panel=SERVER)
+    api: Literal["inflight", "vllm"] = option("inflight", "How the server is updated.", panel=SERVER)
     pause: str = option(
         "",
-        "How the server is paused during an update: keep, wait or abort of inflight and vLLM; in_place, retract or "
-        "abort of SGLang. Only inflight needs none.",
+        "How the server is paused during an update: keep, wait or abort. Only inflight needs none.",
         shown="none",
         panel=SERVER,
     )
     interval_ms: float = option(500.0, "Milliseconds between two updates, if the server keeps up.", min=1, panel=SERVER)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepOptions:
-    """How do the measures of `bench staleness` change with model, batch, schedule and publish interval?
-
-    Every point of the grid is a run of `bench staleness` in a process of its own, and a JSON file in --out. A sweep
-    that was interrupted goes on where it was; a point that fails is told at the end.
-    """
-
-    models: tuple[str, ...] = option(("tiny",), "Models, as in tiny,small.", panel=GRID)
-    sequences: tuple[int, ...] = option((32,), "Sequences drawn at a time, and consumed per step.", panel=GRID)
-    modes: tuple[str, ...] = option(("inflight", "one_step_off", "sync"), "When prompts are drawn.", panel=GRID)
-    publish_every: tuple[int, ...] = option((1,), "Optimizer steps from one publish to the next.", panel=GRID)
-    slots: tuple[int, ...] = option((2,), "Copies of the weights that the engine holds.", panel=GRID)
-    device: DeviceName = option("auto", DEVICE_HELP, panel="Model")
-    dtype: DtypeName = option("auto", "The dtype of the engine's weights.", panel="Model")
-    backend: BackendName = option("inflight", "What generates; vllm is that of `make peers`.", panel="Model")
-    tokens: int = option(64, "Tokens drawn per sequence.", min=1)
-    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
-    steps: int = option(30, "Optimizer steps of each point.", min=1)
-    seed: int = option(0, SEED_HELP, min=0)
-    out: Path = option(Path("runs/sweep"), "The directory of the points.", metavar="DIR", panel="Output")
-    again: bool = option(False, "Run points anew whose file is there.", panel="Output")
-    limit_s: float = option(1800.0, "Seconds that a point may take.", min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,24 +132,6 @@ class StreamOptions:
     tokens: int = option(512, "Tokens of each sequence; the first ones are shorter, so that they end in turn.", min=1)
     seconds: float = option(10.0, "How long frames are sent.", min=0.1)
     journal: bool = option(False, "Whether the reader keeps a journal, in the temporary directory.")
-    seed: int = option(0, SEED_HELP, min=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingOptions(EngineChoice):
-    """What does a decode step cost with more sequences, with longer ones, and with a long queue behind it?"""
-
-    sequences: tuple[int, ...] = option(
-        (1, 2, 4, 8, 16, 32, 64, 128, 256), "Numbers of sequences to measure a decode step with."
-    )
-    prompt_tokens: int = option(256, "The context of each of those sequences, in tokens.", min=1)
-    contexts: tuple[int, ...] = option(
-        (64, 128, 256, 512, 1024, 2048), "Lengths of context to measure a decode step of 16 sequences with."
-    )
-    tokens: int = option(32, "Decode steps that are measured at each point.", min=1)
-    queued: int = option(10_000, "Requests that wait in the queue; 0 leaves this part out.", min=0)
-    pairs: int = option(5, "How often runs without and with that queue alternate.", min=1)
-    threads: int = option(0, THREADS_HELP, min=0)
     seed: int = option(0, SEED_HELP, min=0)
 
 

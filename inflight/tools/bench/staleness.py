@@ -42,7 +42,7 @@ def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str
 
     The result holds {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
     stall_ms, version_lag {p50, max}, and the counts of tokens and swaps; trainer_s and engine_s, seconds by what each
-    side did; what `spread` says of the measures, and tokens_per_s of consecutive parts. With `settings.target` a server
+    side did; and the distribution of each measure (`spread`). With `settings.target` a server
     is measured (`served_staleness`).
     """
     if settings.target is not None:

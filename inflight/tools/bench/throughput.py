@@ -22,7 +22,7 @@ from inflight.engine.loading import load_config
 from inflight.tools.bench.options import ThroughputOptions
 from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup
 from inflight.tools.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup
-from inflight.tools.plots import draw_sizes, new_figure, new_table, number, save_figure
+from inflight.tools.plots import new_table, number
 from inflight.tools.progress import Progress, parts_of, untold
 
 SETTLE_S = 0.5
@@ -125,21 +125,6 @@ def _remarks(points: list[dict[str, Any]]) -> list[str]:
         if max(gaps) > MAX_LOGPROB_GAP:
             remarks.append(f"{name} draws from another distribution: its mean log p differs by {max(gaps):.0%}.")
     return remarks
-
-
-def plot(path: Path, result: dict[str, Any]) -> None:
-    """Draw tokens per second against the number of sequences, a line per side. `path` is a PNG file."""
-    figure, (axes,) = new_figure(_title(result))
-    points = result["points"]
-    sizes = [point["sequences"] for point in points]
-    axes.plot(sizes, [point["tokens_per_s"] for point in points], "o-", label=OURS)
-    for name in result["peers"]:
-        speeds = [point["peers"][name]["tokens_per_s"] for point in points]
-        axes.plot(sizes, speeds, "s--", label=f"{name}, {result['sides'][name]['mode']}")
-    axes.set_ylabel("tokens per second")
-    draw_sizes(axes, "sequences", sizes)
-    axes.legend(loc="upper left")
-    save_figure(path, figure)
 
 
 def _title(result: dict[str, Any]) -> str:

@@ -1,8 +1,6 @@
-"""Servers whose weights can be updated, as `inflight bench staleness --target` drives them: how each is asked to draw,
-and how each is told of new weights.
+"""Requests to servers that `inflight bench staleness --target` measures: completions and weight updates.
 
-vLLM's endpoints are those of its development mode (`VLLM_SERVER_DEV_MODE=1`); SGLang's are those of its `/generate` and
-`/update_weights_from_disk`.
+vLLM needs its development mode (`VLLM_SERVER_DEV_MODE=1`).
 """
 
 import json
@@ -151,37 +149,4 @@ class VLLMServer(_Completions):
             await self._ask("/resume")
 
 
-class SGLangServer(UpdateTarget):
-    """`sglang.launch_server`."""
-
-    pauses = ("in_place", "retract", "abort")
-
-    async def _draw(self, what: Draw, answer: Answer) -> None:
-        sampling = {
-            "max_new_tokens": what.max_tokens,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "ignore_eos": True,
-            "sampling_seed": what.seed,
-        }
-        body = {"input_ids": what.prompt, "sampling_params": sampling, "stream": True, "return_logprob": True}
-        num_seen = 0
-        async for time_ns, event in self._events("/generate", body):
-            meta = event["meta_info"]
-            drawn = meta.get("output_token_logprobs") or []
-            if new := drawn[num_seen:]:  # each event has all tokens so far
-                answer.pieces.append(Piece(time_ns, [each[1] for each in new], [each[0] for each in new]))
-                num_seen = len(drawn)
-            if reason := meta.get("finish_reason"):
-                answer.finish_reason = reason["type"] if isinstance(reason, dict) else reason
-
-    async def update(self, directory: Path, version: int) -> None:
-        await self._ask("/pause_generation", {"mode": self._pause})
-        try:
-            body = {"model_path": str(directory), "flush_cache": False, "weight_version": str(version)}
-            await self._ask("/update_weights_from_disk", body)
-        finally:
-            await self._ask("/continue_generation", {})
-
-
-TARGETS: dict[str, type[UpdateTarget]] = {"inflight": InflightServer, "vllm": VLLMServer, "sglang": SGLangServer}
+TARGETS: dict[str, type[UpdateTarget]] = {"inflight": InflightServer, "vllm": VLLMServer}

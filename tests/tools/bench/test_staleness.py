@@ -30,7 +30,4 @@ def test_a_schedule_has_the_versions_that_it_says(mode, lag, publish_every):
     assert sum(result["trainer_s"].values()) == pytest.approx(result["seconds"], abs=0.02)
     assert sum(result["engine_s"].values()) == pytest.approx(result["seconds"], rel=0.5)
     assert result["trainer_s"]["trains"] > 0
-    parts = result["parts"]
-    assert len(parts["tokens_per_s"]) == len(parts["token_age_ms.p50"]) == 5
-    assert min(parts["token_age_ms.p50"]) <= result["token_age_ms"]["p50"] <= max(parts["token_age_ms.p50"])
     assert result["distributions"]["token_age_ms"][4] == result["token_age_ms"]["p50"]
