@@ -59,8 +59,6 @@ BENCHES: dict[str, dict[str, str]] = {
     "loss": {"loss": "loss --device cpu", "loss-masked": "loss --device cpu --tokens 1024 --sampling-mask 64"},
     "learning": {
         "learning": "learning --device cpu",
-        "learning-lags": "learning --device cpu --steps 80 --lags 1,4,16 "
-        "--corrections none,tis,icepop,ppo_clip,gspo,second_moment",
     },
 }  # fmt: skip
 """Maps each NAME to the arguments of `inflight bench` for each result."""

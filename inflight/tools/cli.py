@@ -1,4 +1,4 @@
-"""The `inflight` command. What a command can be told stands in its dataclass of options."""
+"""The `inflight` command. The options of each command are the fields of a dataclass."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure something; every benchmark prints one line of JSON last.", no_args_is_help=True)
+bench = typer.Typer(help="Run a benchmark. Its last line of output is JSON.", no_args_is_help=True)
 console = Console()
 
 
@@ -79,11 +79,14 @@ def benchmark(name: str) -> Callable[[Any, Output], None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    """Say what is in a journal of a token stream, which `launch(…, journal=DIR)` keeps."""
+    """Show the content of a journal of a token stream, as kept by `launch(…, journal=DIR)`."""
 
-    directory: Path = argument("The directory of the journal.", metavar="DIR")
-    groups: int = option(0, "Show so many of the first groups.", min=0)
-    model: str | None = option(None, "A directory or a Hugging Face hub id, whose tokenizer makes text of the tokens.")
+    directory: Path = argument(metavar="DIR")
+    """Directory of the journal."""
+    groups: int = option(0, min=0)
+    """Number of groups to show, from the first one."""
+    model: str | None = option(None)
+    """Directory or Hugging Face hub id of a tokenizer, which decodes the tokens."""
 
 
 def replay(options: ReplayOptions, output: Output) -> None:
@@ -119,14 +122,14 @@ def watch(options: WatchOptions) -> None:
 
 
 def doctor() -> None:
-    """Say what this machine can do, and what to change."""
+    """Report the abilities of this machine, with advice."""
     from inflight.tools.doctor import print_report
 
     raise typer.Exit(print_report(console))
 
 
-def keys(directory: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")]) -> None:
-    """Make keys with which an engine is reached over TCP."""
+def keys(directory: Annotated[Path, typer.Argument(help="Directory that does not exist yet.")]) -> None:
+    """Make keys for an engine that clients reach over TCP."""
     from inflight.core.keys import make_keys
 
     with reported():
@@ -145,7 +148,7 @@ def keys(directory: Annotated[Path, typer.Argument(help="A directory that does n
 
 
 def _hand_over(result: dict[str, Any], output: Output, *, series: list[dict[str, Any]] | None = None) -> None:
-    """Write a result to the file that was asked for, and print it as the last line of output, for programs."""
+    """Write a result to the file of --json, and print it as the last line of output."""
     if output.json_file:
         from inflight.tools.environment import write_result
 

@@ -1,14 +1,14 @@
-"""Commands whose options are the fields of dataclasses: an option is written once, where its value is kept.
+"""Commands whose options are the fields of dataclasses.
 
-A field reads `name: type = option(default, "What it is.")`, and `name` becomes `--name`. The docstring of the
-dataclass is the help of the command. Beside the types that typer knows, a field may have:
+A field `name: type = option(default)` becomes `--name`. The first paragraph of its docstring is its help, and the
+docstring of the dataclass is the help of the command. A field has a type of typer, or one of these types:
 
     Literal["a", "b"]                one of these choices
-    tuple[Literal["a", "b"], ...]    choices, by an option that may be given several times
-    tuple[int, ...]                  numbers as in 1,8,32, of which none is below the option's `min` (1 if it has none)
-    tuple[str, ...]                  names as in none,tis
+    tuple[Literal["a", "b"], ...]    choices, by an option that can be given several times
+    tuple[int, ...]                  numbers, as in 1,8,32, each at least the option's `min` (1 without one)
+    tuple[str, ...]                  names, as in none,tis
     tuple[Path, ...]                 paths, one after another; an argument
-    tuple[int, int]                  the least and the most of a length, as in 100-1024; 128 is both
+    tuple[int, int]                  shortest and longest length, as in 100-1024; 128 is both
 """
 
 import inspect
@@ -25,54 +25,54 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from inflight.core.errors import InflightError
+from inflight.core.field_docs import docs_of
 from inflight.core.files import reason_of
-from inflight.core.option import DEVICE_HELP, DeviceName, OnCommandLine, option
+from inflight.core.option import DeviceName, OnCommandLine, option
 
 errors = Console(stderr=True)
 
 
-SEED_HELP = "The seed of weights, data and draws."
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """The options of commands that run a model."""
+    """Options of commands that run a model."""
 
-    model: str = option("tiny", "A built-in shape, a directory or a Hugging Face hub id.", panel="Model")
-    device: DeviceName = option("auto", DEVICE_HELP, panel="Model")
+    model: str = option("tiny", panel="Model")
+    """Built-in shape, directory or Hugging Face hub id."""
+    device: DeviceName = option("auto", panel="Model")
+    """Device of engine and trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where a command leaves its result, beside the line of JSON that it prints last."""
+    """Output of a command, in addition to the last line of JSON."""
 
-    json_file: Path | None = option(
-        None, "Write the result and its environment to this JSON file.", "--json", panel="Output"
-    )
+    json_file: Path | None = option(None, "--json", panel="Output")
+    """Write the result and its environment to this JSON file."""
 
 
-class _Spelling(NamedTuple):
-    """How a field stands on a command line."""
+class Spelling(NamedTuple):
+    """A field on a command line."""
 
     type: Any
-    """What typer parses."""
+    """Type that typer parses."""
     default: Any
+    """Default as typer takes it: text for lists of numbers and names."""
     read: Callable[[Any], Any]
-    """Makes the field's value of what typer parsed. Raises ValueError."""
+    """Makes the value of the field from the parsed value. Raises ValueError."""
 
 
 def add_command(
     app: typer.Typer, name: str, run: Callable[..., None], *groups: Any, hint: Callable[[str], str] = lambda option: ""
 ) -> None:
-    """Add a command that fills each of these dataclasses from its options and calls `run` with them. hint: what follows
-    the error of an option that does not exist, such as "; did you mean --max-context?".
+    """Add a command that fills each of these dataclasses from its options and calls `run` with them.
 
-    The first dataclass describes the command. An error that a user can cause is told in a sentence, without a
-    traceback, with exit code 2.
+    The first dataclass describes the command. A user's mistake is printed as one sentence without a traceback, and the
+    exit code is 2. hint: returns an addition to the error of an unknown option, as in "; did you mean --slots?".
     """
-    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
+    kinds = {name: kind for group in groups for name, kind in get_type_hints(group).items()}
+    docs = {name: text for group in groups for name, text in docs_of(group).items()}
     options = [field for group in groups for field in fields(group)]
-    spellings = {field.name: _spelling(field, hints[field.name]) for field in options}
+    spellings = {field.name: spelling_of(field, kinds[field.name]) for field in options}
 
     @reported()
     def command(**given: Any) -> None:
@@ -84,7 +84,9 @@ def add_command(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=spellings[field.name].default,
-            annotation=Annotated[spellings[field.name].type, _declaration(field, hints[field.name])],
+            annotation=Annotated[
+                spellings[field.name].type, _declaration(field, kinds[field.name], docs[field.name].split("\n\n")[0])
+            ],
         )
         for field in options
     ]
@@ -95,7 +97,7 @@ def add_command(
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             try:
                 return super().parse_args(ctx, args)
-            except Exception as error:  # its class is typer's or click's, by the version of typer
+            except Exception as error:  # typer's or click's class, depending on the version of typer
                 unknown: Any = error
                 if found := hint(getattr(error, "option_name", None) or ""):
                     unknown.message, unknown.possibilities = f"{unknown.message}{found}", None
@@ -106,7 +108,7 @@ def add_command(
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Tell an error that a user can cause in a sentence, without a traceback, and exit with code 2."""
+    """Print a user's mistake as one sentence without a traceback, and exit with code 2."""
     try:
         yield
     except Exception as error:
@@ -118,50 +120,48 @@ def reported() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
-def _spelling(field: Field, kind: Any) -> _Spelling:
+def spelling_of(field: Field, kind: Any) -> Spelling:
     default: Any = inspect.Parameter.empty if field.default is MISSING else field.default
     items = get_args(kind) if get_origin(kind) is tuple else ()
-    literal = next((part for part in (kind, *get_args(kind)) if get_origin(part) is Literal), None)
-    if literal is not None:
-        choice = StrEnum("Choice", {value: value for value in get_args(literal)})
+    if choices := choices_of(kind):
+        choice = StrEnum("Choice", {value: value for value in choices})
         if items:
-            return _Spelling(list[choice], list(default), lambda given: tuple(dict.fromkeys(map(str, given))))
+            return Spelling(list[choice], list(default), lambda given: tuple(dict.fromkeys(map(str, given))))
         optional: Any = choice if default is not None else choice | None  # pyright: ignore[reportOperatorIssue]
-        return _Spelling(optional, default, lambda given: given and given.value)
+        return Spelling(optional, default, lambda given: given and given.value)
     if not items:
-        return _Spelling(kind, default, lambda given: given)
+        return Spelling(kind, default, lambda given: given)
     if items[0] is Path:
-        return _Spelling(list[Path], default, tuple)
+        return Spelling(list[Path], default, tuple)
     name, least = f"--{field.name.replace('_', '-')}", field.metadata["option"].min
     separator, read = ",", partial(_numbers, name, least=1 if least is None else least)
     if items[0] is str:
-        read = _names
+        separator, read = ", ", _names
     elif items[1] is int:
         separator, read = "-", partial(_lengths, name)
-    if items[0] is str:
-        separator = ", "
     text = separator.join(map(str, dict.fromkeys(default))) if default else None
-    return _Spelling(str | None, text, lambda given: () if given is None else read(given))
+    return Spelling(str | None, text, lambda given: () if given is None else read(given))
 
 
-def _declaration(field: Field, kind: Any) -> Any:
-    """Return the option of a field as typer wants it, such that its name is whole in a help of 80 columns: types are
-    one word, choices are part of the sentence, and a flag that is off has no `--no-` twin: it would change nothing.
-    """
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """Return the values of the Literal in a type, or ()."""
+    return next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), ())
+
+
+def _declaration(field: Field, kind: Any, help: str) -> Any:
+    """Return a field's option for typer. Its name is whole in a help of 80 columns: types are one word, and choices are
+    part of the sentence. A flag with the default False has no `--no-` twin."""
     about: OnCommandLine = field.metadata["option"]
-    help, metavar, names = about.help, about.metavar, about.names
+    metavar, names = about.metavar, about.names
     if field.default is False and not names:
         names = (f"--{field.name.replace('_', '-')}",)
     parts = [part for part in (kind, *get_args(kind)) if part is not type(None)]
-    literal = next((part for part in parts if get_origin(part) is Literal), None)
-    if literal is not None:
-        help = f"{help.rstrip('.')}: {', '.join(get_args(literal))}."
-    if metavar is None and kind is not bool:
-        number = (
-            "N,N" if get_origin(kind) is tuple and ... in get_args(kind) else "N-N" if kind == tuple[int, int] else "N"
-        )
-        words = {int: number, float: number, Path: "PATH"}
-        metavar = "CHOICE" if literal is not None else next(filter(None, map(words.get, parts)), "TEXT")
+    if choices := choices_of(kind):
+        help, metavar = f"{help.rstrip('.')}: {', '.join(choices)}.", metavar or "CHOICE"
+    elif metavar is None and kind is not bool:
+        is_list = get_origin(kind) is tuple and ... in get_args(kind)
+        number = "N,N" if is_list else "N-N" if kind == tuple[int, int] else "N"
+        metavar = next(filter(None, map({int: number, float: number, Path: "PATH"}.get, parts)), "TEXT")
     if about.is_argument:
         return typer.Argument(help=help, metavar=metavar)
     return typer.Option(
@@ -171,12 +171,12 @@ def _declaration(field: Field, kind: Any) -> Any:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """The different names in "none, tis"; whoever takes them checks that they exist."""
+    """Return the different names in "none, tis"."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
-    """The numbers in "1,8,32". Raises ValueError."""
+    """Return the numbers in "1,8,32". Raises ValueError."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -188,7 +188,7 @@ def _numbers(option: str, text: str, *, least: int) -> tuple[int, ...]:
 
 
 def _lengths(option: str, text: str) -> tuple[int, int]:
-    """The least and the most of "100-1024" or "128". Raises ValueError."""
+    """Return the shortest and the longest length of "100-1024" or "128". Raises ValueError."""
     first, _, last = text.partition("-")
     try:
         least, most = int(first), int(last or first)

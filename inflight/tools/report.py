@@ -1,7 +1,7 @@
 """`inflight report`: one HTML page of benchmark results.
 
-Files of the same benchmark share a table, one column for each file. Lists of numbers become line plots, which are SVG
-written here. The page is one file without scripts. All text from the files is escaped.
+Files of the same benchmark share a table, one column for each file. Lists of numbers become line plots in SVG. The
+page is one file without scripts. All text from the files is escaped.
 """
 
 import gzip
@@ -21,25 +21,19 @@ from inflight.core.errors import InflightError
 from inflight.core.files import replacing
 from inflight.core.option import argument, option
 
-MAX_BYTES = 64 << 20
-MAX_DEPTH = 8
-MAX_ROWS, MAX_POINTS, MAX_LINES = 1000, 400, 16
-"""Rows of a table, points of a line and lines of a plot. The page leaves out the rest."""
-MIN_POINTS = 3
-LARGEST = 1e150
+MAX_ROWS, MAX_POINTS, MAX_LINES, MAX_DEPTH = 1000, 400, 16, 8
+"""Rows of a table, points of a line, lines of a plot and nested keys. The page leaves out the rest."""
+MAX_BYTES, MIN_POINTS, LARGEST = 64 << 20, 3, 1e150
 WIDTH, HEIGHT, EDGE = 440, 240, 34
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8608f", "#e69f00", "#3f9fd8", "#888888")
 STYLE = """
-:root { color-scheme: light dark; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1500px; padding: 16px; }
 table { border-collapse: collapse; font-size: 13.5px; margin: 12px 0; display: block; overflow-x: auto; }
 th, td { border-top: 1px solid #8885; padding: 4px 12px; text-align: right; max-width: 60ch; overflow-wrap: anywhere; }
 th:first-child { text-align: left; }
-small { color: #888; }
-.plots { display: flex; flex-wrap: wrap; gap: 12px; }
+:root { color-scheme: light dark; } small { color: #888; } .plots { display: flex; flex-wrap: wrap; gap: 12px; }
 figure { margin: 0; border: 1px solid #8885; border-radius: 8px; padding: 10px; width: 440px; }
-svg { width: 100%; font-size: 11px; }
-svg text { fill: currentColor; }
+svg { width: 100%; font-size: 11px; } svg text { fill: currentColor; }
 """
 Kind = TypeVar("Kind")
 Points = list[tuple[float, float]]
@@ -53,9 +47,12 @@ class ReportError(InflightError, ValueError):
 class ReportOptions:
     """Make one HTML page of benchmark results: a table and line plots for each kind of benchmark."""
 
-    files: tuple[Path, ...] = argument("What `inflight bench … --json FILE` wrote.", metavar="FILE")
-    out: Path = option(Path("report.html"), "The page.")
-    title: str = option("Benchmark results", "The heading of the page.")
+    files: tuple[Path, ...] = argument(metavar="FILE")
+    """JSON file of `inflight bench … --json FILE`, or of a script in benchmarks/."""
+    out: Path = option(Path("report.html"))
+    """Path of the page."""
+    title: str = option("Benchmark results")
+    """Heading of the page."""
 
 
 @dataclass(slots=True)
@@ -171,17 +168,19 @@ def lines_of_lists(lists: dict[str, Any]) -> Iterator[tuple[str, str, Points]]:
 
 
 def lines_of_records(records: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, Points]]:
-    """Yield title, x axis, label and points of records. The x values are the first number of each record, and must
-    rise. Records with a list "points" are lines of their own, and the label is their other values."""
+    """Yield title, x axis, label and points of records. The x values are "seconds", or else the first number of
+    each record, and must rise. A record with a list "points" has its own lines, with its other values as the label."""
     for record in records:
-        if is_records(points := record.get("points")):
+        points: Any = record.get("points")
+        if is_records(points):
             label = " ".join(str(value) for key, value in record.items() if key != "points")
             yield from ((title, x, label, line) for title, x, _, line in lines_of_records(points))
     keys = [key for key in records[0] if all(is_number(record.get(key)) for record in records)]
-    xs = [record[keys[0]] for record in records] if keys else []
+    axis = "seconds" if "seconds" in keys else keys[0] if keys else ""
+    xs = [record[axis] for record in records if axis]
     if len(xs) >= MIN_POINTS and all(a < b for a, b in pairwise(xs)):
-        for key in keys[1:]:
-            yield key, keys[0], "", [(x, record[key]) for x, record in zip(xs, records, strict=True)]
+        for key in (key for key in keys if key != axis):
+            yield key, axis, "", [(record[axis], record[key]) for record in records]
 
 
 def html_of(kind: str, section: Section) -> Iterator[str]:
@@ -194,13 +193,12 @@ def html_of(kind: str, section: Section) -> Iterator[str]:
         cells = [[text_of(record.get(key, "")) for key in keys] for record in flat]
         listed = [[first, *map(escape, others)] for first, *others in cells if keys]
         yield f"<h3>{escape(title)}</h3>{table_of(list(map(escape, keys)), listed)}"
-    plots = [svg_of(title, plot) for title, plot in section.plots.items()]
-    yield f'<div class="plots">{"".join(plots)}</div>'
+    yield f'<div class="plots">{"".join(svg_of(title, plot) for title, plot in section.plots.items())}</div>'
 
 
 def cells_of(values: dict[int, Any], count: int) -> Iterator[str]:
     """Yield the HTML of a row. Numbers of later files get their ratio to the first file."""
-    base = values.get(0)
+    base: Any = values.get(0)
     for place in range(count):
         value = values.get(place, "")
         differs = place and is_number(base) and is_number(value) and abs(base) > 1 / LARGEST and value != base
@@ -208,7 +206,7 @@ def cells_of(values: dict[int, Any], count: int) -> Iterator[str]:
 
 
 def table_of(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table. All cells are HTML except the first of each row, which is text."""
+    """Return a table. The first cell of each row is text, and the other cells are HTML."""
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
     for first, *others in rows[:MAX_ROWS]:
         lines.append(f"<tr><th>{escape(first)}</th>" + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>")

@@ -1,16 +1,16 @@
-"""What `inflight serve MODEL` launches: the options of an engine that a command line needs."""
+"""Options of `inflight serve MODEL`, and the engine that it launches."""
 
 import json
 import logging
 import resource
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from inflight.core.decoders import convert
 from inflight.core.messages import Welcome
-from inflight.core.option import DEVICE_HELP, argument, option
+from inflight.core.option import argument, option
 from inflight.core.options import EngineOptions
 from inflight.server.options import PLACE
 
@@ -19,43 +19,37 @@ logger = logging.getLogger("inflight.server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Serve a model over HTTP, as OpenAI's API and vLLM's have it, with weights and adapters that clients may change.
+    """Serve a model over HTTP with the API of OpenAI and vLLM. Clients can update weights and adapters.
 
-    docs/server.md has the endpoints. It ends with Ctrl-C.
+    docs/server.md has the endpoints. Ctrl-C ends the server.
     """
 
-    model: str = argument("A built-in shape, a directory or a Hugging Face hub id.", metavar="MODEL")
-    device: str = option("auto", DEVICE_HELP, panel="Engine")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "The dtype of the weights.", panel="Engine"
-    )
-    max_sequences: int = option(64, "Sequences that decode together.", min=1, panel="Engine")
-    max_context: int = option(
-        0, "Tokens of prompt and answer together; 0 is the model's own limit, at most 4096.", min=0, panel="Engine"
-    )
-    slots: int = option(2, "Whole copies of the weights.", min=1, panel="Engine")
-    kv_cache_tokens: int = option(0, "Tokens that the KV cache holds; 0: as many as it may.", min=0, panel="Engine")
-    lora_rank: int = option(0, "The largest rank of an adapter; 0: the engine holds none.", min=0, panel="Engine")
-    max_loras: int = option(4, "Adapters at a time, where there is a rank.", min=1, panel="Engine")
-    record_routed_experts: bool = option(False, "Record the experts that each token took.", panel="Engine")
-    trust_remote_code: bool = option(False, "Run the code that a model's repository brings along.", panel="Engine")
-    threads: int = option(0, "CPU threads of the forward pass; 0 leaves torch's own choice.", min=0, panel="Engine")
-    restarts: int = option(
-        3, "Maximum number of restarts of an engine. Above 0, weights pass through a buffer.", min=0, panel="Engine"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info",
-        "Log level: debug, each request; info, counts of them and each update; warning, refusals and faults.",
-        panel="Server",
-    )
-    set: tuple[str, ...] = option(
-        (),
-        "Other fields of EngineOptions (docs/options.md), as name=value, separated by commas; values are JSON or text.",
-        panel="Engine",
-    )
+    DESCRIBED_BY: ClassVar[type] = EngineOptions
+
+    model: str = argument(metavar="MODEL")
+    device: str = option("auto", panel="Engine")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", panel="Engine")
+    """Dtype of the weights."""
+    max_sequences: int = option(64, min=1, panel="Engine")
+    max_context: int = option(0, min=0, panel="Engine")
+    slots: int = option(2, min=1, panel="Engine")
+    kv_cache_tokens: int = option(0, min=0, panel="Engine")
+    lora_rank: int = option(0, min=0, panel="Engine")
+    max_loras: int = option(4, min=1, panel="Engine")
+    """Maximum number of adapters, if --lora-rank is above 0."""
+    record_routed_experts: bool = option(False, panel="Engine")
+    trust_remote_code: bool = option(False, panel="Engine")
+    threads: int = option(0, min=0, panel="Engine")
+    restarts: int = option(3, min=0, panel="Engine")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", panel="Server")
+    """Lowest level of log messages.
+
+    debug: each request. info: counts of requests, and each update. warning: refusals and faults."""
+    set: tuple[str, ...] = option((), panel="Engine")
+    """Other fields of EngineOptions (docs/options.md), as name=value, separated by commas. Values are JSON or text."""
 
     def engine_options(self) -> EngineOptions:
-        """Raises ValueError for an option that does not exist or is out of range."""
+        """Return the options of the engine. Raises ValueError for an unknown option or one that is out of range."""
         given: dict[str, Any] = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -75,7 +69,7 @@ class ServedModel:
 
 
 def option_hint(name: str) -> str:
-    """Return how an option is given here that has vLLM's name, or that is a field of EngineOptions; "" for others."""
+    """Return a hint for a flag of vLLM or a field of EngineOptions, such as "; did you mean --slots?", or ""."""
     field = name.removeprefix("--").replace("-", "_")
     ours = EngineOptions.OTHER_NAMES.get(field, field)
     if ours not in EngineOptions.__struct_fields__:
@@ -94,7 +88,7 @@ def check_model(options: EngineOptions) -> None:
 
 
 def log_to_stderr(level: str) -> None:
-    """Write lines of inflight of this level and above to the standard error."""
+    """Write log messages of inflight of this level and above to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger("inflight").addHandler(handler)
@@ -102,7 +96,7 @@ def log_to_stderr(level: str) -> None:
 
 
 def log_engine(info: Welcome) -> None:
-    """Log how the engine runs, once it has loaded its model."""
+    """Log device, memory and limits of the engine after it has loaded its model."""
     dtypes = ", ".join(sorted({spec.dtype for spec in info.layout.tensors}))
     logger.info(
         "the engine runs on %s, weights %s in %d slots, KV cache %s tokens (%.2f GiB), %d sequences of %d tokens, "
@@ -112,7 +106,7 @@ def log_engine(info: Welcome) -> None:
 
 
 def allow_files(count: int) -> None:
-    """Let this process have so many files and connections open, as far as the system lets it."""
+    """Raise the limit of open files and connections of this process to `count`, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

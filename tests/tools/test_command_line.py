@@ -1,11 +1,12 @@
 """A dataclass is a command: every field an option, with its type, its default and its help."""
 
+import inspect
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import typer
@@ -13,12 +14,18 @@ from typer.testing import CliRunner
 
 import inflight
 from inflight.core.errors import InflightError
+from inflight.core.field_docs import docs_of
 from inflight.core.option import option
+from inflight.server.options import ServerOptions
 from inflight.tools.bench import options as bench_options
-from inflight.tools.cli import app
+from inflight.tools.cli import ReplayOptions, app
 from inflight.tools.command_line import add_command
 from inflight.tools.demo.options import DemoOptions
+from inflight.tools.report import ReportOptions
+from inflight.tools.serve import ServedModel
+from inflight.tools.watch.options import WatchOptions
 
+PAGE = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
 BENCHES = [
     made for made in vars(bench_options).values() if isinstance(made, type) and made.__name__.endswith("Options")
 ]
@@ -28,15 +35,45 @@ BENCHES = [
 class Colors:
     """Mix colors."""
 
-    first: Literal["red", "blue"] = option("red", "The first color.")
-    second: Literal["red", "blue"] | None = option(None, "The second color.")
-    others: tuple[Literal["red", "blue"], ...] = option((), "More colors.", "--other")
-    sizes: tuple[int, ...] = option((1, 8), "How large they are.")
-    seeds: tuple[int, ...] = option((), "Where they start.", min=0)
-    range: tuple[int, int] = option((3, 9), "How long they are.")
-    names: tuple[str, ...] = option(("a", "b"), "Who mixes them.")
-    num_cups: int = option(2, "How many cups there are.", min=1)
-    file: Path | None = option(None, "Where they are poured.")
+    first: Literal["red", "blue"] = option("red")
+    """First color."""
+    second: Literal["red", "blue"] | None = option(None)
+    """Second color."""
+    others: tuple[Literal["red", "blue"], ...] = option((), "--other")
+    """More colors."""
+    sizes: tuple[int, ...] = option((1, 8))
+    """Sizes of the
+    spots.
+
+    This paragraph is not in the help."""
+    seeds: tuple[int, ...] = option((), min=0)
+    """Seeds of the spots."""
+    range: tuple[int, int] = option((3, 9))
+    """Lengths of the stripes."""
+    names: tuple[str, ...] = option(("a", "b"))
+    """Names of the painters."""
+    num_cups: int = option(2, min=1)
+    """Number of cups."""
+    file: Path | None = option(None)
+    """Output file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DarkColors(Colors):
+    """Mix dark colors."""
+
+    first: Literal["red", "blue"] = option("blue")
+    num_cups: int = option(3)
+    """Number of dark cups."""
+
+
+@dataclass
+class Described:
+    DESCRIBED_BY: ClassVar[type] = Colors
+
+    file: Path
+    extra: int
+    """An extra."""
 
 
 def run(*arguments: str):
@@ -103,6 +140,7 @@ def test_every_type_is_parsed():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--num-cps", "3"], "No such option: --num-cps"),
         (["--sizes", "0,1"], "--sizes must be one or more positive numbers such as 1,8,32, got '0,1'"),
         (["--seeds", "x"], "--seeds must be one or more numbers such as 1,8,32, got 'x'"),
         (["--range", "9-3"], "--range must be a positive number or two that rise, such as 100-1024, got '9-3'"),
@@ -129,24 +167,39 @@ def test_an_error_of_the_command_is_a_sentence_and_any_other_is_not_hidden():
     assert isinstance(CliRunner().invoke(command, []).exception, KeyError)
 
 
-def test_help_has_every_option_with_its_sentence_and_default():
+def test_help_has_the_first_paragraph_of_every_option_and_its_default():
     shown = " ".join(run("--help").stdout.replace("│", " ").split())
     assert "Mix colors." in shown
-    assert "How large they are. [default: 1,8]" in shown
-    assert "How long they are. [default: 3-9]" in shown
+    assert "Sizes of the spots. [default: 1,8]" in shown
+    assert "Lengths of the stripes. [default: 3-9]" in shown
+    assert "This paragraph" not in shown
 
 
-@pytest.mark.parametrize("options", [*BENCHES, DemoOptions], ids=lambda made: made.__name__)
-def test_every_option_of_every_command_has_help_and_every_command_a_line(options):
-    name = options.__name__.removesuffix("Options").lower()
-    arguments = [name] if name == "demo" else ["bench", name]
-    done = CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0
-    assert options.__doc__
-    for field in fields(options):
-        help = field.metadata["option"].help
-        assert help[0].isupper()
-        assert help.endswith(".")
+def test_docstrings_of_fields_are_inherited_and_replaced():
+    docs = docs_of(DarkColors)
+    assert docs["first"] == "First color."
+    assert docs["num_cups"] == "Number of dark cups."
+    assert docs["sizes"] == "Sizes of the spots.\n\nThis paragraph is not in the help."
+    assert (docs_of(Described)["file"], docs_of(Described)["extra"]) == ("Output file.", "An extra.")
+
+
+OPTIONS = [*BENCHES, DemoOptions, ReplayOptions, ReportOptions, ServedModel, ServerOptions, WatchOptions]
+PYTHON_OPTIONS = [inflight.EngineOptions, inflight.SamplingParams, inflight.GRPOConfig, ServerOptions]
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys([*OPTIONS, *PYTHON_OPTIONS]), ids=lambda made: made.__name__)
+def test_every_option_is_described_by_sentences(kind):
+    assert kind.__doc__
+    docs = docs_of(kind)
+    for name in inspect.signature(kind).parameters:
+        for paragraph in docs[name].split("\n\n"):
+            assert paragraph.endswith((".", '"', "…", ")"))
+        assert not docs[name].startswith(("What ", "Who ", "How ", "Whether "))
+
+
+@pytest.mark.parametrize("kind", [*OPTIONS, *PYTHON_OPTIONS], ids=lambda made: made.__name__)
+def test_every_option_is_on_the_page_of_options(kind):
+    assert re.search(rf"<!-- (flags|options) of {kind.__module__}\.{kind.__name__} -->", PAGE)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Result files: what a person reads takes few lines, and long series lie beside."""
+"""Result files have few lines, and long series are in separate files."""
 
 import gzip
 import json

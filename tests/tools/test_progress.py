@@ -1,4 +1,4 @@
-"""How far a benchmark is comes out on a terminal and in a log, and parts add up to the whole."""
+"""Progress appears on a terminal and in a log, and parts add up to the whole."""
 
 import io
 

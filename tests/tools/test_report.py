@@ -51,10 +51,13 @@ def test_points_percentiles_and_curves_are_drawn(tmp_path):
     points = [{"sequences": n, "tokens_per_s": 100.0 * n, "peers": {"vllm": {"ratio": n / 2}}} for n in (1, 8, 32)]
     percentiles = {"percentiles": [1.0, 50.0, 99.0], "swap_ms": [1.0, 2.0, 3.0], "short": [1.0]}
     data = {"bench": "a", "points": points, "distributions": percentiles}
-    curves = [{"mode": mode, "points": [{"seconds": t, "reward": t / 9} for t in range(9)]} for mode in ("x", "y")]
+    rewards = [{"step": t, "seconds": 2 * t, "reward": t / 9} for t in range(9)]
+    curves = [{"mode": mode, "points": rewards} for mode in ("x", "y")]
     (tmp_path / "a-series.json.gz").write_bytes(gzip.compress(json.dumps(curves).encode()))
     page = page_of([write(tmp_path / "a.json", data), write(tmp_path / "b.json", data)], "series")
-    assert plots_of(page) == {"points: tokens_per_s": 2, "distributions: swap_ms": 2, "series: reward": 2}
+    lines = {"points: tokens_per_s": 2, "distributions: swap_ms": 2, "series: step": 2, "series: reward": 2}
+    assert plots_of(page) == lines
+    assert page.count('text-anchor="middle">seconds<') == 2
     assert page.count("<tr><th>32</th><td>3,200</td><td>16</td></tr>") == 2  # a table of points for each file
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,30 +43,21 @@ from inflight.weights.tensors import fill, published_tensors
 
 TRACED_STEPS = 2
 TRACED_FROM = 0.8
-"""The share of a run's steps after which a few are traced on a GPU: where the reward hardly rises any more."""
+"""Share of the steps of a run before the traced ones on a GPU. The reward hardly rises from there."""
 TASK = "spell_backward"
 GROUP_SIZE = 8
 ENGINE_SEQUENCES = 128
-"""The engine decodes at most so many sequences together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningSettings(LearningOptions):
-    """The options, in which nothing is left to the kind of comparison."""
-
-    steps: int = 200
-    sequences: int = 512
-    learning_rate: float = 3e-4
+"""Maximum number of sequences that the engine decodes together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The start of all runs of a seed."""
+    """Start of all runs of a seed."""
 
     task: Task
     seed: int
     directory: str
-    """The warmed-up model and its tokenizer."""
+    """Warmed-up model and its tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,27 +70,27 @@ class Point:
     tokens: int
     """Tokens trained on so far."""
     reward: float
-    """The mean over the step's rollouts."""
+    """Mean over the rollouts of the step."""
     ess: float | None
     version_lag: float | None
-    """The mean over the step's tokens."""
+    """Mean over the tokens of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     curve: list[Point]
     accuracy_before: float
-    """The share of held-out prompts whose greedy answer is right."""
+    """Share of held-out prompts with a correct greedy answer."""
     accuracy_after: float
     staleness: dict[str, Any]
     engine: dict[str, Any]
-    """How the engine ran its passes."""
+    """Execution of the passes in the engine."""
     gpu_busy: float | None
-    """The share of a few steps in which a kernel of trainer or engine was under way on the GPU; None on a CPU."""
+    """Share of the time of a few steps with a running kernel of trainer or engine on the GPU. None on a CPU."""
 
     @property
     def final_reward(self) -> float:
-        """The last smoothed reward."""
+        """Return the last smoothed reward."""
         return float(smoothed([point.reward for point in self.curve])[-1])
 
     def reached(self, target: float) -> Point | None:
@@ -109,7 +100,7 @@ class Run:
 
 
 @contextmanager
-def warm_start(settings: LearningSettings, seed: int, progress: Progress) -> Iterator[Start]:
+def warm_start(settings: LearningOptions, seed: int, progress: Progress) -> Iterator[Start]:
     """Warm a model up and save it, so that all runs of this seed begin alike."""
     disable_progress_bar()  # of Transformers
     task = gym_task(TASK, seed=seed, max_tokens=settings.tokens or None)
@@ -133,20 +124,15 @@ def warm_start(settings: LearningSettings, seed: int, progress: Progress) -> Ite
 
 
 def learn(
-    settings: LearningSettings,
+    settings: LearningOptions,
     start: Start,
     *,
     schedule: str,
     threads: Threads,
-    lag: int = 0,
     label: str = "",
     progress: Progress,
 ) -> Run:
-    """Run GRPO once.
-
-    lag: how many versions the engine's weights are late, on top of the schedule's own. label: what progress calls the
-    run.
-    """
+    """Run GRPO once. label: name of the run in the progress."""
     torch.manual_seed(start.seed)
     device = resolve_device(settings.device)
     model, tokenizer = load_trainer(start.directory, device), require_tokenizer(start.directory)
@@ -173,9 +159,8 @@ def learn(
     ):
         before = held_out_accuracy(engine, start.task, start.task.held_out)
         examples = start.task.shuffled(start.seed)
-        publisher = LaggedPublisher(engine, model, lag=lag) if lag else engine.publisher(model)
         curve: list[Point] = []
-        with closing(publisher), TemporaryDirectory(prefix="inflight-busy-") as traces:
+        with engine.publisher(model) as publisher, TemporaryDirectory(prefix="inflight-busy-") as traces:
             meter = BusyMeter(engine, device, Path(traces), steps=settings.steps)
             began_ns = now_ns()
             for report in grpo(engine, publisher, model, optimizer, examples, start.task.score, config, scheduler):
@@ -193,9 +178,8 @@ def learn(
                 text = f"seed {start.seed}, {label or schedule}, step {report.step}: reward {report.reward:.3f}"
                 progress(text, report.step / settings.steps)
             busy = meter.share()
-        with engine.publisher(model) as publisher:  # the trainer's last weights, however late the others were
             engine.wait_for_version(publisher.publish())
-            after = held_out_accuracy(engine, start.task, start.task.held_out)
+        after = held_out_accuracy(engine, start.task, start.task.held_out)
         return Run(
             curve=curve,
             accuracy_before=before,
@@ -207,11 +191,11 @@ def learn(
 
 
 class LaggedPublisher:
-    """Stands in for a Publisher in ablations: `publish()` sends the weights that the model had `lag` calls ago.
+    """Publisher with a delay for experiments: `publish()` sends the weights of `lag` calls ago.
 
-    The first call sends the weights at once. From then on the n-th call sends the model of call n − lag, under
-    that version number: a version means the same weights of the trainer as without a lag. With schedule "sync" the
-    tokens of step t are all of version max(1, t − lag). Holds lag + 2 copies of the model.
+    The first call sends the weights at once. Later, call n sends the model of call n − lag under that version number,
+    so that a version has the same weights as without a lag. With schedule "sync" all tokens of step t have version
+    max(1, t − lag). The publisher stores lag + 2 copies of the model.
     """
 
     def __init__(self, engine: LaunchedEngine, model: nn.Module, *, lag: int):
@@ -227,11 +211,11 @@ class LaggedPublisher:
 
     @property
     def version(self) -> int:
-        """The newest version that the engine was sent."""
+        """Return the newest version sent to the engine."""
         return self._publisher.version
 
     def publish(self) -> int:
-        """Remember the parameters as they are now, and send those of `lag` calls ago. Returns their version."""
+        """Store the present parameters, and send the parameters of `lag` calls ago. Returns their version."""
         self._snapshots.append({name: tensor.detach().clone() for name, tensor in self._current.items()})
         if len(self._snapshots) > self._lag or not self._has_sent:
             self._has_sent = True
@@ -246,21 +230,21 @@ class LaggedPublisher:
 
 
 class BusyMeter:
-    """Measures in what share of a few whole steps a GPU computed for trainer or engine: the time in which a kernel or a
-    copy of either was under way, in a trace of both. What the driver tells (NVML) only says that some kernel ran.
+    """Measures the busy share of a GPU during a few whole steps: the share of time with a kernel or a copy of trainer
+    or engine, from a trace of both. The utilization of the driver (NVML) is coarser.
 
-    On a CPU it does nothing. The trace is put together beside the run, which goes on.
+    On a CPU it does nothing. The trace is merged in a thread while the run continues.
     """
 
     def __init__(self, engine: LaunchedEngine, device: torch.device, directory: Path, *, steps: int):
-        """steps: those of the run, of which TRACED_STEPS are traced near the end."""
+        """steps: number of steps of the run. TRACED_STEPS of them, near the end, are traced."""
         self._engine, self._path = engine, directory / "busy.json.gz"
         self._first = max(1, int(TRACED_FROM * steps)) if device.type == "cuda" else 0
         self._trace: Trace | None = None
         self._closing: Future[None] | None = None
 
     def after(self, step: int) -> None:
-        """Call it after each step, which count from 1."""
+        """Call this after each step. The first step is 1."""
         if step == self._first:
             self._trace = self._engine.trace(self._path)
         elif self._trace is not None and step == self._first + TRACED_STEPS:
@@ -269,7 +253,7 @@ class BusyMeter:
             with_a_thread.shutdown(wait=False)
 
     def share(self) -> float | None:
-        """0 … 1, or None on a CPU. Raises InflightError if the trace was not written."""
+        """Return the busy share, 0 … 1, or None on a CPU. Raises InflightError if the trace was not written."""
         if self._trace is None:
             return None
         if self._closing is not None:

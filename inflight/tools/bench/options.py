@@ -1,234 +1,228 @@
-"""The settings of every benchmark, each of which is its command line too (`inflight.tools.command_line`).
-
-The docstring of a class is what `inflight bench NAME --help` begins with. Importing this module loads nothing heavy.
-"""
+"""Options of every benchmark. Importing this module loads nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight.core.option import DEVICE_HELP, DeviceName, option
-from inflight.tools.command_line import SEED_HELP, ModelChoice
+from inflight.core.option import DeviceName, option
+from inflight.tools.command_line import ModelChoice
 
 BackendName = Literal["inflight", "vllm"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
 SERVER = "A server"
-PROMPT_HELP = "The length of every prompt, in tokens."
-THREADS_HELP = "CPU threads of each engine; 0 leaves torch's own choice."
-PAIRS_HELP = "How often the runs that are compared alternate."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice(ModelChoice):
-    """The model, the device and the dtype of an engine."""
+    """Model, device and dtype of an engine."""
 
-    dtype: DtypeName = option("auto", "The dtype of the engine's weights.", panel="Model")
+    dtype: DtypeName = option("auto", panel="Model")
+    """Dtype of the engine's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendChoice(EngineChoice):
-    """The same, and what generates with them."""
+    """Engine with a choice of generators."""
 
-    backend: BackendName = option("inflight", "What generates; vllm is that of `make peers`.", panel="Model")
+    backend: BackendName = option("inflight", panel="Model")
+    """Generator. vllm is the one of `make peers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputOptions(BackendChoice):
-    """How many tokens per second does the engine draw, and how many does another engine draw on the same weights?"""
+    """Measure the tokens per second of the engine, and of other engines on the same weights."""
 
-    sequences: tuple[int, ...] = option(
-        (32,), "Sequences drawn at a time; several numbers, as in 1,8,32, make a sweep."
-    )
-    tokens: tuple[int, int] = option(
-        (128, 128), "Tokens drawn per sequence; a range, as in 100-1024, draws it uniformly."
-    )
-    prompt_tokens: tuple[int, int] = option(
-        (32, 32), "Tokens of each prompt; a range, as in 100-1024, draws it uniformly."
-    )
-    backlog: int = option(
-        0,
-        "Draw so many times as many sequences, in groups of 8 with one prompt each that end independently, so that "
-        "others wait; 0 draws all of them together.",
-        min=0,
-    )
-    peers: tuple[Literal["vllm", "transformers"], ...] = option(
-        (), "An engine to measure in alternation with ours; may be given twice.", "--peer"
-    )
-    pairs: int = option(3, PAIRS_HELP, min=1)
-    threads: int = option(0, THREADS_HELP, min=0)
-    seed: int = option(0, SEED_HELP, min=0)
+    sequences: tuple[int, ...] = option((32,))
+    """Sequences drawn at a time. Several numbers, as in 1,8,32, make a sweep."""
+    tokens: tuple[int, int] = option((128, 128))
+    """Tokens per sequence. A range, as in 100-1024, is sampled uniformly."""
+    prompt_tokens: tuple[int, int] = option((32, 32))
+    """Tokens of each prompt. A range, as in 100-1024, is sampled uniformly."""
+    backlog: int = option(0, min=0)
+    """Draw this many times as many sequences, in groups of 8 with one prompt each that end independently, so that
+    others wait in the queue. 0: draw all sequences together."""
+    peers: tuple[Literal["vllm", "transformers"], ...] = option((), "--peer")
+    """Engine to measure alternately with ours. Can be given twice."""
+    pairs: int = option(3, min=1)
+    """Number of alternated pairs of runs."""
+    threads: int = option(0, min=0)
+    """CPU threads of each engine. 0: the default of torch."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOptions(BackendChoice):
-    """What does a running generator feel of new weights?"""
+    """Measure the effect of new weights on a running generator."""
 
-    masters: DtypeName = option(
-        "auto", "The dtype of the trainer's parameters; auto takes the engine's.", panel="Model"
-    )
-    sequences: int = option(32, "Sequences in flight while weights are published.", min=1)
-    tokens: int = option(512, "Tokens drawn per sequence, after which all sequences begin anew.", min=64)
-    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
-    publishes: int = option(200, "How often weights are published, at least.", min=1)
-    window: int = option(5, "Publishes one after another, before passes without any to compare with.", min=1)
-    busy_publishes: int = option(
-        0, "How often weights are published, at least, while the trainer computes without a pause.", min=0
-    )
-    pieces_us: tuple[int, ...] = option(
-        (0,),
-        "The lengths, in µs, of the pieces in which they are copied then, one after another; 0 is one piece.",
-        min=0,
-    )
-    slots: int = option(2, "Copies of the weights that the engine holds.", min=1, max=8)
-    peer: Literal["vllm"] | None = option(None, "An engine whose pause, load and resume are measured in the same run.")
-    seed: int = option(0, SEED_HELP, min=0)
+    masters: DtypeName = option("auto", panel="Model")
+    """Dtype of the trainer's parameters. auto: the dtype of the engine."""
+    sequences: int = option(32, min=1)
+    """Sequences in progress while weights are published."""
+    tokens: int = option(512, min=64)
+    """Tokens per sequence. Then all sequences start again."""
+    prompt_tokens: int = option(32, min=1)
+    """Length of every prompt, in tokens."""
+    publishes: int = option(200, min=1)
+    """Minimum number of publishes."""
+    window: int = option(5, min=1)
+    """Publishes in a row, before passes without any as a comparison."""
+    busy_publishes: int = option(0, min=0)
+    """Minimum number of publishes while the trainer computes without a pause."""
+    pieces_us: tuple[int, ...] = option((0,), min=0)
+    """Lengths of the pieces of these copies, in µs, one after another. 0: one piece."""
+    slots: int = option(2, min=1, max=8)
+    """Copies of the weights in the engine."""
+    peer: Literal["vllm"] | None = option(None)
+    """Engine whose pause, load and resume are measured in the same run."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessOptions(BackendChoice):
-    """How old are the tokens that an optimizer step consumes? docs/staleness.md tells what the measures mean.
+    """Measure the age of tokens at the optimizer step that uses them (docs/staleness.md).
 
-    With --target it asks the same of any server that can be updated, ours or another one: clients draw from it while a
-    trainer updates it at a fixed rate.
+    With --target, measure any server with weight updates: clients draw from it while a trainer updates it at a fixed
+    rate.
     """
 
-    sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=1)
-    tokens: int = option(64, "Tokens drawn per sequence.", min=1)
-    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
-    steps: int = option(40, "Optimizer steps that are measured, or updates of a server.", min=1)
-    mode: str = option(
-        "inflight",
-        "When prompts are drawn: while the trainer trains (inflight), a batch ahead (one_step_off), alternately "
-        "with training (sync), or by a custom schedule (module:name).",
-    )
-    publish_every: int = option(1, "Optimizer steps from one publish to the next.", min=1)
-    slots: int = option(2, "Copies of the weights that the engine holds.", min=1)
-    seed: int = option(0, SEED_HELP, min=0)
-    target: str | None = option(
-        None, "The URL of a server to measure; it must serve the model in --weights.", metavar="URL", panel=SERVER
-    )
-    weights: str = option(
-        "runs/truth-teller",
-        "A directory that the server can read, for a model of this shape whose tokens tell the version of its weights. "
-        "It is written if it is not there.",
-        metavar="DIR",
-        panel=SERVER,
-    )
-    api: Literal["inflight", "vllm"] = option("inflight", "How the server is updated.", panel=SERVER)
-    pause: str = option(
-        "",
-        "How the server is paused during an update: keep, wait or abort. Only inflight needs none.",
-        shown="none",
-        panel=SERVER,
-    )
-    interval_ms: float = option(500.0, "Milliseconds between two updates, if the server keeps up.", min=1, panel=SERVER)
+    sequences: int = option(32, min=1)
+    """Sequences drawn at a time, and used per optimizer step."""
+    tokens: int = option(64, min=1)
+    """Tokens per sequence."""
+    prompt_tokens: int = option(32, min=1)
+    """Length of every prompt, in tokens."""
+    steps: int = option(40, min=1)
+    """Optimizer steps to measure, or updates of a server."""
+    mode: str = option("inflight")
+    """Schedule of generation: during training (inflight), one batch ahead (one_step_off), alternately with training
+    (sync), or a custom schedule (module:name)."""
+    publish_every: int = option(1, min=1)
+    """Optimizer steps from one publish to the next."""
+    slots: int = option(2, min=1)
+    """Copies of the weights in the engine."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
+    target: str | None = option(None, metavar="URL", panel=SERVER)
+    """URL of a server to measure. It must serve the model in --weights."""
+    weights: str = option("runs/truth-teller", metavar="DIR", panel=SERVER)
+    """Directory, readable by the server, of a model of this shape whose tokens reveal the version of its weights. The
+    command writes the model if it is missing."""
+    api: Literal["inflight", "vllm"] = option("inflight", panel=SERVER)
+    """Update requests of the server."""
+    pause: str = option("", shown="none", panel=SERVER)
+    """Pause of the server during an update: keep, wait or abort. Only inflight works without one."""
+    interval_ms: float = option(500.0, min=1, panel=SERVER)
+    """Time between two updates, in milliseconds, if the server is fast enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
-    """How many tokens per second get from an engine's loop to a trainer?"""
+    """Measure the tokens per second from an engine's loop to a trainer."""
 
-    tokens_per_frame: int = option(64, "Tokens of a frame, which are sequences that decode together.", min=1)
-    tokens: int = option(512, "Tokens of each sequence; the first ones are shorter, so that they end in turn.", min=1)
-    seconds: float = option(10.0, "How long frames are sent.", min=0.1)
-    journal: bool = option(False, "Whether the reader keeps a journal, in the temporary directory.")
-    seed: int = option(0, SEED_HELP, min=0)
+    tokens_per_frame: int = option(64, min=1)
+    """Tokens of a frame: one for each sequence that decodes."""
+    tokens: int = option(512, min=1)
+    """Tokens of each sequence. The first sequences are shorter, so that sequences end at different times."""
+    seconds: float = option(10.0, min=0.1)
+    """Duration of the measurement, in seconds."""
+    journal: bool = option(False)
+    """Write a journal in the temporary directory."""
+    seed: int = option(0, min=0)
+    """Seed of the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostOptions:
-    """What does a decoding pass cost the host, with a device that takes no time?"""
+    """Measure the host time of a decoding pass, with a device that takes no time."""
 
-    model: str = option("tiny", "A built-in shape, a directory or a Hugging Face hub id, that runs fused on a CPU.")
-    sequences: tuple[int, ...] = option((64, 256), "Sequences drawn at a time; several numbers make a sweep.")
-    steps: int = option(500, "Passes that are timed.", min=1)
-    prompt_tokens: tuple[int, int] = option(
-        (100, 1024), "Tokens of each prompt; a range, as in 100-1024, draws it uniformly."
-    )
-    backlog: int = option(
-        0,
-        "Time all passes of groups of 8 whose samples end after so many tokens on average, while others wait; 0 times "
-        "passes in which nothing joins or leaves.",
-        min=0,
-    )
-    seed: int = option(0, SEED_HELP, min=0)
+    model: str = option("tiny")
+    """Built-in shape, directory or Hugging Face hub id, of an architecture that runs fused on a CPU."""
+    sequences: tuple[int, ...] = option((64, 256))
+    """Sequences drawn at a time. Several numbers make a sweep."""
+    steps: int = option(500, min=1)
+    """Number of timed passes."""
+    prompt_tokens: tuple[int, int] = option((100, 1024))
+    """Tokens of each prompt. A range, as in 100-1024, is sampled uniformly."""
+    backlog: int = option(0, min=0)
+    """Mean number of tokens of samples in groups of 8, while others wait in the queue; all passes are timed. 0: time
+    passes in which no sequence starts or ends."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningOptions(EngineChoice):
-    """How soon does reward rise, with a generator that never stops and with schedules in which it does?
+    """Compare the time to a reward between a generator that never stops and other schedules."""
 
-    With --lags it compares corrections instead, on tokens of a known age.
-    """
-
-    modes: tuple[str, ...] = option(("inflight", "sync", "one_step_off"), "The schedules to compare.")
-    seeds: tuple[int, ...] = option((0, 1, 2), "Seeds; each has a warm-up from which all of its runs begin.", min=0)
-    steps: int | None = option(None, "Optimizer steps of a run.", min=1, shown="200; 120 with --lags")
-    sequences: int | None = option(
-        None, "Rollouts of an optimizer step, in groups of 8.", min=1, shown="512; 256 with --lags"
-    )
-    tokens: int = option(0, "Tokens of an answer at most; 0 is what the task's longest answer needs.", min=0)
-    objective: str = option(
-        "ppo_clip",
-        "The objective, which corrects for tokens of older versions, in all modes.",
-        "--objective",
-        "--correction",
-    )
-    learning_rate: float | None = option(
-        None, "The peak learning rate of reinforcement learning.", min=0, shown="3e-4; 2e-4 with --lags"
-    )
-    warmup_steps: int = option(250, "Supervised steps before it; only built-in shapes take them.", min=0)
-    warmup_learning_rate: float = option(2e-3, "The peak learning rate of the supervised steps.", min=0)
-    demonstrations: int = option(
-        300,
-        "Worked examples that the supervised steps see, over and over. A large model learns a few by heart and nothing "
-        "else.",
-        min=1,
-    )
-    target: float | None = option(
-        None,
-        "The reward whose time is measured.",
-        min=0,
-        shown="0.9 of the least final reward of the modes, per seed",
-    )
-    lags: tuple[int, ...] = option(
-        (), "Compare corrections at these forced ages of every token, in versions, as in 1,4,16.", min=0
-    )
-    corrections: tuple[str, ...] = option(
-        ("none", "tis", "icepop", "ppo_clip", "gspo", "second_moment"), "The corrections that --lags compares."
-    )
+    modes: tuple[str, ...] = option(("inflight", "sync", "one_step_off"))
+    """Schedules to compare."""
+    seeds: tuple[int, ...] = option((0, 1, 2), min=0)
+    """Seeds. Each has one warm-up, and all its runs start from there."""
+    steps: int = option(200, min=1)
+    """Optimizer steps of a run."""
+    sequences: int = option(512, min=1)
+    """Rollouts of an optimizer step, in groups of 8."""
+    tokens: int = option(0, min=0)
+    """Maximum number of tokens of an answer. 0: the length of the longest answer of the task."""
+    objective: str = option("ppo_clip", "--objective", "--correction")
+    """Objective of all modes. It corrects for tokens of older versions."""
+    learning_rate: float = option(3e-4, min=0)
+    """Peak learning rate of reinforcement learning."""
+    warmup_steps: int = option(250, min=0)
+    """Supervised steps before reinforcement learning, for built-in shapes only."""
+    warmup_learning_rate: float = option(2e-3, min=0)
+    """Peak learning rate of the supervised steps."""
+    demonstrations: int = option(300, min=1)
+    """Worked examples of the supervised steps, each seen many times. A large model memorizes a small number of examples
+    and learns nothing else."""
+    target: float | None = option(None, min=0, shown="0.9 of the lowest final reward of the modes, per seed")
+    """Reward for the time measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """What do log-probabilities cost without holding the logits?"""
+    """Measure log-probabilities that are computed without storing the logits."""
 
-    device: DeviceName = option("auto", DEVICE_HELP, panel="Model")
-    dtype: DtypeName = option("auto", "The dtype of hidden states and output weight.", panel="Model")
-    hidden: int = option(512, "The width of a hidden state.", min=1, panel="Model")
-    vocab: int = option(32_768, "The size of the vocabulary.", min=2, panel="Model")
-    tokens: int = option(4096, "Tokens, which are rows of hidden states.", min=1)
-    sampling_mask: int = option(0, "Tokens in the sampling mask of each row; 0 leaves sampling masks out.", min=0)
-    pairs: int = option(5, PAIRS_HELP, min=1)
-    seed: int = option(0, SEED_HELP, min=0)
+    device: DeviceName = option("auto", panel="Model")
+    """Device of all tensors."""
+    dtype: DtypeName = option("auto", panel="Model")
+    """Dtype of hidden states and output weight."""
+    hidden: int = option(512, min=1, panel="Model")
+    """Width of a hidden state."""
+    vocab: int = option(32_768, min=2, panel="Model")
+    """Size of the vocabulary."""
+    tokens: int = option(4096, min=1)
+    """Number of tokens: rows of hidden states."""
+    sampling_mask: int = option(0, min=0)
+    """Tokens in the sampling mask of each row. 0: no sampling masks."""
+    pairs: int = option(5, min=1)
+    """Number of alternated pairs of runs."""
+    seed: int = option(0, min=0)
+    """Seed of all tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions(EngineChoice):
-    """What do decoding, publishing and training do at the same time? Writes a trace for ui.perfetto.dev."""
+    """Write a trace of decoding, publishing and training for ui.perfetto.dev, and measure their overlap."""
 
-    dtype: DtypeName = option("auto", "The dtype of the weights of both engine and trainer.", panel="Model")
-    sequences: int = option(32, "Sequences drawn at a time, and consumed per step.", min=4)
-    tokens: int = option(128, "Tokens drawn per sequence.", min=1)
-    prompt_tokens: int = option(32, PROMPT_HELP, min=1)
-    seconds: float = option(2.0, "How many seconds are traced.", min=0.01)
-    warmup_steps: int = option(5, "Optimizer steps before the trace begins.", min=1)
-    micro_batch_tokens: int = option(8192, "Tokens of a training pass at most; 0 sets no bound.", min=0)
-    out: str = option(
-        "trace.json.gz",
-        "The file of the trace, which ends in .json or .json.gz.",
-        metavar="PATH",
-        panel="Output",
-    )
-    details: bool = option(False, "Trace every torch operator and CUDA call too.")
-    seed: int = option(0, SEED_HELP, min=0)
+    dtype: DtypeName = option("auto", panel="Model")
+    """Dtype of the weights of engine and trainer."""
+    sequences: int = option(32, min=4)
+    """Sequences drawn at a time, and used per optimizer step."""
+    tokens: int = option(128, min=1)
+    """Tokens per sequence."""
+    prompt_tokens: int = option(32, min=1)
+    """Length of every prompt, in tokens."""
+    seconds: float = option(2.0, min=0.01)
+    """Duration of the trace, in seconds."""
+    warmup_steps: int = option(5, min=1)
+    """Optimizer steps before the trace."""
+    micro_batch_tokens: int = option(8192, min=0)
+    """Maximum number of tokens of a training pass. 0: no bound."""
+    out: str = option("trace.json.gz", metavar="PATH", panel="Output")
+    """File of the trace, ending in .json or .json.gz."""
+    details: bool = option(False)
+    """Trace every torch operator and CUDA call, too."""
+    seed: int = option(0, min=0)
+    """Seed of weights, data and draws."""

@@ -104,7 +104,6 @@ def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
         (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
         (["learning", "--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
         (["learning", "--sequences", "4"], "--sequences must be at least one group of 8, got 4"),
-        (["learning", "--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
         (["learning", "--correction", "decoupled_ppo"], "is for several optimizer steps per batch"),
     ],
 )

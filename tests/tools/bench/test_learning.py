@@ -39,26 +39,14 @@ def test_bench_learning_compares_the_schedules(tmp_path):
     assert printed == written
 
 
-@pytest.mark.slow
-def test_bench_learning_with_lags_compares_corrections(tmp_path):
-    printed, written, [curve] = bench_learning(tmp_path, "--lags", "1", "--corrections", "none")
-    [run] = written["ablation"]
-    assert (run["lag"], run["correction"], run["seed"]) == (1, "none", 0)
-    assert len(curve["points"]) == 3
-    assert written["final_reward"] == {"none": {"1": run["final_reward"]}}
-    assert printed["ablation"] == [run]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
         (["--sequences", "3"], "--sequences must be at least one group of 8, got 3"),
         (["--objective", "hope"], "unknown objective 'hope'"),
-        (["--lags", "1", "--corrections", "none,hope"], "unknown objective 'hope'"),
-        (["--lags", "1", "--corrections", ","], "--corrections must name at least one correction"),
         (["--objective", "decoupled_ppo"], "'decoupled_ppo' is for several optimizer steps per batch"),
-        (["--lags", "x"], "--lags must be one or more numbers such as 1,8,32, got 'x'"),
+        (["--seeds", "x"], "--seeds must be one or more numbers such as 1,8,32, got 'x'"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(arguments, message):
