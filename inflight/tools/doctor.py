@@ -1,4 +1,4 @@
-"""`inflight doctor` says what this machine can do, and what to change."""
+"""`inflight doctor`: the abilities of this machine, with advice."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def print_report(console: Console) -> int:
-    """Print one line per finding; return 1 if something keeps inflight from working, else 0."""
+    """Print one line per finding. Return 1 if a finding keeps inflight from working, else 0."""
     with console.status("looking at this machine"):
         findings = examine()
     styles = {"ok": "green", "note": "yellow", "fail": "red"}

@@ -1,4 +1,4 @@
-"""The environment that a measured number must come with, and the file that it is written to."""
+"""Environment of a measured number, and the file with both."""
 
 import gzip
 import json
@@ -15,11 +15,11 @@ from inflight.core.files import replacing
 from inflight.core.version import __version__
 
 _WIDTH = 110
-"""Characters of a value that stays on one line of a JSON file."""
+"""Maximum number of characters of a value on one line of a JSON file."""
 
 
 def environment() -> dict[str, Any]:
-    """Return command, commit, machine and versions, which a measured number must come with."""
+    """Return command, commit, machine and versions. Every measured number needs them."""
     import torch
 
     program = Path(sys.argv[0]).name
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any], series: list[dict[str, Any]] | None = None) -> None:
-    """Write a measurement and its environment; long series go to NAME-series.json.gz beside it."""
+    """Write a measurement and its environment. Long series are written to NAME-series.json.gz in the same directory."""
     write_json(path, result | {"environment": environment()})
     if series is not None:
         with replacing(path.with_name(f"{path.stem}-series.json.gz")) as partial:
@@ -51,7 +51,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def laid_out(value: Any, indent: int = 0) -> str:
-    """Return JSON with a line for each key, and a line for each item of what is longer than a line."""
+    """Return JSON with one line for each key, and one line for each item of a long value."""
     text = json.dumps(value, ensure_ascii=False)
     is_dict = isinstance(value, dict)
     if indent and (indent > 1 or len(text) <= _WIDTH or not (is_dict or isinstance(value[0], dict))):
@@ -63,8 +63,8 @@ def laid_out(value: Any, indent: int = 0) -> str:
 
 
 def _commit(directory: Path = Path(__file__).parent) -> str | None:
-    """Return the commit of this package's own checkout, with "-dirty" if something other than what benchmarks write was
-    changed. Where there is only a copy, which may lie within another repository, what INFLIGHT_COMMIT says."""
+    """Return the commit of the checkout of this package, with "-dirty" if files other than results of benchmarks have
+    changed. A copy outside a checkout has the commit in INFLIGHT_COMMIT."""
 
     git = partial(subprocess.run, capture_output=True, text=True, cwd=directory, timeout=10)
     written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")
@@ -86,8 +86,8 @@ def _cpu_name() -> str:
 
 
 def mps_runs() -> bool:
-    """Return whether processes here share a GPU by NVIDIA's Multi-Process Service: their kernels run side by side then,
-    and in turn, a slice of time for each, without it."""
+    """Return whether NVIDIA's Multi-Process Service lets processes on this machine share a GPU at the same time.
+    Without it their kernels run alternately, in slices of time."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 

@@ -1,4 +1,4 @@
-"""Replays of journals: `inflight.replay`, and what the command `inflight replay` shows."""
+"""Replays of journals: `inflight.replay` and the command `inflight replay`."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,25 +27,26 @@ _SHOWN_IDS = 64
 
 
 class Replay(RolloutStream):
-    """What a journal holds, as the stream that the trainer had: `groups`, `batches` and `collect` give every group that
-    finished in it, in the order in which they finished. Use it as a context manager, or `close()` it.
+    """Stream of a journal, like the stream of the trainer that wrote it.
 
-    Rewards are no part of a journal: `batches` and `groups` take a score function, and batches come in the same order
-    whatever time it takes. As the trainer's version counts the newest one that drew a token of the groups handed out so
-    far.
+    `groups`, `batches` and `collect` return every finished group in the order of their ends. Use it as a context
+    manager, or call `close()`.
+
+    A journal has no rewards: `batches` and `groups` take a score function, and the order of batches does not depend on
+    its speed. The version of the trainer is the newest version that drew a token of the groups returned so far.
     """
 
     def __init__(self, directory: str | Path, *, model: str | None, keep: Keep | None, skip_damage: bool):
-        """The arguments are those of `replay`."""
+        """Take the arguments of `replay`."""
         self.group_ids: list[int] = []
-        """Ids of the groups that are kept, in the order in which they finished."""
+        """Return ids of the kept groups in the order of their ends."""
         left_out: list[int] = []
 
         def note(group: Group) -> None:
             (self.group_ids if keep is None or keep(group) else left_out).append(group[0].group_id)
 
         self.summary = summarize(JournalReader(directory, skip_damage=skip_damage), note)
-        """What is in the journal."""
+        """Content of the journal."""
         source = ReplaySource(JournalReader(directory, skip_damage=skip_damage), self.summary)
         super().__init__(
             source,
@@ -75,21 +76,20 @@ class Replay(RolloutStream):
 def replay(
     directory: str | Path, *, model: str | None = None, keep: Keep | None = None, skip_damage: bool = False
 ) -> Replay:
-    """Give a trainer what is in a journal, which `launch(…, journal=directory)` wrote: `replay(…).batches(…)` is for
-    what `engine.stream.batches(…)` was.
+    """Replay a journal that `launch(…, journal=directory)` wrote. `replay(…).batches(…)` replaces
+    `engine.stream.batches(…)`.
 
-    model: a directory or a hub id, whose tokenizer makes text of tokens; None: rollouts have no text. keep: a function
-    of a finished group that says whether it is replayed; None: all are. A journal has all that the engine drew, also
-    for evaluation, and does not know what was submitted with `train=False`; metadata can tell. skip_damage: go on
-    behind damaged places, which are told by warnings; StreamGapError is raised once for each, as where a live stream
-    loses frames. Raises JournalError if there is no journal, or a damaged one, and ValueError if the model has no
-    tokenizer.
+    model: a directory or a hub id with a tokenizer; None: rollouts have no text. keep: a function of a finished group
+    that returns whether to replay it; None: all groups. A journal contains all groups, including those of evaluations
+    and of `submit(…, train=False)`; use metadata to separate them. skip_damage: continue after damaged places, with a
+    warning for each; StreamGapError is raised once for each, as in a live stream that loses frames. Raises JournalError
+    for a missing or damaged journal, and ValueError if the model has no tokenizer.
     """
     return Replay(directory, model=model, keep=keep, skip_damage=skip_damage)
 
 
 def report(console: Console, directory: Path, *, num_groups: int = 0, model: str | None = None) -> dict[str, Any]:
-    """Show what is in a journal and its first groups, and return the former for programs. Raises JournalError."""
+    """Print the content of a journal and its first groups, and return the content. Raises JournalError."""
     reader = JournalReader(directory, skip_damage=True)
     num_bytes = sum(path.stat().st_size for path in reader.files)
     with shown_on(console) as progress:
@@ -112,7 +112,7 @@ def report(console: Console, directory: Path, *, num_groups: int = 0, model: str
 
 
 def _tokenizer(model: str | None) -> "PreTrainedTokenizerBase | None":
-    """Raises ValueError if a model that was named has none."""
+    """Return the tokenizer. Raises ValueError if the given model has none."""
     tokenizer = None if model is None else load_tokenizer(model)
     if model is not None and tokenizer is None:
         raise ValueError(f"{model} has no tokenizer that can be loaded; without a model tokens are shown as ids")

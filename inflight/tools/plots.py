@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMOOTHING_STEPS = 10
-"""Optimizer steps over which a smoothed reward is the mean."""
+"""Optimizer steps of the mean that smooths a reward."""
 
 
 def require_matplotlib() -> None:
@@ -27,7 +27,7 @@ def require_matplotlib() -> None:
 
 
 def new_table(title: str, *columns: str, left: str | None = None) -> Table:
-    """Make a table of numbers, which stand on the right, beside the column `left`."""
+    """Make a table. The numbers are aligned to the right, and the column `left` to the left."""
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name == left else "right")
@@ -35,12 +35,12 @@ def new_table(title: str, *columns: str, left: str | None = None) -> Table:
 
 
 def number(value: float | None, form: str, missing: str = "–") -> str:
-    """Format a number that may not be known."""
+    """Format a number that might be missing."""
     return missing if value is None else format(value, form)
 
 
 def smoothed(rewards: Sequence[float]) -> np.ndarray:
-    """Return the mean over the last SMOOTHING_STEPS rewards, or over as many as there are: f64[n]."""
+    """Return the mean over the last SMOOTHING_STEPS rewards, fewer at the start: f64[n]."""
     sums = np.cumsum([0.0, *rewards])
     ends = np.arange(1, len(rewards) + 1)
     begins = np.maximum(0, ends - SMOOTHING_STEPS)
@@ -48,7 +48,7 @@ def smoothed(rewards: Sequence[float]) -> np.ndarray:
 
 
 def new_figure(*titles: str) -> tuple["Figure", list["Axes"]]:
-    """Make a figure with a panel for each title, side by side."""
+    """Make a figure with one panel for each title, next to each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5 * len(titles), 4.5))

@@ -1,4 +1,4 @@
-"""How far something long is: a bar with an estimate on a terminal, a line now and then elsewhere."""
+"""Progress of a long task: a bar with an estimate on a terminal, otherwise a line now and then."""
 
 import time
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ from rich.console import Console
 
 _LINE_EVERY_S = 30.0
 _WHOLE_RUN_S = 1e9
-"""Rich's estimate goes by the speed of the last so many seconds: here by that of the whole run."""
+"""Estimate from the speed of the whole run. The estimate of Rich uses the last seconds alone."""
 
 
 class Progress(Protocol):
-    """Is told what is being done, and which share of it is done, from 0 to 1; None: as much as before."""
+    """Receives the name of the present work and its completed share from 0 to 1. None: the share is unchanged."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
 
 def untold(text: str, share: float | None = None, /) -> None:
-    """Progress that nobody wants to know."""
+    """Ignore the progress."""
 
 
 def part_of(progress: Progress, begin: float, end: float) -> Progress:
-    """Progress of a part, which begins and ends at these shares of the whole."""
+    """Return the progress of a part that begins and ends at these shares of the whole."""
 
     def tell(text: str, share: float | None = None, /) -> None:
         progress(text, None if share is None else begin + share * (end - begin))
@@ -33,13 +33,13 @@ def part_of(progress: Progress, begin: float, end: float) -> Progress:
 
 
 def parts_of(progress: Progress, count: int) -> Iterator[Progress]:
-    """Progress of parts that take as long as each other, one after another."""
+    """Yield the progress of each of `count` parts of equal duration, one after another."""
     return (part_of(progress, part / count, (part + 1) / count) for part in range(count))
 
 
 @contextmanager
 def shown_on(console: Console) -> Iterator[Progress]:
-    """Yield what is to be told how far something is. On a terminal nothing of it stays at the end."""
+    """Yield a Progress that is shown on the console. On a terminal the bar disappears at the end."""
     if not console.is_terminal:
         yield _lines_on(console)
         return
@@ -63,7 +63,7 @@ def shown_on(console: Console) -> Iterator[Progress]:
 
 
 def _lines_on(console: Console) -> Progress:
-    """For logs."""
+    """Return a Progress that prints lines for a log."""
     printed_s = time.monotonic()
 
     def tell(text: str, share: float | None = None, /) -> None:

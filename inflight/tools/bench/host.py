@@ -1,8 +1,8 @@
-"""`inflight bench host`: what a decoding pass costs the host, with the device stubbed.
+"""`inflight bench host`: host time of a decoding pass, with a device that computes nothing.
 
-The engine is the real one, set up as on a GPU: one pass ahead, with FlashInfer and CUDA graphs. What the device would
-compute, and FlashInfer's planner, cost next to nothing (`stubbed_device.py`), so that what is left is our own Python:
-which rows take part, what the kernels are told, what is drawn by whom, who ends, and the frame.
+The real engine runs as on a GPU: one pass ahead, with FlashInfer and CUDA graphs. The computation of the device and the
+planner of FlashInfer are replaced (`stubbed_device.py`). The remaining time belongs to our Python code: choosing rows,
+filling the inputs of kernels, reading the drawn tokens, ending sequences, and building the frame.
 """
 
 import random
@@ -29,15 +29,15 @@ from inflight.tools.progress import Progress, untold
 PARTS = ("swap", "schedule", "build batch", "forward", "sample", "collect", "emit", "encode")
 """Parts of a step in the order in which they run."""
 WARM_UP_STEPS = 20
-"""Decoding passes that are not timed."""
+"""Number of decoding passes before the timed ones."""
 
 
 def measure(settings: HostOptions, progress: Progress = untold) -> dict[str, Any]:
-    """Time steps in which every sequence draws one token, and none joins or leaves; with `backlog`, all steps, while
-    groups of 8 end at different lengths and others take their places.
+    """Time steps in which every sequence draws one token and no sequence starts or ends. With `backlog`, time all
+    steps, while groups of 8 end at different lengths and others replace them.
 
-    host_ms is wall time from `step()` to the encoded frame, cpu_ms the CPU time of its thread; parts_ms says where it
-    goes, in the median. `host_ms` of the result is that of the largest number of sequences.
+    host_ms is the wall time from `step()` to the encoded frame, cpu_ms the CPU time of its thread, and parts_ms the
+    median time of each part. `host_ms` of the result belongs to the largest number of sequences.
     """
     points, sizes = [], sorted(set(settings.sequences))
     for done, sequences in enumerate(sizes):
@@ -54,7 +54,7 @@ def measure(settings: HostOptions, progress: Progress = untold) -> dict[str, Any
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Show a row for each number of sequences, with what each part takes."""
+    """Show a row for each number of sequences, with the time of each part."""
     kind = "all passes of a backlog" if result["backlog"] else "decoding passes"
     title = f"Host time of {kind}, median of {result['steps']}, in ms"
     shown = new_table(title, "sequences", "p50", "p99", "CPU p50", *PARTS)
@@ -82,7 +82,7 @@ def _measure_point(settings: HostOptions, sequences: int) -> dict[str, Any]:
 
     def prompt() -> Prompt:
         ids = [draw.randrange(engine.vocab_size) for _ in range(draw.randint(least, most))]
-        if settings.backlog:  # a sample may end after any token, as by an end-of-sequence id
+        if settings.backlog:  # a sample can end after any token, as with an end-of-sequence id
             return Prompt(ids, SamplingParams(n=8, max_tokens=draws_at_most, seed=draw.getrandbits(32)))
         return Prompt(ids, SamplingParams(max_tokens=draws_at_most, seed=draw.getrandbits(32)))
 
@@ -118,8 +118,8 @@ def _measure_point(settings: HostOptions, sequences: int) -> dict[str, Any]:
 
 
 class _Steps:
-    """Times steps of an engine, and if asked their parts, of which none counts what another one within it does. (Parts
-    are timed in steps of their own, as that takes time.)"""
+    """Times steps of an engine, and on request their parts. The time of a nested part is subtracted from its outer
+    part. Parts are timed in additional steps, because timing them takes time."""
 
     def __init__(self, engine: Engine, *, by_parts: bool):
         self._engine = engine
@@ -142,7 +142,7 @@ class _Steps:
             setattr(owner, name, self._timed(part, getattr(owner, name)))
 
     def step(self) -> Any:
-        """One step and its encoded frame. Returns the frame."""
+        """Run one step, encode its frame, and return the frame."""
         self._spent_ns = dict.fromkeys(PARTS, 0)
         began_cpu_ns, began_ns = time.thread_time_ns(), time.perf_counter_ns()
         frame = self._engine.step()
@@ -158,7 +158,7 @@ class _Steps:
         return frame
 
     def forget(self) -> None:
-        """The last step counts for nothing."""
+        """Ignore the last step."""
         for series in (self.wall_ms, self.cpu_ms, *self.parts_ms.values()):
             series.pop()
 

@@ -1,7 +1,8 @@
-"""`inflight bench loss`: log-probabilities straight from hidden states against those from logits, forward and backward.
+"""`inflight bench loss`: log-probabilities from hidden states, compared with log-probabilities from logits, forward and
+backward.
 
-Ours is `linear_logprobs`. The naive way multiplies, divides by the temperature, takes log_softmax over all logits and
-picks the tokens; with sampling masks it masks the other logits. The loss is −mean of the log-probabilities.
+Our function is `linear_logprobs`. The naive way multiplies, divides by the temperature, computes log_softmax over all
+logits, and picks the tokens; with sampling masks it masks the other logits. The loss is −mean of the log-probabilities.
 """
 
 import multiprocessing
@@ -25,9 +26,9 @@ from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 
 REFERENCE_ROWS = 256
-"""Rows whose logits exist in float64 at a time."""
+"""Number of rows with logits in float64 at a time."""
 PEER_ROWS = 1024
-"""Rows of a piece of the compiled peer."""
+"""Number of rows in a piece of the compiled peer."""
 MATMULS = 20
 MIB = 1 << 20
 
@@ -48,17 +49,19 @@ _Variant = Callable[[_Problem], torch.Tensor]
 
 
 def measure(settings: LossOptions, progress: Progress = untold) -> dict[str, Any]:
-    """Time, memory and error of ours, time and memory of the naive way.
+    """Measure time, memory and error of our function, and time and memory of the naive way.
 
-    max_abs_err, grad_max_abs_err: of log-probabilities and of the gradients of hidden and weight, against float64.
-    time_ratio: naive / ours, median over `pairs` of alternated runs. peak_mb, naive_peak_mb: MiB above the inputs and
-    two gradients; on a CPU the peak of the resident memory of a fresh process (memory_by: "resident"), which has what
-    libraries allocate in it too, on a GPU that of PyTorch's allocator ("allocator"). On a GPU and without sampling
-    masks matmul_tflops is the rate of the product of hidden and weight alone in the same dtype, tflops that of ours,
-    counting 6 · tokens · hidden · vocab operations, and matmul_share their ratio (ours multiplies once more in
-    backward, which counts for nothing); peer_ms has Liger's kernels at temperature 1, since they take one for all rows,
-    that for log-probabilities ("liger"), which on Hopper needs CuTe DSL, and that for the mean cross entropy, which
-    multiplies only once, and a compiled version in pieces of 1,024 rows, or None with the reason in peer_errors.
+    max_abs_err, grad_max_abs_err: errors of log-probabilities, and of the gradients of hidden and weight, against
+    float64. time_ratio: naive / ours, median over `pairs` of alternated runs. peak_mb, naive_peak_mb: MiB above the
+    inputs and two gradients. memory_by names the source: on a CPU the peak of the resident memory of a fresh process
+    ("resident"), including allocations of libraries; on a GPU PyTorch's allocator ("allocator").
+
+    On a GPU and without sampling masks: matmul_tflops is the rate of the product of hidden and weight alone in the same
+    dtype, tflops is our rate for 6 · tokens · hidden · vocab operations, and matmul_share is their ratio. The
+    additional product in our backward is not counted. peer_ms has times of Liger's kernels at temperature 1, because
+    they take one temperature for all rows: the kernel for log-probabilities ("liger"), which needs CuTe DSL on Hopper,
+    and the kernel for the mean cross entropy, which multiplies only once. It also has a compiled version in pieces of
+    1,024 rows. A missing time is None, and peer_errors has the reason.
     """
     if settings.sampling_mask > settings.vocab:
         raise ValueError(f"--sampling-mask {settings.sampling_mask} is more than the vocabulary of {settings.vocab}")
@@ -135,8 +138,8 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _make_problem(settings: LossOptions, device: torch.device, dtype: torch.dtype) -> _Problem:
-    """Logits of about unit variance, and a temperature for each row. Drawn where they are needed: on a CPU half a
-    billion weights take longer than all that is measured."""
+    """Return logits of about unit variance, and a temperature for each row. They are drawn on the device: on a CPU half
+    a billion weights take longer than the whole measurement."""
     generator = torch.Generator(device).manual_seed(settings.seed)
     on: dict[str, Any] = {"generator": generator, "device": device}
     rows, width, vocabulary = settings.tokens, settings.hidden, settings.vocab
@@ -180,7 +183,7 @@ def _liger(problem: _Problem) -> torch.Tensor:
 
 
 def _liger_cross_entropy(problem: _Problem) -> torch.Tensor:
-    """Its loss is the mean, whose gradient it computes in forward."""
+    """Liger loss of the mean. Its forward pass computes the gradient."""
     from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
         LigerFusedLinearCrossEntropyFunction,
     )
@@ -232,7 +235,7 @@ def _matmul_tflops(problem: _Problem) -> float:
 
 
 def _errors(problem: _Problem) -> tuple[float, float]:
-    """The largest differences from float64, of log-probabilities and of gradients."""
+    """Return the largest differences from float64, in log-probabilities and in gradients."""
     logprobs_N = _ours(problem)
     grads = torch.autograd.grad(-logprobs_N.mean(), problem.leaves())
     logprobs_N = logprobs_N.detach()
@@ -271,7 +274,7 @@ def _peak_mib(settings: LossOptions, dtype: str, problem: _Problem, name: str) -
 
 
 def _resident_peak_mib(settings: LossOptions, dtype: str, name: str, num_threads: int) -> float:
-    """In a process that has done nothing else, but for a small problem that loads what libraries load once."""
+    """Measure in a fresh process. A small problem first loads the libraries."""
     torch.set_num_threads(num_threads)
     small = replace(settings, tokens=32, hidden=32, vocab=64, sampling_mask=min(settings.sampling_mask, 8))
     _step(VARIANTS[name], _make_problem(small, torch.device("cpu"), getattr(torch, dtype)))
@@ -289,7 +292,7 @@ def _status_bytes(name: str) -> int:
 def _measure_peers(
     peers: dict[str, _Variant], problem: _Problem, runs: int, progress: Progress
 ) -> tuple[dict[str, float | None], dict[str, str]]:
-    """(milliseconds by peer, or None; why a peer did not run)."""
+    """Return milliseconds by peer, or None, and the reason for each missing peer."""
     times_ms: dict[str, float | None] = {}
     failures: dict[str, str] = {}
     for name, peer in peers.items():
@@ -297,6 +300,6 @@ def _measure_peers(
         try:
             _timed_ms(partial(_step, peer), problem)  # not counted: compiles
             times_ms[name] = median(_timed_ms(partial(_step, peer), problem) for _ in range(runs))
-        except Exception as error:  # a peer that is missing or does not take this shape is no reason to stop
+        except Exception as error:  # a missing peer, or one without support for this shape, does not stop the benchmark
             times_ms[name], failures[name] = None, f"{type(error).__name__}: {error}"[:500]
     return times_ms, failures

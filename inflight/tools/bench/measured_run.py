@@ -1,4 +1,4 @@
-"""A training run that a benchmark measures."""
+"""Measured training run."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LAG_POINTS = ("p50", "max")
 
 @contextmanager
 def measured(engine: LaunchedEngine) -> "Iterator[MeasuredRun]":
-    """What happens from now on, until the end of the block."""
+    """Measure the engine until the end of the block."""
     run = MeasuredRun(engine)
     engine.staleness.listener = run
     start_adding_up()
@@ -30,7 +30,7 @@ def measured(engine: LaunchedEngine) -> "Iterator[MeasuredRun]":
 
 
 class MeasuredRun(StalenessListener):
-    """Keeps every value that a run measured, step by step and swap by swap."""
+    """Keeps every value of a run, step by step and swap by swap."""
 
     def __init__(self, engine: LaunchedEngine):
         self._engine, self._before = engine, engine.status()
@@ -39,7 +39,7 @@ class MeasuredRun(StalenessListener):
         self._spans: Counter[str] = Counter()
 
     def step(self, report: StepReport) -> None:
-        """An optimizer step was taken."""
+        """Record an optimizer step."""
         self._times_s.append(report.finished_ns / 1e9)
         self._tokens.append(float(self._engine.stream.num_tokens))
         self._spans.update(added_up())
@@ -52,7 +52,7 @@ class MeasuredRun(StalenessListener):
         self._measures["stall_ms"].append(stall_ms)
 
     def result(self) -> dict[str, Any]:
-        """What `inflight.tools.bench.staleness.measure` says of it."""
+        """Return the result of `inflight.tools.bench.staleness.measure`."""
         status, seconds = self._engine.status(), self._times_s[-1] - self._times_s[0]
         summary = {name: percentiles(joined(values)) for name, values in self._measures.items()}
         summary["version_lag"] = {name: value for name, value in summary["version_lag"].items() if name in LAG_POINTS}
@@ -69,7 +69,7 @@ class MeasuredRun(StalenessListener):
         }
 
     def _trainer_s(self, seconds: float) -> dict[str, float]:
-        """The wait for the copy lies within the optimizer's step."""
+        """Return the seconds of the trainer by activity. The optimizer's step includes the wait for the copy."""
         copy, rollouts = self._spans["wait for the publish copy"], self._spans["wait for rollouts"]
         trains = sum(self._spans[name] for name in ("forward", "backward", "optimizer step")) - copy
         others = max(0.0, seconds - trains - copy - rollouts)

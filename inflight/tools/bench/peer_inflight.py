@@ -1,5 +1,5 @@
-"""Our engine as a worker of `inflight bench throughput`: our own loop in this process, and vLLM's in an engine's
-process, from which this one receives the stream."""
+"""Our engine as a worker of `inflight bench throughput`: our loop in this process, or vLLM in an engine process with a
+stream to this process."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ NUM_COPIES = 20
 _TIMEOUT_MS = 60_000
 
 Draw = Callable[[list[Prompt]], Iterator[TokenFrame]]
-"""Submits prompts and yields the frames of all passes until they have ended."""
+"""Submits prompts and yields the frames of all passes until all prompts have ended."""
 
 
 def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
@@ -86,8 +86,7 @@ def load(setup: Setup, backend: str) -> tuple[Hello, Generate]:
 
 
 def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
-    """Our own loop, step by step. Returns what is measured, how to draw, and the process of the engine, if it is
-    another one."""
+    """Prepare our loop. Returns a description, a function that draws, and the id of another engine process, or None."""
     engine = make_backend(options)
     gc.collect()
     gc.freeze()  # as the engine's own process does
@@ -103,14 +102,14 @@ def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
 
 
 def _on_stream(options: EngineOptions) -> tuple[str, Draw, int | None]:
-    """An engine's process of its own, from `submit` to the stream. Returns what `_in_process` does."""
+    """Prepare an engine process, from `submit` to the stream. Returns the same values as `_in_process`."""
     launcher = EngineLauncher(options)
     draw = partial(drawn_frames, launcher, StreamReader(launcher.welcome.stream_endpoint))
     return f"submit() to the stream, backend {options.backend}", draw, launcher.pid
 
 
 def drawn_frames(launcher: EngineLauncher, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
-    """Submit prompts of one sample each, and yield the frames of all passes until they have ended."""
+    """Submit prompts of one sample each, and yield the frames of all passes until all have ended."""
     launcher.client.call("submit", {"prompts": prompts}, list[int])
     num_finished = 0
     while num_finished < len(prompts):
@@ -123,7 +122,7 @@ def drawn_frames(launcher: EngineLauncher, reader: StreamReader, prompts: list[P
 
 
 def _cpu_s(pid: int | None) -> float:
-    """Return the CPU seconds of a process and of those that it has waited for; 0 without one."""
+    """Return the CPU seconds of a process and of its ended children; 0 without a process."""
     if pid is None:
         return 0.0
     with open(f"/proc/{pid}/stat") as file:

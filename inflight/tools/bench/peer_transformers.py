@@ -1,6 +1,6 @@
 """Transformers as a worker of `inflight bench throughput`.
 
-On a CPU `generate` over one padded batch, which is faster there; on a GPU its continuous batching.
+On a CPU it runs `generate` over one padded batch, because that is faster there. On a GPU it runs continuous batching.
 """
 
 import importlib.metadata
@@ -14,7 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from inflight.tools.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
 GPU_MEMORY_SHARE = 0.5
-"""The share of the memory left free by the other workers that the KV cache of continuous batching takes."""
+"""Share of the free memory for the KV cache of continuous batching."""
 
 
 def load(setup: Setup) -> tuple[Hello, Generate]:
@@ -41,8 +41,7 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
     @torch.inference_mode()
     def generate(job: Job) -> Run:
-        """Draw for all sequences; every one runs as long as the longest one; what is beyond its own length does not
-        count."""
+        """Draw for all sequences. Each runs as long as the longest one. Tokens beyond its own length do not count."""
         requests = random_requests(job, setup.vocab_size)
         lengths = torch.tensor([tokens for _, tokens in requests])
         widest = max(len(ids) for ids, _ in requests)
@@ -97,14 +96,14 @@ def load(setup: Setup) -> tuple[Hello, Generate]:
 
 
 class _DrawnLogprobs(LogitsProcessor):
-    """Keeps the log-probability of each drawn token; the alternative, `output_scores`, keeps whole vocabularies.
+    """Keeps the log-probability of each drawn token. The alternative, `output_scores`, keeps whole vocabularies.
 
-    A step's draw shows up as the last input of the step after it.
+    The token drawn in a step is the last input of the next step.
     """
 
     def __init__(self) -> None:
         self.logprobs: list[torch.Tensor] = []
-        """One float32[sequences] per step."""
+        """Return one float32[sequences] per step."""
         self._scores: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,5 +1,5 @@
-"""vLLM as a worker of `inflight bench throughput`, and of `inflight bench swap`: pause and keep, load, resume. Runs in
-the interpreter of `make peers`."""
+"""vLLM as a worker of `inflight bench throughput` and of `inflight bench swap` (pause and keep, load, resume). It runs
+in the interpreter of `make peers`."""
 
 import asyncio
 import importlib.metadata
@@ -13,7 +13,7 @@ from inflight.tools.bench.peer_worker import Generate, Hello, Job, Run, Setup, r
 
 LEAST_KV_CACHE_BYTES = 2 << 30
 PAUSE_BETWEEN_S = 0.3
-"""Seconds between two pauses, in which sequences go on."""
+"""Seconds between two pauses. Sequences continue in this time."""
 
 
 def load(setup: Setup) -> tuple[Hello, Generate]:
@@ -95,7 +95,7 @@ def load_swap(setup: Setup) -> tuple[Hello, Generate]:
 
 
 def engine_arguments(setup: Setup) -> dict[str, Any]:
-    """Return the arguments that vLLM is started with. Raises RuntimeError if it runs on another device."""
+    """Return the arguments of vLLM. Raises RuntimeError if vLLM runs on another device."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     if current_platform.device_type != setup.device:
@@ -116,7 +116,7 @@ def engine_arguments(setup: Setup) -> dict[str, Any]:
 
 
 def sampling_params(tokens: int) -> Any:
-    """Draw at temperature 1 from all tokens, and return the log-probability of the token drawn alone."""
+    """Draw at temperature 1 from all tokens, and return only the log-probability of the drawn token."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -128,7 +128,7 @@ def drawn_logprobs(sample: Any) -> list[float]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of vLLM, under the name of its distribution, and of what it runs on."""
+    """Return the versions of vLLM, under the name of its distribution, and of its main dependencies."""
     vllm = importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
     return {name: importlib.metadata.version(name) for name in (vllm, "torch", "transformers")}
 

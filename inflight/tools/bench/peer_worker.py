@@ -1,7 +1,7 @@
-"""The worker's side of `inflight bench throughput`: a process that generates on request, JSON lines in and out.
+"""Worker side of `inflight bench throughput`: a process that generates on request, with JSON lines as input and output.
 
-Every side of the comparison is such a process, ours too. This module runs in the peer's interpreter as well, which has
-none of our packages, hence it needs only the standard library.
+Every engine of the comparison is such a process. This module also runs in the peer's interpreter, without our packages.
+Hence it needs only the standard library.
 """
 
 import json
@@ -16,10 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Says what a worker loads; as JSON it is the first argument of its command line, before the side's name."""
+    """Model and limits of a worker. As JSON it is the first argument of the command line, before the name of the
+    engine."""
 
     model: str
-    """A directory or a hub id; the same weights for every worker."""
+    """Directory or hub id; the same weights for every worker."""
     device: str
     """Either cpu or cuda."""
     dtype: str
@@ -28,10 +29,10 @@ class Setup:
     max_context: int
     kv_bytes_per_token: int
     threads: int
-    """CPU threads; 0 leaves torch's own choice."""
+    """CPU threads; 0: the default of torch."""
     seed: int
     shared_prompts: bool = False
-    """Several sequences have one prompt, so that a cache of prefixes pays."""
+    """Several sequences share a prompt, so that a prefix cache saves work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,48 +45,47 @@ class Job:
     prompt_tokens: tuple[int, int]
     seed: int
     group: int = 1
-    """So many sequences have one prompt. More than one: others wait while the first ones are drawn."""
+    """Number of sequences with the same prompt. Above 1, other sequences wait in the queue."""
     publishes: int = 0
-    """How often new weights are loaded meanwhile (`inflight bench swap`)."""
+    """Number of weight updates during the job (`inflight bench swap`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A worker's first line, which says that it is ready."""
+    """First line of a worker. It is ready."""
 
     mode: str
-    """The way to generate that is measured, of those that the library has."""
+    """Measured way to generate, if the library has several."""
     threads: int
     versions: dict[str, str]
     copy_gb_s: float | None = None
-    """Bytes read and written per second by a device copy, in GB/s; only ours measures it, and only on a GPU."""
+    """Bytes read and written per second by a device copy, in GB/s. Only our worker measures it, and only on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A worker's answer to a job."""
+    """Response of a worker to a job."""
 
     seconds: float
     """Seconds from submitting the prompts to the last token."""
     tokens: int
     logprob_mean: float
-    """The mean of the log-probabilities that were recorded when the tokens were drawn."""
+    """Mean of the log-probabilities recorded with the draws."""
     detail: dict[str, float] = field(default_factory=dict)
-    """A swap has `stall_p50_ms` and `stall_p99_ms`. Throughput has what only our own engine tells: `step_ms` (median of
-    the steps that drew for every sequence), `prefill_s`, and over those steps the means `decode_step_s` and
-    `context_tokens` (of all sequences together)."""
+    """Details. A swap has `stall_p50_ms` and `stall_p99_ms`. Throughput of our own engine has `step_ms` (median of the
+    steps that drew for every sequence), `prefill_s`, and means over those steps: `decode_step_s` and `context_tokens`
+    (of all sequences together)."""
     cpu_s: float = 0.0
-    """CPU time that the process used for the job, over all its threads, and the process of its engine where that is
-    another one."""
+    """CPU time of the job over all threads, including a separate engine process."""
     idle_cpu: float = 0.0
-    """The share of a core that it used between its last answer and this job."""
+    """Used share of a core between the previous response and this job."""
 
 
 Generate = Callable[[Job], Run]
 
 
 def random_requests(job: Job, vocab_size: int) -> list[tuple[list[int], int]]:
-    """Return the job's prompts as token ids, and how many tokens are drawn after each; all workers get the same."""
+    """Return the prompts of a job as token ids, each with its number of tokens to draw. All workers get the same."""
     draw = random.Random(job.seed)
     lengths = [(draw.randint(*job.prompt_tokens), draw.randint(*job.tokens)) for _ in range(job.sequences)]
     prompts = [[draw.randrange(vocab_size) for _ in range(length)] for length, _ in lengths[:: job.group]]
@@ -93,9 +93,9 @@ def random_requests(job: Job, vocab_size: int) -> list[tuple[list[int], int]]:
 
 
 def serve(load: Callable[[Setup], tuple[Hello, Generate]]) -> None:
-    """Load, say hello, then answer a job per line until standard input ends.
+    """Load the model, print the first line, then run one job per line until standard input ends.
 
-    Standard output belongs to the answers alone: whatever a library prints goes to standard error.
+    Standard output has only the responses: output of libraries is redirected to standard error.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

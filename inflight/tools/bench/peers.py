@@ -1,4 +1,4 @@
-"""The sides of `inflight bench throughput`, each a process of its own that answers one job at a time."""
+"""Processes of `inflight bench throughput`, one for each engine. Each runs one job at a time."""
 
 import contextlib
 import json
@@ -31,9 +31,9 @@ _NUM_LOG_LINES = 15
 
 
 class Worker:
-    """A process that holds one side's engine: "inflight", "inflight_vllm", "transformers", "vllm" or "vllm_swap".
+    """Process of one engine: "inflight", "inflight_vllm", "transformers", "vllm" or "vllm_swap".
 
-    `directory` gets its log. Raises InflightError if there is no interpreter for it, if it does not start or if it ends
+    `directory` gets its log. Raises InflightError if its interpreter is missing, if it does not start, or if it ends
     early.
     """
 
@@ -55,7 +55,7 @@ class Worker:
         self._task = "starting"
 
     def wait_until_ready(self) -> Hello:
-        """Return what the worker says of itself once its model is loaded."""
+        """Return the first line of the worker, sent when its model is loaded."""
         self.hello = self.hello or Hello(**self._answer())
         return self.hello
 
@@ -63,7 +63,7 @@ class Worker:
         self.wait_until_ready()
         self._task = f"drawing for {job.sequences} sequences"
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: _answer() says how
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, and _answer() raises the reason
             self._process.stdin.write(json.dumps(asdict(job)) + "\n")
             self._process.stdin.flush()
         run = Run(**self._answer())
@@ -76,7 +76,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the worker by the end of its input, or kill it if it does not listen."""
+        """End the worker by closing its input, or kill it after a timeout."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -102,8 +102,8 @@ class Worker:
 def make_setup(
     settings: SwapOptions | ThroughputOptions, sequences: int, context: int, *, threads: int, directory: Path | None
 ) -> Setup:
-    """Return what all sides load. A built-in shape is saved to `directory`, where there is one, so that all have the
-    same weights."""
+    """Return the model and limits of all workers. A built-in shape is saved to `directory`, if there is one, so that
+    all have the same weights."""
     config = load_config(settings.model)
     dtype, device = engine_dtype(settings, config), resolve_device(settings.device).type
     path = Path(settings.model)
@@ -115,7 +115,7 @@ def make_setup(
         with file_errors(FileWriteError, f"cannot write to {path}"):
             model.save_pretrained(path)
         if device == "cuda":
-            torch.cuda.empty_cache()  # the workers measure what is free
+            torch.cuda.empty_cache()  # the workers measure the free memory
     text = config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -133,24 +133,24 @@ def make_setup(
 
 
 def engine_dtype(settings: EngineChoice, config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype that our engine takes, since "auto" means something else to the peers."""
+    """Return the dtype of our engine, because "auto" has another meaning in the peers."""
     dtype = resolve_dtype(settings.dtype, model=settings.model, device=resolve_device(settings.device))
     return dtype or getattr(torch, str(config.dtype or "float32").removeprefix("torch."))
 
 
 def runs_vllm(name: str) -> bool:
-    """Whether a side needs vLLM: as a peer, or as the backend of our own engine."""
+    """Return whether a worker needs vLLM: as a peer, or as the backend of our engine."""
     return name.startswith("vllm") or name == OURS_ON_VLLM
 
 
 def interpreter(name: str) -> str:
-    """Return the Python that runs this side: our own, or for vLLM that of `make peers`. Where the folder PEERS_PATH
-    holds vLLM for our own Python, that one. Raises InflightError."""
+    """Return the Python of a worker: the running one, or for vLLM the one of `make peers`. If the folder PEERS_PATH
+    contains vLLM for the running Python, that Python is used. Raises InflightError."""
     if not runs_vllm(name):
         return sys.executable
     if path := os.environ.get("PEERS_PATH"):
         if not Path(path, "vllm").is_dir():
-            raise InflightError(f"PEERS_PATH is {path}, where there is no folder vllm")
+            raise InflightError(f"PEERS_PATH is {path}, and it has no folder vllm")
         return sys.executable
     python = Path(os.environ.get("PEERS_PYTHON") or _PACKAGE.parent / ".venv-peers" / "bin" / "python")
     finds_vllm = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -167,13 +167,12 @@ def interpreter(name: str) -> str:
 
 
 def vllm_python(backend: str) -> str:
-    """Return `EngineOptions.backend_python` for a backend: the interpreter that has vLLM. Raises InflightError."""
+    """Return `EngineOptions.backend_python` for a backend: the interpreter with vLLM. Raises InflightError."""
     return interpreter("vllm") if backend == "vllm" else ""
 
 
 def _environment(name: str, setup: Setup, directory: Path) -> dict[str, str]:
-    """Return our environment variables, with a path on which the worker finds this package but not what lies beside
-    it."""
+    """Return the environment variables of a worker, with a path to this package alone."""
     packages = directory / "packages"
     packages.mkdir(exist_ok=True)
     for package in (_PACKAGE, _KERNELS):

@@ -1,4 +1,4 @@
-"""`inflight bench staleness --target URL`: what clients and a trainer feel of updates of a server, whoever wrote it."""
+"""`inflight bench staleness --target URL`: the effect of weight updates of a server on its clients and its trainer."""
 
 import asyncio
 import time
@@ -18,16 +18,17 @@ from inflight.tools.progress import Progress, untold
 
 _START_S, _POLL_S = 600.0, 0.5
 _ANSWER_S = 120.0
-"""A server that says nothing for so long has failed."""
+"""Maximum time without a response of the server, in seconds."""
 _AGAIN_S = 0.02
-"""After a request that was refused the next one waits so long."""
+"""Time between a refused request and the next one, in seconds."""
 
 
 def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str, Any]:
-    """Draw with `sequences` requests at a time while new weights come every `interval_ms`, `steps` times.
+    """Draw with `sequences` requests at a time, while the trainer publishes new weights every `interval_ms`, `steps`
+    times.
 
-    The server must serve the truth-teller in `settings.weights`, which is written if it is not there. Raises
-    TargetError if it does not, refuses an update, or says nothing for two minutes.
+    The server must serve the truth-teller in `settings.weights`. The model is written if it is missing. Raises
+    TargetError if the server serves another model, refuses an update, or sends nothing for two minutes.
     """
     assert settings.target is not None
     directory = Path(settings.weights).absolute()
@@ -89,7 +90,7 @@ class _Run:
         self.seen = ServedTokens(exact=settings.dtype == "float32")
 
     async def check_weights(self, directory: Path) -> None:
-        """See that the server draws by version 0 of this truth-teller, which it may have left behind."""
+        """Check that the server draws by version 0 of this truth-teller."""
         await asyncio.to_thread(self._write, 0)
         await self._target.update(self._copies[0], 0)
         answer = Answer()
@@ -108,7 +109,7 @@ class _Run:
         try:
             done, _ = await asyncio.wait([trainer, *clients], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # a client ends by what it raises alone
+                task.result()  # a client ends only with an error
         finally:
             for task in (trainer, *clients):
                 task.cancel()

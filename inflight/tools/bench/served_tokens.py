@@ -1,7 +1,7 @@
-"""What a client saw of a server that draws by a truth-teller while its weights are updated, and the measures of it.
+"""Responses of a server during weight updates, and measures of them.
 
-The tokens say which weights drew them (`truth_teller`), so that the measures need nothing from the server. Times are
-this process's: a token counts as drawn when it arrived here.
+The tokens reveal the version of their weights (`truth_teller`), so that the measures do not depend on reports of the
+server. Times are times of this process: a token is drawn when it arrives here.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ class Piece:
 
 @dataclass(slots=True)
 class Answer:
-    """One request, as far as it got."""
+    """Response to one request so far."""
 
     pieces: list[Piece] = field(default_factory=list)
     labels: list[str | None] | None = None
-    """The version of each token, as the server says; None where it does not."""
+    """Version of each token as reported by the server, or None."""
     finish_reason: str = ""
-    """As the server says; "error" if the answer broke off, "" as long as it goes on."""
+    """Reason reported by the server; "error" if the response broke off, "" while it continues."""
 
     @property
     def ended_by_itself(self) -> bool:
-        """Whether it stopped or reached its maximum length."""
+        """Return whether the response stopped or reached its maximum length."""
         return self.finish_reason in _ENDED_BY_ITSELF
 
     @property
@@ -56,7 +56,7 @@ class Answer:
 
     @property
     def times_ns(self) -> np.ndarray:
-        """i64[T], when each token arrived."""
+        """i64[T]: arrival time of each token."""
         return np.array([piece.time_ns for piece in self.pieces for _ in piece.token_ids], np.int64)
 
 
@@ -66,29 +66,29 @@ class Update:
 
     version: int
     called_ns: int
-    """When it was told of them."""
+    """Time of the call."""
     answered_ns: int
-    """When it had answered all that an update takes."""
+    """Time of the last response of the update."""
 
 
 class ServedTokens:
     """Collects answers, updates and optimizer steps, and measures them."""
 
     def __init__(self, *, exact: bool) -> None:
-        """exact: the server's logits are float32."""
+        """exact: logits of the server are float32."""
         self._exact = exact
         self._meter = StalenessMeter()
         self._ages: list[TokenStaleness] = []
         self.answers: list[Answer] = []
         self.updates: list[Update] = []
-        """Those that have been answered."""
+        """Return the finished updates."""
 
     def called(self, version: int, called_ns: int) -> None:
-        """An update to this version begins."""
+        """Record the call of an update to this version."""
         self._meter.published(version, called_ns)
 
     def consumed(self, answers: Sequence[Answer], *, time_ns: int, trainer_version: int) -> None:
-        """An optimizer step takes the tokens of these answers."""
+        """Record an optimizer step that uses the tokens of these responses."""
         tokens = [answer.token_ids for answer in answers]
         versions = versions_of(np.concatenate(tokens)) if tokens else np.zeros(0, np.int64)
         known = (versions >= 0) & (versions <= trainer_version)
@@ -100,15 +100,14 @@ class ServedTokens:
             self._ages.append(ages)
 
     def result(self) -> dict[str, Any]:
-        """The measures. Each {p50, p90, p99, max} is in milliseconds, and empty where nothing was seen:
+        """Return the measures. Each {p50, p90, p99, max} is in milliseconds, or empty without values.
 
-        swap_ms: an update is called → the first token drawn by its weights, or by newer ones. update_ms: it is called →
-        it is answered. stall_ms: the longest silence of all requests together between these moments, less the median
-        silence between updates. gap_ms, gap_across_ms: the time between two tokens of a request of one version, and of
-        two. weight_lag_ms, policy_age_ms, token_age_ms, version_lag: as everywhere (`StalenessMeter`).
-        Counts: of requests that the server ended before their time, of tokens in them, which were thrown away, of
-        tokens of torn weights, of those that the server attributes to another version than the one that drew them, and
-        of those whose log-probability belongs to another one or to none. And what `spread` says of the measures.
+        swap_ms: call of an update → first token drawn by its weights, or by newer ones. update_ms: call → response.
+        stall_ms: the longest silence of all requests together between these moments, minus the median silence between
+        updates. gap_ms, gap_across_ms: time between two tokens of a request, of one version and of two. weight_lag_ms,
+        policy_age_ms, token_age_ms, version_lag: see `StalenessMeter`. Counts: requests aborted by the server, their
+        discarded tokens, tokens of torn weights, tokens that the server attributes to a wrong version, and tokens with
+        a log-probability of another version or of none. `spread` adds the distributions.
         """
         meter = self._meter.summary()
         aborted = [answer for answer in self.answers if answer.finish_reason and not answer.ended_by_itself]
@@ -141,12 +140,12 @@ class ServedTokens:
         }
 
     def _swaps_ms(self, times: np.ndarray, drawn_by: np.ndarray) -> list[float]:
-        """times, drawn_by: i64[n], when each token came and the version that drew it."""
+        """times, drawn_by: i64[n], arrival time and version of each token."""
         firsts = ((update, times[drawn_by >= update.version]) for update in self.updates)
         return [(int(later.min()) - update.called_ns) / NS_PER_MS for update, later in firsts if len(later)]
 
     def _stalls_ms(self, arrivals: np.ndarray) -> list[float]:
-        """arrivals: i64[n], the moments at which any token came, in order."""
+        """arrivals: i64[n], arrival times of all tokens, in order."""
         if len(arrivals) < 2:
             return []
         silences = np.diff(arrivals)
@@ -156,8 +155,8 @@ class ServedTokens:
         return [max(0.0, float(silences[each].max()) - usual) / NS_PER_MS for each in overlaps if each.any()]
 
     def _gaps(self, versions: list[np.ndarray]) -> tuple[list[float], list[float]]:
-        """Milliseconds between two tokens of a request that came one after the other, of one version and of two.
-        Tokens that came together count as one."""
+        """Return the milliseconds between consecutive tokens of a request, of one version and of two. Tokens that
+        arrived together are one."""
         within: list[float] = []
         across: list[float] = []
         for answer, drawn_by in zip(self.answers, versions, strict=True):
@@ -168,7 +167,7 @@ class ServedTokens:
         return within, across
 
     def _num_mislabeled(self, versions: list[np.ndarray]) -> int | None:
-        """None if the server says nothing of versions."""
+        """Return the number of tokens with a wrong reported version, or None if the server reports no versions."""
         labeled = [(a.labels, each) for a, each in zip(self.answers, versions, strict=True) if a.labels is not None]
         if not labeled:
             return None

@@ -33,17 +33,17 @@ SERVED = ("swap_ms", "update_ms", "stall_ms", "gap_ms", "gap_across_ms")
 
 def measure(settings: StalenessOptions, progress: Progress = untold) -> dict[str, Any]:
     """Train by GRPO on arbitrary rewards for `steps` optimizer steps while the engine draws `sequences` sequences at a
-    time, and publish after every `publish_every`-th.
+    time, and publish after every `publish_every`-th step.
 
-    An optimizer step consumes `sequences` rollouts. With mode "inflight" twice as many are outstanding: a trainer
-    slower than the generator lets it idle at that bound. On a CPU engine and trainer get half of the cores each, but
-    for mode "sync", in which one of them works at a time and has them all. Three steps before these do not count: in
-    them kernels are compiled, and the first prompts, which begin together, come to their end.
+    An optimizer step uses `sequences` rollouts. With mode "inflight" twice as many are outstanding, so that a slower
+    trainer lets the generator idle at that bound. On a CPU engine and trainer get half of the cores each. In mode
+    "sync" one of them works at a time and has all cores. Three additional steps before the first measured step compile
+    kernels and let the first prompts end.
 
-    The result holds {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
-    stall_ms, version_lag {p50, max}, and the counts of tokens and swaps; trainer_s and engine_s, seconds by what each
-    side did; and the distribution of each measure (`spread`). With `settings.target` a server
-    is measured (`served_staleness`).
+    The result has {p50, p90, p99, max} in milliseconds of weight_lag_ms, token_age_ms, policy_age_ms, swap_ms and
+    stall_ms, version_lag {p50, max}, the counts of tokens and swaps, the seconds of each side by activity (trainer_s,
+    engine_s), and the distribution of each measure (`spread`). With `settings.target` the command measures a server
+    (`served_staleness`).
     """
     if settings.target is not None:
         with needing("bench", "measuring a server"):
@@ -82,7 +82,7 @@ def check_modes(modes: Collection[str]) -> None:
 
 
 class _EveryNth:
-    """A publisher that publishes at every n-th call."""
+    """Publisher that publishes at every n-th call."""
 
     def __init__(self, publisher: Publisher, every: int):
         self._publisher, self._every, self._calls = publisher, every, 0
@@ -98,7 +98,7 @@ class _EveryNth:
 
 
 def random_prompts(vocabulary: int, length: int) -> Iterator[list[int]]:
-    """Token ids, without end."""
+    """Yield prompts of random token ids without end."""
     while True:
         yield torch.randint(vocabulary, (length,)).tolist()
 
@@ -131,7 +131,7 @@ def engine_and_trainer(
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Show the distribution of every age, and the counts that a server is measured by."""
+    """Show the distribution of every age, and the counts of a server."""
     if result["target"] is None:
         title = f"{result['mode']}, {result['num_swaps']} swaps, {result['num_swaps_in_flight']} of them in flight, "
     else:

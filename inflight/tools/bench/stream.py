@@ -1,5 +1,5 @@
-"""`inflight bench stream`: how many tokens per second get from an engine's loop to a trainer, through the sockets, the
-acknowledgements and the assembly into rollouts."""
+"""`inflight bench stream`: tokens per second from an engine's loop to a trainer, including sockets, acknowledgements
+and the assembly of rollouts."""
 
 import multiprocessing
 import os
@@ -26,18 +26,18 @@ from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 
 _WAITING_BYTES = 64 << 20
-"""The writer rests while so much waits for its acknowledgement."""
+"""Unacknowledged bytes above which the writer pauses."""
 _WAIT_S = 60.0
 _PARAMS = SamplingParams(ignore_eos=True)
 _PROMPT = [1] * 32
 
 
 def measure(settings: StreamOptions, progress: Progress = untold) -> dict[str, Any]:
-    """Send frames from one process to another for `seconds`, on a core each where there are two.
+    """Send frames from one process to another for `seconds`, on one core each if there are two.
 
-    Every sequence draws the tokens 0, 1, 2, …, so that each of them can be told lost, doubled or misplaced. The result
-    holds tokens_per_s from the first frame to the last group, bytes_per_token, lost and duplicated tokens, frames that
-    came twice, and the CPU time that each side took per token in nanoseconds.
+    Every sequence draws the tokens 0, 1, 2, …, so that lost, duplicated and misplaced tokens are recognized. The result
+    has tokens_per_s from the first frame to the last group, bytes_per_token, lost and duplicated tokens, repeated
+    frames, and the CPU time of each side per token in nanoseconds.
     """
     cores = sorted(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
@@ -72,7 +72,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dict[str, Any]:
-    """The trainer's side: takes every group, and holds its tokens against what was drawn."""
+    """Run the trainer side: take every group, and compare its tokens with the drawn tokens."""
     num_tokens = num_wrong = num_groups = 0
 
     def expect(frame: TokenFrame) -> None:
@@ -121,7 +121,7 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
 
 
 def _write(reader: Connection, directory: str, settings: StreamOptions, core: int) -> None:
-    """The engine's side: a loop that draws a token for every sequence, as fast as they are taken."""
+    """Run the engine side: draw a token for every sequence, as fast as the trainer takes them."""
     os.sched_setaffinity(0, [core])
     with closing(StreamWriter(f"ipc://{directory}/stream", spill_directory=Path(directory))) as writer:
         reader.send(writer.endpoint)
@@ -141,7 +141,7 @@ def _write(reader: Connection, directory: str, settings: StreamOptions, core: in
 
 
 def _frames(settings: StreamOptions, going_on: Any) -> Any:
-    """Frames of sequences that begin at different times, so that some end and others begin in every few frames; at last
+    """Yield frames of sequences that start at different times. In every few frames some end and others start; finally
     all end."""
     count, length = settings.tokens_per_frame, settings.tokens
     draw = np.random.default_rng(settings.seed)

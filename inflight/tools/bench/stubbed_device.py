@@ -1,8 +1,8 @@
-"""A device that computes nothing, in place of what an engine of this process runs on: the host's work is left.
+"""Device that computes nothing, so that only the host work of an engine remains.
 
-Decoders, graphs and draws give what was prepared, and FlashInfer plans nothing. What the engine itself does for them on
-the host (page lists, the inputs of graphs, parameters of draws) is done as on a GPU, with copies to it being copies
-within the CPU's memory.
+Decoders, graphs and draws return prepared values, and FlashInfer plans nothing. The engine prepares their inputs on the
+host as on a GPU (page lists, inputs of graphs, parameters of draws). Copies to the device are copies within the memory
+of the CPU.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _LOGPROB = -1.5
 
 
 class _Wrapper:
-    """Of FlashInfer's, what needs no planner."""
+    """The part of FlashInfer that needs no planner."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -41,7 +41,7 @@ _FLASHINFER = SimpleNamespace(
 
 
 class _Decoder:
-    """Gives logits that were there before."""
+    """Returns prepared logits."""
 
     def __init__(self, most_rows: int, vocab_size: int):
         self._logits, self._hidden = torch.zeros(most_rows, vocab_size), torch.zeros(most_rows, 1)
@@ -57,7 +57,7 @@ class _Decoder:
 
 
 class _Recorder:
-    """In place of CUDA graphs."""
+    """Replaces CUDA graphs."""
 
     def __init__(self, device: torch.device):
         pass
@@ -68,9 +68,10 @@ class _Recorder:
 
 @contextmanager
 def stubbed(engine: Engine, *, end_after: int = 0) -> Iterator[None]:
-    """Put the stubs in the place of what a fused engine on a CPU, without work, computes with.
+    """Replace the device of a fused engine on a CPU by the stubs. The engine must be idle.
 
-    end_after: every token drawn is an end-of-sequence id in one of so many cases; 0: never."""
+    end_after: one in `end_after` drawn tokens is an end-of-sequence id; 0: none.
+    """
     rows, vocab_size = engine.max_sequences, engine.vocab_size
     ends = sorted(engine.stop._eos_ids)
     others = [token for token in range(vocab_size) if token not in ends]

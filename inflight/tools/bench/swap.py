@@ -1,9 +1,9 @@
-"""`inflight bench swap`: what a running generator feels of new weights, and what another engine does.
+"""`inflight bench swap`: the effect of new weights on a running generator, compared with another engine.
 
-The engine draws for a fixed number of sequences in a process of its own; this process receives its frames and
-publishes. Windows without publishes, windows of publishes one after another, and copies of the same size between two
-plain buffers alternate; then the same while this process computes products without a pause, as a trainer does. On a CPU
-each side keeps to its half of the cores.
+The engine draws for a fixed number of sequences in its own process. This process receives its frames and publishes. It
+alternates windows without publishes, windows with publishes one after another, and copies of the same size between two
+plain buffers. Then it repeats them while it computes products without a pause, as a trainer does. On a CPU each side
+keeps to its half of the cores.
 """
 
 import os
@@ -50,50 +50,50 @@ from inflight.weights.transports.slots import Slots
 
 QUIET_PASSES = 16
 WARM_UP_PASSES = 8
-"""Passes at the beginning of each quiet window that are not counted."""
+"""Number of ignored passes at the beginning of each quiet window."""
 PEER_PUBLISHES = 20
 PASSES_BETWEEN_PAUSES = 16
 _PRODUCT = {"cuda": 8192, "cpu": 256}
-"""Rows and columns of the products that a busy trainer computes: a millisecond or two each on a GPU."""
+"""Rows and columns of the products of a busy trainer: a millisecond or two each on a GPU."""
 _QUEUED_PRODUCTS = 4
 _MOST_COPIED_BYTES = 2 << 30
-"""Bytes, at most, of the plain copy that a publish is compared with."""
+"""Maximum size of the plain copy that is compared with a publish, in bytes."""
 
 
 @dataclass(slots=True)
 class _Samples:
-    """What was measured, in milliseconds where the name has no other unit."""
+    """Measured values, in milliseconds unless the name has another unit."""
 
     quiet_gaps: list[float] = field(default_factory=list)
-    """Times between two passes while nothing is published."""
+    """Times between two passes without a publish."""
     copy_gaps: list[float] = field(default_factory=list)
-    """Times between two passes of one version while a publish is under way."""
+    """Times between two passes of one version during a publish."""
     swap_gaps: list[float] = field(default_factory=list)
-    """Times between the last pass with one version and the first with the next."""
+    """Times between the last pass of one version and the first pass of the next."""
     swaps: list[float] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
     paused_stalls: list[float] = field(default_factory=list)
-    """Stalls of an engine that was paused, loaded and resumed."""
+    """Stalls of a paused, loaded and resumed engine."""
     copies_s: list[float] = field(default_factory=list)
     memcpys_gb_s: list[float] = field(default_factory=list)
 
     def gaps_ms(self) -> dict[str, Any]:
-        """The {p50, p99} of each kind; None while copying, where every version went live with the pass after it."""
+        """Return {p50, p99} of each kind. "while_copying" is None if every version became live with the next pass."""
         gaps = {"across_swaps": self.swap_gaps, "while_copying": self.copy_gaps, "without": self.quiet_gaps}
         return {name: p50_and_p99(values) if values else None for name, values in gaps.items()}
 
 
 def measure(settings: SwapOptions, progress: Progress = untold) -> dict[str, Any]:
-    """Publish `publishes` times while the engine draws, and compare with passes between which nothing happens.
+    """Publish `publishes` times while the engine draws, and compare with passes without publishes.
 
-    swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}; gap_ratio: p99 of the gap
-    between a sequence's tokens across a swap over that without; copy_gb_s and memcpy_gb_s count bytes read and bytes
-    written per second, of a publish and of a plain copy of as many bytes (at most 2 GiB) while the engine draws; grown:
-    what both processes and the device hold more at the end than after the first round. busy: for each of `pieces_us`
-    the gap_ms and copy_ms of `busy_publishes` publishes while the trainer computes. paused_stall_ms: pausing our own
-    engine, publishing, and resuming it with the new weights, as engines do that load in place; with a peer,
-    peer_stall_ms: pausing it, loading the same weights from a directory and resuming. Requests keep their caches in
-    both, and p99 is the longest of at most 20.
+    swap_ms, stall_ms, forward_ms (from pass to pass without publishes), gap_ms: {p50, p99}. gap_ratio: p99 of the gap
+    between the tokens of a sequence across a swap / p99 without a swap. copy_gb_s and memcpy_gb_s count bytes read and
+    written per second, of a publish and of a plain copy of the same size (at most 2 GiB) while the engine draws. grown:
+    additional memory of both processes and the device since the first round. busy: for each of `pieces_us` the gap_ms
+    and copy_ms of `busy_publishes` publishes while the trainer computes. paused_stall_ms: pausing our engine,
+    publishing, and resuming it with the new weights, as engines do that load in place. With a peer, peer_stall_ms:
+    pausing it, loading the same weights from a directory, and resuming. Requests keep their caches in both, and p99 is
+    the longest of at most 20.
     """
     if settings.peer:
         interpreter(settings.peer)
@@ -168,7 +168,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 class _Ours(ExitStack):
-    """Our engine, which draws in a process of its own, and its trainer: this process receives its frames and publishes.
+    """Our engine in its own process, and its trainer in this process, which receives the frames and publishes.
 
     `on_trainer_side` is called between the starts of the two.
     """
@@ -203,7 +203,7 @@ class _Ours(ExitStack):
         self._target = torch.empty_like(self._source).copy_(self._source)
 
     def measure(self, progress: Progress) -> dict[str, Any]:
-        """Return how the engine runs, how many rounds of prompts it took, and what has grown meanwhile."""
+        """Return the execution of the engine, its number of rounds of prompts, and its growth."""
         settings, rounds, held = self._settings, 0, {}
         while (before := len(self.samples.swaps)) < settings.publishes:
             progress(f"{before} of {settings.publishes} publishes", before / settings.publishes)
@@ -217,7 +217,7 @@ class _Ours(ExitStack):
         return {"engine": self._launcher.welcome.execution(), "num_rounds": rounds, "grown": grown, "busy": busy}
 
     def _measure_busy(self, piece_us: int, progress: Progress) -> dict[str, Any]:
-        """Publish in such pieces while this process computes."""
+        """Publish in pieces of this length while this process computes."""
         self._publisher.close()
         self._publisher = self.enter_context(self._new_publisher(Slots(piece_ms=piece_us / 1e3)))
         samples, rounds = _Samples(), 0
@@ -239,7 +239,7 @@ class _Ours(ExitStack):
         return Publisher(endpoint, self._trainer, transport=transport, timeout_s=600)
 
     def _held(self) -> dict[str, int]:
-        """Count what a leak would make grow."""
+        """Return sizes that would grow with a leak."""
         held = {
             "engine_open_files": len(os.listdir(f"/proc/{self._launcher.pid}/fd")),
             "trainer_open_files": len(os.listdir("/proc/self/fd")),
@@ -252,14 +252,14 @@ class _Ours(ExitStack):
         return held
 
     def _round(self, samples: _Samples, *, seed: int) -> None:
-        """Draw all sequences from their prompts to their ends, and publish in every other window. Raises ValueError if
-        there was none."""
+        """Draw all sequences from their prompts to their ends, and publish in every other window. Raises ValueError
+        without such a window."""
         before = len(samples.swaps)
         windows = cycle([("quiet", WARM_UP_PASSES + QUIET_PASSES), ("publishes", self._settings.window)])
         window, left = next(windows)  # what happens, and for how many passes or publishes
         last: TokenFrame | None = None
         awaited = 0
-        """The version that was published and is not live yet."""
+        """Published version that is not live yet."""
         for frame in self._full_passes(seed):
             gap = (frame.header.time_ns - last.header.time_ns) / NS_PER_MS if last else 0.0
             last, swap = frame, frame.header.swap
@@ -286,8 +286,7 @@ class _Ours(ExitStack):
             raise ValueError(f"--tokens {self._settings.tokens} is too few for a window of publishes; raise it")
 
     def _pausing_round(self) -> None:
-        """Measure what it would cost to stop for new weights: the same engine, the same copy, the same sequences in
-        flight."""
+        """Measure the cost of a pause for new weights: the same engine, the same copy, the same running sequences."""
         client, stalls = self._launcher.client, self.samples.paused_stalls
         for passes, _ in enumerate(self._full_passes(seed=-1), start=1):
             if passes % PASSES_BETWEEN_PAUSES or len(stalls) == PEER_PUBLISHES:
@@ -326,7 +325,7 @@ class _Ours(ExitStack):
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """Compute products in a thread while the block runs, as many as the device takes; a few are always queued."""
+    """Compute products in a thread until the block ends, with a few always queued."""
     began, stop = threading.Event(), threading.Event()
 
     def multiply() -> None:
@@ -349,12 +348,12 @@ def computing(device: torch.device) -> Iterator[None]:
             yield
         finally:
             stop.set()
-    if error := computed.exception():  # what is measured beside a trainer that idles would look well
+    if error := computed.exception():  # measurements next to an idle trainer would look too good
         raise InflightError(f"the trainer did not compute: {error!r}") from error
 
 
 def halves_of_cores() -> tuple[set[int], set[int]]:
-    """Return the engine's cores and the trainer's, which are the same where there is one."""
+    """Return the cores of the engine and of the trainer. On one core they are the same."""
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     return set(cores[half:]), set(cores[:half] or cores)
@@ -362,8 +361,8 @@ def halves_of_cores() -> tuple[set[int], set[int]]:
 
 @contextmanager
 def pinned_to_halves(device: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """Yield two functions that move this process, and what it starts from then on, to the engine's half of the cores
-    and to the trainer's. On a GPU they do nothing."""
+    """Yield two functions that move this process and its later children to the half of the cores of the engine, and of
+    the trainer. On a GPU they do nothing."""
     if device != "cpu":
         yield (lambda: None), (lambda: None)
         return
@@ -378,7 +377,7 @@ def pinned_to_halves(device: str) -> Iterator[tuple[Callable[[], None], Callable
 
 def _move_to(cores: set[int]) -> None:
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+        with suppress(ProcessLookupError):  # a thread that has just ended
             os.sched_setaffinity(int(thread), cores)
 
 

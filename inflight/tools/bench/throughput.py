@@ -1,7 +1,7 @@
-"""`inflight bench throughput`: tokens per second, side by side with other engines on the same weights.
+"""`inflight bench throughput`: tokens per second, compared with other engines on the same weights.
 
-Every side is a process of its own (`peers.py`) that holds its engine through the whole run. They draw in alternation,
-one at a time: ours, peer, ours, peer, … A ratio is the median over such pairs.
+Each engine has one process (`peers.py`) for the whole run. The processes draw alternately, one at a time: ours, peer,
+ours, peer, … A ratio is the median over such pairs.
 """
 
 import os
@@ -26,27 +26,29 @@ from inflight.tools.plots import new_table, number
 from inflight.tools.progress import Progress, parts_of, untold
 
 SETTLE_S = 0.5
-"""Pause between two runs, in which the threads of the side that just ran fall asleep."""
+"""Pause between two runs. Threads of the previous process fall asleep in this time."""
 WARM_UP_TOKENS = 64
-"""Tokens per sequence, at most, of each side's first run on a GPU; on a CPU it is a run like the others."""
+"""Maximum number of tokens per sequence in the first run of each engine on a GPU. On a CPU the first run is like the
+others."""
 
 GROUP = 8
 """Sequences with one prompt in a backlog."""
 MAX_OTHER_CPU = 0.2
-"""Cores that other programs may use during a run before a remark says so."""
+"""Cores used by other programs above which a remark is printed."""
 MAX_LOGPROB_GAP = 0.1
-"""Relative difference of mean log-probabilities, which are means over different draws, before a remark says so."""
+"""Relative difference of mean log-probabilities above which a remark is printed. The means belong to different draws.
+"""
 
 
 def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[str, Any]:
     """Measure tokens per second of our engine and of each peer, for each number of sequences.
 
-    Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded; lengths are
+    Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded. Lengths are
     uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
-    the last token; the first run of each side at each number of sequences is a warm-up (on a GPU of at most
-    WARM_UP_TOKENS per sequence). Without peers ours runs `pairs` times. With `backlog` the engines draw as many
-    sequences at a time as with the largest number of them, and others wait. Raises ValueError if that is not the only
-    one.
+    the last token. The first run of each engine at each number of sequences is a warm-up (on a GPU of at most
+    WARM_UP_TOKENS per sequence). Without peers our engine runs `pairs` times. With `backlog` the engines draw
+    `sequences` at a time, and further sequences wait. Raises ValueError for a backlog with several numbers of
+    sequences.
     """
     if settings.backlog and len(set(settings.sequences)) > 1:
         raise ValueError(f"--backlog takes one number of --sequences, got {','.join(map(str, settings.sequences))}")
@@ -116,7 +118,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def _remarks(points: list[dict[str, Any]]) -> list[str]:
-    """Say what makes these numbers doubtful."""
+    """Return remarks about doubtful numbers."""
     remarks = []
     if any((point["other_cpu"] or 0) > MAX_OTHER_CPU for point in points):
         remarks.append("Other programs used the processors meanwhile: repeat this on an idle machine.")
@@ -136,7 +138,7 @@ def _title(result: dict[str, Any]) -> str:
 
 
 def _as_given(lengths: tuple[int, int]) -> int | list[int]:
-    """Return one number where both are the same."""
+    """Return one number if both are the same."""
     return lengths[0] if lengths[0] == lengths[1] else list(lengths)
 
 
@@ -214,8 +216,8 @@ def _summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def _busy_cpu_s() -> float:
-    """Return the CPU seconds of the whole machine since it started, with what its host took away; 0 where Linux does
-    not tell."""
+    """Return the CPU seconds of the whole machine since its start, including time taken by its host; 0 if Linux does
+    not report it."""
     try:
         fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
     except OSError:
@@ -225,7 +227,8 @@ def _busy_cpu_s() -> float:
 
 
 def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Count every weight once, save an input embedding that is not also the output's: a step reads few of its rows."""
+    """Return the bytes of all weights. An input embedding that is not also the output embedding is left out, because a
+    step reads few of its rows."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -236,11 +239,11 @@ def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _mbu(point: dict[str, Any], config: PretrainedConfig, setup: Setup, hello: Hello) -> float | None:
-    """Return the model bandwidth utilisation of steady decode: bytes that a step must read per second, over a copy's
-    bandwidth.
+    """Return the model bandwidth utilization of steady decoding: bytes that a step must read per second / bandwidth of
+    a copy.
 
-    A copy's bytes are those read and those written. None on a CPU, and where what a step reads depends on more than
-    that: mixtures of experts, sliding windows.
+    The bytes of a copy are read bytes and written bytes. None on a CPU, and for models with varying reads per step:
+    mixtures of experts, and sliding windows.
     """
     text = config.get_text_config()
     has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))

@@ -1,4 +1,4 @@
-"""`inflight bench trace`: a short time of decoding, publishing and training at once, as a trace and in figures."""
+"""`inflight bench trace`: a short trace of decoding, publishing and training, and their overlap in numbers."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -21,15 +21,16 @@ _PASSES = ("prefill", "decode")
 _TRAINING = ("forward", "backward", "optimizer step")
 _COPY = "publish copy"
 _OWN_STREAM = 0.9
-"""A stream is the publisher's if this share of its work falls into publish copies, which wait for theirs to be done."""
+"""Share of publish copies in the work of a stream above which the stream belongs to the publisher. Publish copies wait
+for their own end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The times at which work of each kind was under way: f64[n, 2], begins and ends in seconds, which may overlap."""
+    """Intervals of each kind of work: f64[n, 2], starts and ends in seconds. They can overlap."""
 
     source: str
-    """What the times were read from: "kernels" (kernels and copies on GPUs) or "spans" (by name, on CPUs)."""
+    """Source of the times: "kernels" (kernels and copies on GPUs) or "spans" (by name, on CPUs)."""
     decode: np.ndarray
     """Passes of the engine: prefill, decode and draws."""
     train: np.ndarray
@@ -38,8 +39,10 @@ class Work:
 
 def measure(settings: TraceOptions, progress: Progress = untold) -> dict[str, Any]:
     """Run GRPO on random prompts and arbitrary rewards, publish after each step, and trace `seconds` of it after
-    `warmup_steps`. Weights of engine and trainer are of `dtype`; on a CPU each gets half of the cores. The result says
-    for how many of the traced seconds was going on what `work_in` finds, and what of it at the same time.
+    `warmup_steps`.
+
+    Weights of engine and trainer have `dtype`. On a CPU each side gets half of the cores. The result has the seconds of
+    each kind of work (`work_in`) and of each overlap.
     """
     out, trace = check_path(settings.out), None
     config = GRPOConfig(
@@ -65,7 +68,7 @@ def measure(settings: TraceOptions, progress: Progress = untold) -> dict[str, An
 
 
 def summarize(trace: dict[str, Any]) -> dict[str, Any]:
-    """Sum up what a trace of a running loop shows: seconds by kind of work, and seconds of two kinds at once."""
+    """Return seconds by kind of work in a trace, and seconds with two kinds at once."""
     work, seconds, events = work_in(trace["traceEvents"]), trace["otherData"]["seconds"], trace["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "inflight"]
     return {
@@ -85,10 +88,10 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def work_in(events: Iterable[Event]) -> Work:
-    """Find the work in a merged trace.
+    """Return the work in a merged trace.
 
-    With GPUs it is what ran on them: all of the engine's, and the trainer's, of which the publisher's streams are told
-    from the others. Without GPUs it is the spans, told apart by name.
+    With GPUs: kernels and copies of the engine and of the trainer. Streams of the publisher are separated from other
+    streams of the trainer. Without GPUs: spans, separated by name.
     """
     events = list(events)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -117,7 +120,7 @@ def work_in(events: Iterable[Event]) -> Work:
 
 
 def busy(*intervals: np.ndarray) -> float:
-    """Return for how many seconds at least one of the intervals f64[n, 2] was under way."""
+    """Return the seconds covered by at least one of the intervals f64[n, 2]."""
     joined = _joined(intervals)
     begins, ends = joined[np.argsort(joined[:, 0], kind="stable")].T
     covered = np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])) if len(ends) else ends
@@ -125,7 +128,7 @@ def busy(*intervals: np.ndarray) -> float:
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:
-    """Return for how many seconds some interval of `a` and some of `b` were under way at the same time."""
+    """Return the seconds covered by an interval of `a` and an interval of `b` at the same time."""
     return max(0.0, busy(a) + busy(b) - busy(a, b))
 
 

@@ -1,10 +1,10 @@
-"""A model whose tokens and log-probabilities proclaim the version of its weights, in any dense built-in shape.
+"""Model with tokens and log-probabilities that reveal the version of its weights, in any dense built-in shape.
 
-Three tensors far apart each put their own sign of the version into the hidden state: the embedding and the MLPs of the
-first and the last layer. Two output rows add up the signs of a version, the second a little less than the first, by a
-gap that the version chooses; whoever reads these signs with the rows of another version draws token 0. So a drawn
-token says which weights drew it, its log-probability says so too, and token 0 says that a forward pass read two
-versions. Attention is computed, and adds nothing.
+Three tensors far apart each add their own sign of the version to the hidden state: the embedding and the MLPs of the
+first and the last layer. Two output rows add up the signs of a version, the second row a little less than the first, by
+a gap that depends on the version. If a forward pass reads signs and rows of different versions, it draws token 0. So a
+drawn token and its log-probability both reveal the version, and token 0 reveals a pass over two versions. Attention is
+computed, and adds nothing.
 """
 
 from collections.abc import Sequence
@@ -21,24 +21,24 @@ from inflight.core.files import file_errors
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 
 TORN = 0
-"""The token of a forward pass that read two versions."""
+"""Token of a forward pass that read two versions."""
 _SIGNS = 3
 _TOP = 120.0
-"""The logit of a version's first row, next to which everything else but its second row is improbable."""
+"""Logit of the first row of a version. Next to it everything except its second row is improbable."""
 _TORN_SHARE = 0.84
 """Logit of TORN as a share of it: three signs beat that, two do not."""
 _GAPS = (1 / 64, 2 / 64, 3 / 64)
-"""By which share of it the second row's logit is less; exact in bfloat16."""
+"""Share by which the logit of the second row is lower; exact in bfloat16."""
 _LOGIT_ROUNDING = 0.5
 """Spacing of bfloat16 between 64 and 128."""
 _FP32_ERROR = 2e-3
 
 
 class TruthTeller:
-    """The model, which proclaims one version at a time: 0 at first."""
+    """The model. It has one version at a time: 0 at first."""
 
     def __init__(self, shape: str):
-        """shape: the name of a dense built-in shape. Raises InvalidRequestError for another one."""
+        """shape: name of a dense built-in shape. Raises InvalidRequestError for another one."""
         if shape not in SHAPES or SHAPES[shape].experts:
             dense = ", ".join(name for name, each in SHAPES.items() if not each.experts)
             raise InvalidRequestError(f"a truth-teller has one of the shapes {dense}, not {shape!r}")
@@ -56,16 +56,16 @@ class TruthTeller:
         )
         self.version = 0
         self.num_versions = (config.vocab_size - 1) // 2
-        """Versions 0 … num_versions − 1 can be told apart."""
+        """Return the number of distinguishable versions."""
         width = config.hidden_size // _SIGNS - 1 | 1  # odd, so that it and the next odd numbers are coprime
         self._places = [(block * (width + 1), width - 2 * block) for block in range(_SIGNS)]
-        """Of each sign, the first dimension and the number of values."""
+        """Return the first dimension and the number of values of each sign."""
         self._row = _TOP / (_SIGNS * config.hidden_size) ** 0.5
         self._silence()
         self._write(0, True)
 
     def teach(self, version: int) -> None:
-        """Proclaim this version from now on. Raises InvalidRequestError if there is no such version."""
+        """Write the weights of this version. Raises InvalidRequestError for an unknown version."""
         if not 0 <= version < self.num_versions:
             raise InvalidRequestError(
                 f"version {version} is not among the {self.num_versions} that this model can tell"
@@ -81,13 +81,13 @@ class TruthTeller:
             byte_tokenizer().save_pretrained(directory)
 
     def save_weights(self, directory: Path) -> None:
-        """Write the weights alone, over those that a directory written by `save` has."""
+        """Write only the weights, over the weights in a directory of `save`."""
         with file_errors(FileWriteError, f"cannot write to {directory}"):
             save_file(dict(self.model.state_dict()), directory / "model.safetensors", metadata={"format": "pt"})
 
     @torch.no_grad()
     def _silence(self) -> None:
-        """Nothing but the signs reaches the output."""
+        """Let only the signs reach the output."""
         for weight in (self._embedding, self._head):
             weight.zero_()
         self._head[TORN] = self._row * _TORN_SHARE
@@ -95,7 +95,7 @@ class TruthTeller:
             layer.self_attn.o_proj.weight.zero_()
             for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight, layer.mlp.down_proj.weight):
                 weight.zero_()
-            # The RMSNorm of a hidden state of so many ones sums up to this, so that gate and up become 1.
+            # The RMSNorm of a hidden state with this many ones sums up to this, so that gate and up become 1.
             ones = 1 if index == 0 else 2
             total = (ones * self.model.config.hidden_size) ** 0.5
             layer.mlp.gate_proj.weight[0] = layer.mlp.up_proj.weight[0] = 1 / total
@@ -112,15 +112,15 @@ class TruthTeller:
 
 
 def versions_of(token_ids: np.ndarray | Sequence[int]) -> np.ndarray:
-    """i64[n] of token ids to i64[n]: the version that each token proclaims, −1 for TORN."""
+    """Return the version of each token, −1 for TORN: i64[n] of token ids to i64[n]."""
     tokens = np.asarray(token_ids, np.int64)
     return np.where(tokens == TORN, -1, (tokens - 1) // 2)
 
 
 def belong(token_ids: np.ndarray | Sequence[int], logprobs: np.ndarray | Sequence[float], *, exact: bool) -> np.ndarray:
-    """bool[n]: whether log-probabilities, f64[n], of temperature 1 are those that the proclaimed versions give.
+    """Return bool[n]: each log-probability, f64[n], of temperature 1 belongs to the version of its token.
 
-    exact: logits are float32; otherwise they may be rounded to bfloat16. TORN belongs to no version.
+    exact: logits are float32; otherwise they can be rounded to bfloat16. TORN belongs to no version.
     """
     tokens, given = np.asarray(token_ids, np.int64), np.asarray(logprobs, np.float64)
     gaps = _TOP * np.asarray(_GAPS)[versions_of(tokens) % len(_GAPS)]

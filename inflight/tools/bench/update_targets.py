@@ -18,12 +18,12 @@ from inflight.tools.bench.served_tokens import Answer, Piece
 
 
 class TargetError(InflightError):
-    """A server does not do what a benchmark asks of it."""
+    """A server refused or failed a request of a benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One request: as many tokens as `max_tokens`, at temperature 1."""
+    """One request for `max_tokens` tokens at temperature 1."""
 
     prompt: list[int]
     max_tokens: int
@@ -31,7 +31,7 @@ class Draw:
 
 
 class UpdateTarget(ABC):
-    """A server at a URL. pause: how it is held during an update, in the server's own word; "" holds nothing."""
+    """A server at a URL. pause: kind of pause during an update, in the word of the server; "" does not pause."""
 
     pauses: Sequence[str] = ("",)
 
@@ -42,8 +42,7 @@ class UpdateTarget(ABC):
         self._http, self._url, self._pause = http, url.rstrip("/"), pause
 
     async def draw(self, what: Draw, answer: Answer) -> None:
-        """Draw, adding what arrives to the answer as it arrives. An answer that breaks off has `finish_reason`
-        "error"."""
+        """Draw, and add each part to the answer on arrival. An answer that breaks off has `finish_reason` "error"."""
         try:
             await self._draw(what, answer)
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
@@ -55,14 +54,15 @@ class UpdateTarget(ABC):
 
     @abstractmethod
     async def update(self, directory: Path, version: int) -> None:
-        """Have the server draw by the weights of this directory, and wait until it says that it does."""
+        """Load the weights of this directory into the server, and wait for its confirmation."""
 
     async def prepare(self) -> None:
-        """Ask for what requests need to know. Raises TargetError if the server is not there."""
+        """Check that the server is up and read its model name. Raises TargetError."""
         await self._ask("/health", method="GET")
 
     async def _ask(self, path: str, body: dict[str, Any] | None = None, *, method: str = "POST") -> Any:
-        """The JSON of the answer, None if it has none. Raises TargetError if the server refuses or is not there."""
+        """Return the JSON of the response, or None without JSON. Raises TargetError if the server refuses or does not
+        respond."""
         try:
             async with self._http.request(method, self._url + path, json=body) as answer:
                 text = await answer.text()
@@ -76,7 +76,7 @@ class UpdateTarget(ABC):
             return None
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[int, Any]]:
-        """The server-sent events of an answer, and when each came."""
+        """Yield the server-sent events of a response with their arrival times."""
         async with self._http.post(self._url + path, json=body) as answer:
             if answer.status != 200:
                 raise aiohttp.ClientError(f"{path} answers {answer.status}: {(await answer.text())[:500]}")
@@ -86,10 +86,10 @@ class UpdateTarget(ABC):
 
 
 class _Completions(UpdateTarget):
-    """A server with OpenAI's completions that streams token ids as vLLM's does."""
+    """A server with OpenAI's completions and streamed token ids as in vLLM."""
 
     _options: Mapping[str, Any] = {}
-    """What else is asked of it."""
+    """Additional fields of each request."""
 
     async def prepare(self) -> None:
         await super().prepare()
@@ -122,7 +122,7 @@ class _Completions(UpdateTarget):
 
 
 class InflightServer(_Completions):
-    """`inflight serve`. pause "keep" holds it only if it was started with --honor-pause."""
+    """`inflight serve`. Pause "keep" needs a server with --honor-pause."""
 
     pauses = ("", "keep", "wait", "abort")
     _options = {"return_weight_versions": True}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run in its output directory: one for a step, which is there whole or not at all."""
+"""Checkpoints of a run in its output directory. Each is complete or absent."""
 
 import shutil
 from collections.abc import Callable
@@ -11,24 +11,25 @@ _NAME = "checkpoint-{:06d}"
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Those that the demo wrote, in the order of their steps; what other trainers keep under such names is theirs."""
+    """Return the checkpoints of the demo in the order of their steps. Files of other trainers with such names are
+    ignored."""
     found = [path for path in out.glob("checkpoint-*") if (path / OPTIONS_FILE).is_file()]
     return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def newest_checkpoint(out: Path) -> Path:
-    """The one with the most steps. Raises InflightError if there is none."""
+    """Return the checkpoint with the most steps. Raises InflightError without one."""
     found = checkpoints(out)
     if not found:
         raise InflightError(
-            f"{out} holds no checkpoint to go on from: it is no run of the demo, or one that ended before its first "
+            f"{out} has no checkpoint to continue from: it is not a run of the demo, or it ended before its first "
             "(--save-every steps)"
         )
     return found[-1]
 
 
 def save_checkpoint(out: Path, step: int, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a directory, make it the newest checkpoint, and remove those before it."""
+    """Let `write` fill a directory, make it the newest checkpoint, and remove older ones."""
     name = _NAME.format(step)
     partial = out / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

@@ -1,5 +1,4 @@
-"""What is shown of a run: steps as they happen, in a table that is redrawn on a terminal and by a line now and then
-elsewhere; at the end a summary and a plot."""
+"""Display of a run: a live table on a terminal, otherwise a line now and then; at the end a summary and a plot."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -37,10 +36,10 @@ class StepRecord:
     """Seconds since reinforcement learning began."""
     reward: float
     accuracy: float | None
-    """Held-out accuracy, where it was measured after this step."""
+    """Held-out accuracy, if it was measured after this step."""
     num_tokens: int
     tokens_per_s: float
-    """Tokens that arrived per second since the step before."""
+    """Tokens per second since the previous step."""
     swap_ms: float | None
     weight_lag_ms: float | None
     token_age_ms: float | None
@@ -51,7 +50,7 @@ class StepRecord:
 
 
 class Display:
-    """Shows records as they come; a context manager around a run."""
+    """Shows records when they arrive. Use it as a context manager around a run."""
 
     def __init__(self, title: str, *, console: Console):
         self._console = console
@@ -77,7 +76,7 @@ class Display:
             self._console.print(name if total == 1 else f"{name}, {total} steps")
 
     def advance(self, note: str = "") -> None:
-        """Count a step of this phase; without a terminal, every tenth of them prints a line if there is a note."""
+        """Count a step of this phase. Without a terminal, every tenth step with a note prints a line."""
         self._progress.advance(self._task)
         self._progress.update(self._task, note=note)
         task = self._progress.tasks[0]
@@ -104,7 +103,7 @@ class Display:
 
     def _render(self) -> Group:
         table = new_table(self._title, *_COLUMNS)
-        for record in list(self._rows):  # a thread of Live's draws what is added meanwhile
+        for record in list(self._rows):  # a thread of Live draws new rows at the same time
             table.add_row(*_cells(record))
         return Group(*([table] if self._rows else []), self._progress)
 
@@ -114,7 +113,7 @@ def _cells(record: StepRecord) -> list[str]:
 
 
 def print_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Print what the run came to."""
+    """Print the summary of the run."""
 
     def spread(name: str) -> str:
         values = summary.get(name) or {}
@@ -133,7 +132,7 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
 
 
 def plot(path: Path, records: list[StepRecord], *, title: str, accuracy_before: float) -> None:
-    """Draw reward and held-out accuracy over seconds, and below them how old the tokens were."""
+    """Draw reward and held-out accuracy over seconds, and the age of tokens below them."""
     from matplotlib.figure import Figure
 
     seconds = np.array([r.seconds for r in records])

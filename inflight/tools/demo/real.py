@@ -44,8 +44,8 @@ def load_real(device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenize
 
 
 def freeze_lower_layers(model: PreTrainedModel, trained: int) -> list[torch.nn.Parameter]:
-    """Leave gradients to the last `trained` layers and the norm after them, and return their parameters. A step then
-    computes no gradients for the other layers, nor for the embeddings."""
+    """Train only the last `trained` layers and the norm after them, and return their parameters. A step then computes
+    no gradients for other layers and for the embeddings."""
     decoder: Any = model.get_decoder()
     parameters = [p for part in (*decoder.layers[-trained:], decoder.norm) for p in part.parameters()]
     model.requires_grad_(False)

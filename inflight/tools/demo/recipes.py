@@ -11,16 +11,16 @@ class Recipe:
     steps: int
     groups_per_step: int
     learning_rate: float
-    """Its peak, after `ramp` steps."""
+    """Peak learning rate, after `ramp` steps."""
     ramp: int
     temperature: float
     max_sequences: int
-    """Sequences that the engine decodes together, at most."""
+    """Maximum number of sequences that the engine decodes together."""
     max_prefill_tokens: int
-    """Prompt tokens of a pass, at most; 0: the engine's default. New weights wait for the pass in progress, and prompts
-    share the beginning that an earlier pass computed."""
+    """Maximum number of prompt tokens of a pass; 0: the engine's default. New weights wait for the pass in progress,
+    and prompts share a beginning that an earlier pass computed."""
     trained_layers: int | None
-    """Upper layers of the model that are trained; None: all parameters are."""
+    """Number of trained upper layers of the model. None: all parameters are trained."""
     evaluate_every: int
     """Optimizer steps between two evaluations."""
     quick_evaluation: int
@@ -55,7 +55,7 @@ REAL = Recipe(
 
 
 def recipe_of(options: DemoOptions) -> Recipe:
-    """Return the settings of a run. Raises InflightError if `--real` comes with an option that it decides itself."""
+    """Return the settings of a run. Raises InflightError for an option that `--real` decides itself."""
     if options.real:
         unchanged = DemoOptions()
         for name in ("model", "task", "data", "warmup_steps"):

@@ -60,15 +60,16 @@ from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 from inflight.training.recording import RunRecorder
 
 SHOWN_ANSWERS = 10
-"""Held-out prompts whose answers before and after are kept in the summary."""
+"""Number of held-out prompts with answers in the summary, before and after training."""
 _TRAINER = "trainer.pt"
 _STEPS = "steps.jsonl"
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
-    """Warm up, train by GRPO and evaluate; return the summary, which is also printed and written to `options.out`.
+    """Warm up, train by GRPO, evaluate, and return the summary.
 
-    Ctrl-C ends the run early; what was measured by then is summarised and written all the same. Raises InflightError.
+    The summary is also printed and written to `options.out`. Ctrl-C ends the run early and keeps a summary of the steps
+    so far. Raises InflightError.
     """
     disable_progress_bar()  # of Transformers; the run has its own
     checkpoint = newest_checkpoint(options.resume) if options.resume else None
@@ -171,14 +172,13 @@ def _start(
 
 
 def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
-    """The options of the run that the checkpoint is of, which goes on in its directory; those of this machine are the
-    given ones."""
+    """Return the options of the resumed run. Options of this machine are taken from the command."""
     try:
         found = msgspec.json.decode(
             (checkpoint / OPTIONS_FILE).read_bytes(), type=DemoOptions, dec_hook=lambda kind, value: kind(value)
         )
     except (OSError, msgspec.DecodeError) as error:
-        raise InflightError(f"cannot go on from {checkpoint}: {error}") from error
+        raise InflightError(f"cannot continue from {checkpoint}: {error}") from error
     return replace(found, device=given.device, web=given.web, web_port=given.web_port, out=checkpoint.parent)
 
 
@@ -191,8 +191,8 @@ def _make_task(options: DemoOptions) -> Task:
 
 
 def _prepare(out: Path, *, keep: bool) -> None:
-    """Make a directory that can be written to, with an empty file for steps, unless `keep`. Raises InflightError now
-    rather than after the run."""
+    """Make a writable directory with an empty file for steps, unless `keep`. Raises InflightError before the run
+    starts."""
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         if not keep:
@@ -207,7 +207,7 @@ def _writing(out: Path) -> AbstractContextManager[None]:
 
 
 class _Run:
-    """The reinforcement learning of a demo, and what is known of it so far."""
+    """Reinforcement learning of a demo, and its results so far."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class _Run:
         self._began_ns = 0
 
     def train(self, engine: LaunchedEngine, model: PreTrainedModel, checkpoint: Path | None) -> None:
-        """checkpoint: where the run goes on from."""
+        """checkpoint: checkpoint to continue from."""
         task, options, recipe = self._task, self._options, self._recipe
         layers = recipe.trained_layers
         trained = model.parameters() if layers is None else freeze_lower_layers(model, layers)
@@ -292,7 +292,7 @@ class _Run:
     def _followed(
         self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
     ) -> Iterator[StepReport]:
-        """The reports, of which each was recorded, and some steps evaluated."""
+        """Yield the reports. Each is recorded, and some steps are evaluated."""
         task, recipe = self._task, self._recipe
         if not self.resumed_after_step and self.accuracy_before is not None:
             recorder.log(0, {"accuracy": self.accuracy_before})
@@ -371,13 +371,13 @@ class _Run:
         )
         self.records.append(record)
         with _writing(self._out), open(self._out / _STEPS, "a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")  # at once: an interrupted run keeps what it had
+            file.write(json.dumps(asdict(record)) + "\n")  # immediately, so that an interrupted run keeps its steps
         self._display.add(record)
 
 
 @contextmanager
 def tracker(options: DemoOptions, out: Path, task: str) -> Iterator[list[Logger]]:
-    """Open what the numbers of a run go to, or nothing, and close it at the end. Raises LoggerError."""
+    """Open the logger of a run, or none, and close it at the end. Raises LoggerError."""
     if options.tracker == "none":
         yield []
         return
@@ -410,7 +410,7 @@ def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _text(example: Example) -> str:
-    """The prompt as a reader sees it: text, or the last of its messages."""
+    """Return the prompt for readers: its text, or the last of its messages."""
     return example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
 
 

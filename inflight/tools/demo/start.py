@@ -48,7 +48,7 @@ def write_start(
 
 
 def load_start(model: nn.Module, path: Path = START_FILE) -> None:
-    """Copy the checkpoint into the model. Raises ModelLoadError if its tensors are not those of the model."""
+    """Copy the checkpoint into the model. Raises ModelLoadError if the model has other tensors."""
     with safe_open(path, "pt") as file, torch.no_grad():
         parameters = dict(model.named_parameters())
         if set(parameters) != set(file.keys()):

@@ -28,7 +28,7 @@ class Task:
     score_answer: Callable[[str, Example], float] = field(repr=False)
     max_tokens: int
     scores_cut: bool = False
-    """Score answers that `max_tokens` cut off, too, instead of giving them 0. No such answer may score 1."""
+    """Score truncated answers, too, instead of giving them 0. A truncated answer must not score 1."""
 
     def score(self, rollout: Rollout) -> float:
         """Return the reward of a rollout: the score of its text."""
@@ -77,9 +77,9 @@ def file_task(path: Path, *, max_tokens: int, held_out: int = 256) -> Task:
 def gym_task(name: str, *, seed: int, max_tokens: int | None = None, size: int = 20_000, held_out: int = 512) -> Task:
     """Make a reasoning-gym task (Stojanovski et al. 2025, arXiv 2505.24760) at its default difficulty.
 
-    An answer scores 1 if the task's own verifier gives it exactly 1.0, else 0; partial credit is not used, because
-    verifiers give it to answers that a reader would call wrong. Held-out prompts are drawn with a seed of their own,
-    and training prompts that equal one of them are dropped. Raises TaskError if the task is unknown or not installed.
+    An answer scores 1 if the task's own verifier gives it exactly 1.0, else 0. Partial credit is not used, because
+    verifiers give it to answers that a reader would call wrong. Held-out prompts are drawn with another seed, and equal
+    training prompts are dropped. Raises TaskError if the task is unknown or not installed.
     """
     try:
         import reasoning_gym

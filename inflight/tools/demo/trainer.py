@@ -24,21 +24,21 @@ from inflight.training.schedules import Example
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """CPU threads of each side; 0 for the engine leaves torch's own choice."""
+    """CPU threads of each side; 0 for the engine: the default of torch."""
 
     trainer: int
     engine: int
 
 
 def split_cores(device: torch.device) -> Threads:
-    """Give trainer and engine half of the cores each; on a GPU the trainer keeps them all."""
+    """Give trainer and engine half of the cores each. On a GPU the trainer keeps all cores."""
     cores = torch.get_num_threads()
     return Threads(cores, 0) if device.type == "cuda" else Threads(max(1, cores // 2), max(1, cores - cores // 2))
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads in this process for a while."""
+    """Set the number of torch threads of this process until the block ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -49,18 +49,18 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Spare publishes the quarter of a second that a full garbage collection takes now and then."""
+    """Prevent full garbage collections, which take a quarter of a second now and then."""
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()  # some libraries report what is never collected as leaked when the process ends
+        gc.unfreeze()  # some libraries report uncollected objects as leaks at the end of the process
 
 
 def load_trainer(name: str, device: torch.device) -> PreTrainedModel:
-    """Load the trainer's model in fp32, with gradients. Raises ModelLoadError, or UnsupportedModelError where no engine
-    could draw with it."""
+    """Load the trainer's model in fp32, with gradients. Raises ModelLoadError, or UnsupportedModelError if an engine
+    cannot draw with it."""
     config = load_config(name)
     if name in SHAPES:
         with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
@@ -77,13 +77,13 @@ def require_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer. Raises ModelLoadError if it has none."""
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
-        raise ModelLoadError(f"model {name!r} has no tokenizer, which the demo needs to read and write text")
+        raise ModelLoadError(f"model {name!r} has no tokenizer, and the demo needs one to read and write text")
     return tokenizer
 
 
 @contextmanager
 def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[str]:
-    """Keep a model and its tokenizer in a directory until the block ends, in place of those of an earlier run. Raises
+    """Store a model and its tokenizer in a directory until the block ends. Files of an earlier run are replaced. Raises
     FileWriteError."""
     shutil.rmtree(directory, ignore_errors=True)
     try:
@@ -100,7 +100,7 @@ class WarmupConfig:
     steps: int
     seed: int
     demonstrations: int = 300
-    """Worked examples that it sees, over and over; few, so that much is left to learn."""
+    """Number of worked examples, each seen many times. With few examples much is left to learn."""
     batch_size: int = 64
     learning_rate: float = 2e-3
 
@@ -123,7 +123,7 @@ def warm_up(
     for _ in range(config.steps):
         chosen = torch.randint(len(rows), (config.batch_size,), generator=generator).tolist()
         ids, targets = map(list, zip(*(rows[index] for index in chosen), strict=True))
-        ids_BS = pad_sequence(ids, batch_first=True).to(device)  # on the right, where causality hides the padding
+        ids_BS = pad_sequence(ids, batch_first=True).to(device)  # on the right: causality hides the padding
         targets_BS = pad_sequence(targets, batch_first=True, padding_value=-100).to(device)
         logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
         loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), targets_BS[:, 1:].flatten())

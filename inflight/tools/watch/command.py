@@ -1,4 +1,4 @@
-"""`inflight watch`, and the page beside a run of one's own."""
+"""`inflight watch`, and the live page of a run in this process."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ def watch(options: WatchOptions, console: Console) -> None:
 
 
 def source_of(run: str, *, token: str = "") -> Source:
-    """What RUN_OR_URL names. Raises ValueError for what is neither."""
+    """Return the source that RUN_OR_URL names. Raises ValueError for any other text."""
     return RemoteRun(Remote(run, token=token)) if "://" in run else directory_of(run)
 
 

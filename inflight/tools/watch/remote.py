@@ -1,4 +1,4 @@
-"""Events of a run on another machine: what its page is told, or what the metrics of a server say of its engine."""
+"""Events of a run or a server on another machine, from its live page or from the metrics of the server."""
 
 import http.client
 import re
@@ -23,20 +23,20 @@ _ANSWER_S = 5.0
 _MAX_ANSWER = 8 << 20
 _ASK_EVERY_S = 1.0
 _KEPT = 6000
-"""Events of a server that are kept: the last hour and a half."""
+"""Maximum number of kept events of a server: one and a half hours."""
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{.*\})? (\S+)")
 
 
 class RemoteError(InflightError):
-    """What was asked for did not come; the message says why."""
+    """A request to the other machine failed. The message has the reason."""
 
 
 class NothingThereError(RemoteError):
-    """The other machine does not know what was asked for."""
+    """The other machine has no such path."""
 
 
 class Remote:
-    """A server on another machine. Raises ValueError for an address that is none."""
+    """A server on another machine. Raises ValueError for an invalid address."""
 
     def __init__(self, url: str, *, token: str = ""):
         parts = urllib.parse.urlsplit(url)
@@ -47,7 +47,7 @@ class Remote:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def get(self, path: str, **query: str) -> bytes:
-        """What a path is answered with. Raises RemoteError."""
+        """Return the response for a path. Raises RemoteError."""
         address = f"{self.url}{path}?{urllib.parse.urlencode(query)}" if query else f"{self.url}{path}"
         request = urllib.request.Request(address, headers=self._headers)
         try:
@@ -64,7 +64,7 @@ class Remote:
 
 
 class RemoteRun:
-    """Shows what a page shows that is at this address; or, where it is a server of a model, its engine."""
+    """Source of the events of another live page or, at the address of a server, of its engine."""
 
     def __init__(self, remote: Remote):
         self._remote, self._metrics = remote, ServerMetrics(remote)
@@ -80,7 +80,7 @@ class RemoteRun:
         return News(there=False, now=time.time(), place=self._remote.url, why=why)
 
     def _news_of_page(self, cursor: str) -> News:
-        """What the page there is told. Raises RemoteError."""
+        """Return the response of the other page. Raises RemoteError."""
         data = self._remote.get("/events", cursor=cursor)
         try:
             news = json_decoder(News).decode(data)
@@ -90,8 +90,8 @@ class RemoteRun:
 
 
 class ServerMetrics:
-    """Asks a server that speaks vLLM's metrics, as `inflight serve` does, once a second for as long as somebody looks.
-    Raises RemoteError."""
+    """Requests the metrics of a server with the metrics of vLLM, such as `inflight serve`, once a second while a page
+    is open. Raises RemoteError."""
 
     def __init__(self, remote: Remote):
         self._remote = remote
@@ -126,7 +126,7 @@ class ServerMetrics:
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """The sum over labels of each sample in Prometheus' text format."""
+    """Return the sum over labels of each sample in Prometheus' text format."""
     found: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
         if match := _SAMPLE.match(line):
@@ -138,7 +138,7 @@ def metrics_of(text: str) -> dict[str, float]:
 
 
 def engine_of(metrics: dict[str, float]) -> Engine:
-    """What they say of the engine. Raises RemoteError if that is nothing."""
+    """Return the state of the engine from the metrics. Raises RemoteError without such metrics."""
     running, waiting = metrics.get("vllm:num_requests_running"), metrics.get("vllm:num_requests_waiting")
     if running is None or waiting is None:
         raise RemoteError("the server has no metrics of an engine: vllm:num_requests_running is not among them")

@@ -1,4 +1,4 @@
-"""Serves the page, and the events that it asks for, in a thread of its own."""
+"""Serves the page and its events in a thread."""
 
 import asyncio
 import ipaddress
@@ -35,8 +35,8 @@ _LONGEST_CURSOR = 200
 
 
 def make_page_app(source: Source, *, hosts: list[str]) -> Starlette:
-    """The application. hosts: the names by which browsers may ask for it ("*": any), so that no other site's name leads
-    to it."""
+    """Return the application. hosts: names for which browsers get a response ("*": any name). Names of other sites are
+    refused."""
 
     async def news(request: Request) -> Response:
         cursor = request.query_params.get("cursor", "")[:_LONGEST_CURSOR]
@@ -58,7 +58,7 @@ class PageServer(HttpThread):
     """Serves the page of a source until it is closed."""
 
     def __init__(self, source: Source, *, host: str = "127.0.0.1", port: int = 0):
-        """port: 0 lets the system choose one. Raises ListenError if it cannot listen there."""
+        """port: 0 lets the system choose one. Raises ListenError if the address cannot be used."""
         listening = listen(host, port)
         super().__init__(
             listening,
@@ -72,13 +72,14 @@ class PageServer(HttpThread):
         )
 
     def wait(self) -> None:
-        """Return when it has ended. Raises KeyboardInterrupt at Ctrl-C."""
+        """Return after the end of the server. Raises KeyboardInterrupt at Ctrl-C."""
         while self._thread.is_alive():
             self._thread.join(0.2)
 
 
 def names_of(listening: socket.socket) -> list[str]:
-    """The names by which browsers may ask: where only this machine gets an answer, those of this machine; else any."""
+    """Return the names for which browsers get a response: this machine's names if only this machine can connect,
+    otherwise any."""
     bound = listening.getsockname()[0]
     if not ipaddress.ip_address(bound).is_loopback:
         return ["*"]

@@ -1,4 +1,4 @@
-"""Where the page's events come from: the file of a run on this machine, or what another machine serves."""
+"""Sources of events for the page: the file of a run on this machine, or another machine."""
 
 import time
 from pathlib import Path
@@ -11,35 +11,35 @@ from inflight.observability.events import EVENTS_FILE, RunError
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What the page is told each time that it asks."""
+    """Response to a request of the page."""
 
     there: bool
-    """Whether there is a run."""
+    """The run exists."""
     now: float
-    """The time there, in seconds since 1970."""
+    """Time of the source, in seconds since 1970."""
     place: str
-    """Where the run is looked for."""
+    """Place of the run."""
     why: str = ""
-    """Why there is none."""
+    """Reason for a missing run."""
     cursor: str = ""
-    """What to ask with next."""
+    """Cursor of the next request."""
     is_new: bool = False
-    """These are the first events of another file than before."""
+    """These are the first events of a new file."""
     has_more: bool = False
-    """More can be had at once."""
+    """More events are available now."""
     events: list[msgspec.Raw] = []
 
 
 class Source(Protocol):
-    """Gives events in order. It is called in any thread."""
+    """Provides events in order. Any thread can call it."""
 
     def news(self, cursor: str) -> News:
-        """What came after the cursor, "" for all."""
+        """Return the events after the cursor; "" returns all."""
         ...
 
 
 class RunDirectory:
-    """Follows the file that a run writes. The run may begin later, end, and begin anew."""
+    """Follows the file of a run. The run can start later, end, and start again."""
 
     def __init__(self, directory: Path):
         self._path = directory / EVENTS_FILE
@@ -62,7 +62,7 @@ class RunDirectory:
 
 
 def directory_of(run: str) -> RunDirectory:
-    """The run of that directory, or of the record in it. Raises ValueError for another file."""
+    """Return the run of a directory, or of the record in it. Raises ValueError for another file."""
     directory = Path(run)
     if directory.name == EVENTS_FILE:
         directory = directory.parent

@@ -1,4 +1,4 @@
-"""The benchmarks that compare and sweep: what they print and write, and how they fail. No test asserts a time."""
+"""Output, files and errors of the benchmark commands. No test asserts a time."""
 
 import json
 import os

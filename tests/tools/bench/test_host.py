@@ -1,4 +1,4 @@
-"""What `inflight bench host` times is the host's work, by parts, and none of the device's."""
+"""`inflight bench host` times only the work of the host, by parts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`inflight bench learning`: what it prints and writes, and which mistakes it names."""
+"""Output, files and errors of `inflight bench learning`."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from inflight.training.schedules import SCHEDULES
 
 
 def bench_learning(tmp_path, *arguments):
-    """(what is printed, what is written, the series written beside it) of a run of toy size."""
+    """Return the printed result, the written result and the series of a run of toy size."""
     file = tmp_path / "learning.json"
     toy = ("--device", "cpu", "--seeds", "0", "--steps", "3", "--sequences", "16", "--warmup-steps", "2")
     written = ("--json", str(file))

@@ -1,4 +1,4 @@
-"""A publisher that is late on purpose, and how busy a GPU was. What the tokens are of is tested with the schedules."""
+"""A publisher with a delay, and the busy share of a GPU. Tests of schedules check the versions of tokens."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_a_lag_is_not_negative():
 
 
 class TracedEngine:
-    """Notes when it is traced; the trace has a kernel of the engine and one of the trainer, which overlap."""
+    """Records its traces. The trace has overlapping kernels of engine and trainer."""
 
     def __init__(self):
         self.events = []

@@ -1,4 +1,4 @@
-"""What a run spent its time on is told once."""
+"""Seconds of a run are counted once."""
 
 from types import SimpleNamespace
 

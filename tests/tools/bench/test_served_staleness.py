@@ -1,4 +1,4 @@
-"""What `inflight bench staleness --target` reports is what a server did: a fake that lies on purpose, and ours."""
+"""`inflight bench staleness --target` reports the behavior of a server: a fake with deliberate errors, and ours."""
 
 import asyncio
 import json

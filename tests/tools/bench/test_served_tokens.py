@@ -1,4 +1,4 @@
-"""Each measure of what a server did is what a script of events says."""
+"""Each measure follows from a script of events."""
 
 import pytest
 from truth_tokens import LOGPROBS, drawn

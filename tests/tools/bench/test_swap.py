@@ -1,4 +1,4 @@
-"""The trainer beside which swaps are measured: it computes, or the measurement fails."""
+"""The busy trainer of the measurement computes, or the measurement fails."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What a run writes is there whole or not at all, and what cannot be written is told in a sentence."""
+"""Files of a run are complete or absent, and a failed write ends in a one-sentence error."""
 
 import errno
 import json

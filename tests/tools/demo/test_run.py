@@ -1,4 +1,4 @@
-"""What a demo's numbers go to besides its own files."""
+"""Loggers of a demo in addition to its own files."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`inflight watch`: what it serves, and what it refuses in a sentence."""
+"""Sources and errors of `inflight watch`."""
 
 import os
 import re

@@ -223,7 +223,7 @@ def test_the_page_follows_a_run_that_begins_goes_on_ends_and_begins_anew(shown, 
     expect(page.locator("#status")).to_have_text("the run has ended")
     first.path.unlink()
     expect(page.locator("#status")).to_have_text("the run is not there")
-    expect(page.locator("h1")).to_have_text("first")  # what is known of it stays in sight
+    expect(page.locator("h1")).to_have_text("first")  # its events stay visible
     EventFile(run).append(made_run(20, title="second"))
     expect(page.locator("h1")).to_have_text("second")
     expect(page.locator("#facts")).to_contain_text("step 20")

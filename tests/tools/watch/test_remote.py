@@ -1,4 +1,4 @@
-"""What is shown of other machines: their pages, the metrics of their servers, and that hostile answers are none."""
+"""Events of other machines: live pages, metrics of servers, and failures."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ inflight_steps nonsense
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers each path with what the test has put there: (status, body)."""
+    """Responds to each path with a status and a body from the test."""
 
     given: dict[str, tuple[int, bytes]] = {}
     seen: list[tuple[str, str | None]] = []

@@ -1,4 +1,4 @@
-"""The page's server: its files, its news, who may ask, and where news come from."""
+"""The server of the page: files, events, allowed names, and sources."""
 
 import http.client
 import json
