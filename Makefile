@@ -12,7 +12,7 @@ PEERS_STAMP := .venv-peers/.installed-$(if $(GPU),gpu,cpu)
 CLIENTS_PIP := .venv-clients/bin/python -m pip install --quiet --disable-pip-version-check
 PRIME_RL ?= https://github.com/PrimeIntellect-ai/prime-rl/archive/559b44772e471d1538537b8805cc77f3824a5e64.tar.gz
 
-.PHONY: chromium setup demo demo-real test test-slow test-long test-all test-vllm test-clients test-ray test-browser screenshots report lint format docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
+.PHONY: chromium setup demo demo-real test test-slow test-long test-all test-vllm test-clients test-ray test-browser screenshots lint format options docs docs-build wheel wheel-check bench chaos peers gpu-bundle gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,10 +25,10 @@ help:
 	@echo 'make test-vllm  install vLLM, and run the tests of the vLLM backend'
 	@echo 'make test-clients  install trainers that draw over HTTP, and let them draw'
 	@echo 'make test-ray   all tests of engines that Ray places; make test-slow has two of them'
-	@echo 'make test-browser  the tests of the live page and of reports in a headless Chromium'
-	@echo 'make screenshots   a run of the demo, a report, and pictures of their pages under docs/'
-	@echo 'make report     how stale tokens are on this machine, with our schedules and beside vLLM: a page in build/report (15 minutes)'
+	@echo 'make test-browser  the tests of the live page in a headless Chromium'
+	@echo 'make screenshots   a run of the demo, and pictures of its page under docs/'
 	@echo 'make lint       formatting, lint rules and types'
+	@echo 'make options    docs/options.md, from the docstrings of options'
 	@echo 'make docs       the documentation as a site, built and served on this machine'
 	@echo 'make wheel      the distribution, in dist/; make wheel-check installs it into an empty environment and runs it'
 	@echo 'make bench      every benchmark, JSON under benchmarks/results/'
@@ -105,9 +105,6 @@ test-browser: setup chromium
 screenshots: setup chromium
 	$(BIN)/python benchmarks/screenshots.py
 
-report: setup
-	$(BIN)/python benchmarks/report.py
-
 chromium:
 	@test -n "$$CHROMIUM" || command -v chromium || command -v chromium-browser || command -v google-chrome || \
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || \
@@ -121,6 +118,10 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# docs/options.md, from the docstrings of options.
+options: setup
+	$(BIN)/python -m inflight.tools.options_page
 
 # Every page anew, as warnings of pages that did not change would not be told again.
 docs-build: setup

@@ -31,7 +31,9 @@ RUNS = {
 def run(checkout: Path, arguments: str) -> dict[str, Any]:
     """The result of a bench of this checkout."""
     path = os.pathsep.join([str(checkout), str(checkout / "kernels")])
-    command = [sys.executable, "-P", "-m", "inflight.cli", "bench", *arguments.split(), "--device", "cpu"]
+    is_older = not (checkout / "inflight" / "tools").exists()
+    module = "inflight.cli" if is_older else "inflight.tools.cli"
+    command = [sys.executable, "-P", "-m", module, "bench", *arguments.split(), "--device", "cpu"]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, cwd=checkout)
     if done.returncode:
         raise SystemExit(f"{checkout}: inflight bench {arguments} failed: {done.stderr}")

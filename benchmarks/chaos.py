@@ -34,7 +34,7 @@ import numpy as np
 from truth_load import Verdict, save_model
 
 from inflight.core.clock import now_ns
-from inflight.observability.environment import write_result
+from inflight.tools.environment import write_result
 
 _HERE = Path(__file__).parent
 _MARK = "INFLIGHT_CHAOS"

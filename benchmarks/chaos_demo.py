@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from chaos import is_orphan, lives, marked, started, wait_until
 
-from inflight.observability.environment import write_result
+from inflight.tools.environment import write_result
 
 _MARK = "INFLIGHT_CHAOS"
 _STEP_S, _END_S, _LEAVE_S = 900.0, 3600.0, 20.0  # the first step comes after the warm-up
@@ -48,7 +48,7 @@ class Demo:
         options = ["--resume", str(self.out)] if resumes else [*self._options, "--out", str(self.out)]
         with open(self.out.with_suffix(".log"), "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "inflight.cli", "demo", *options], stdout=log, stderr=log
+                [sys.executable, "-m", "inflight.tools.cli", "demo", *options], stdout=log, stderr=log
             )
         self.lives += 1
 

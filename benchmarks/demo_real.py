@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from inflight.observability.environment import write_json
+from inflight.tools.environment import write_json
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "demo-real.json"
@@ -34,7 +34,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as out:
             command = ("demo", "--real", "--seed", str(seed), "--save-every", "0", "--out", out)
             print("$ inflight", *command, flush=True)
-            subprocess.run([sys.executable, "-m", "inflight.cli", *command], check=True)
+            subprocess.run([sys.executable, "-m", "inflight.tools.cli", *command], check=True)
             runs[seed] = json.loads((Path(out) / "summary.json").read_text())
             if seed == seeds[0]:
                 shutil.copy(Path(out) / "demo.png", PICTURE)

@@ -1,4 +1,5 @@
-"""Makes the checkpoint that `inflight demo` starts from, inflight/demo/start.safetensors: about a minute on 2 cores.
+"""Makes the checkpoint that `inflight demo` starts from, inflight/tools/demo/start.safetensors. It takes
+about a minute on 2 cores.
 
 python benchmarks/demo_start.py [--out FILE] [--steps N]
 """
@@ -10,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from inflight.demo.recipes import SMALL
-from inflight.demo.run import held_out_accuracy, longest
-from inflight.demo.start import MODEL, RECIPE, START_FILE, TASK, start_metadata, write_start
-from inflight.demo.tasks import gym_task
-from inflight.demo.trainer import load_trainer, require_tokenizer, saved
 from inflight.session import launch
+from inflight.tools.demo.recipes import SMALL
+from inflight.tools.demo.run import held_out_accuracy, longest
+from inflight.tools.demo.start import MODEL, RECIPE, START_FILE, TASK, start_metadata, write_start
+from inflight.tools.demo.tasks import gym_task
+from inflight.tools.demo.trainer import load_trainer, require_tokenizer, saved
 
 
 def main() -> None:

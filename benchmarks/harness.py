@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from inflight.observability.environment import write_result
+from inflight.tools.environment import write_result
 
 
 def finish(name: str, result: dict[str, Any]) -> None:

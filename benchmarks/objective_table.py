@@ -26,11 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import inflight
-from inflight.bench.learning_run import LaggedPublisher, LearningSettings, Start, warm_start
-from inflight.demo.run import longest
-from inflight.demo.trainer import load_trainer, ramp_and_decay, require_tokenizer
-from inflight.observability.environment import write_result
-from inflight.observability.progress import untold
+from inflight.tools.bench.learning_run import LaggedPublisher, Start, warm_start
+from inflight.tools.bench.options import LearningOptions
+from inflight.tools.demo.run import longest
+from inflight.tools.demo.trainer import load_trainer, ramp_and_decay, require_tokenizer
+from inflight.tools.environment import write_result
+from inflight.tools.progress import untold
 
 OBJECTIVES = ("tis", "ppo_clip", "dppo_kl", "gspo")
 LAGS = (1, 4, 16)
@@ -113,7 +114,7 @@ _kept = ExitStack()
 @contextmanager
 def spell_backward(seed: int) -> Iterator[Prepared]:
     if seed not in _warmed_up:
-        _warmed_up[seed] = _kept.enter_context(warm_start(LearningSettings(device="cpu"), seed, untold))
+        _warmed_up[seed] = _kept.enter_context(warm_start(LearningOptions(device="cpu"), seed, untold))
     start = _warmed_up[seed]
     context = longest(start.task, require_tokenizer(start.directory))
     with inflight.launch(

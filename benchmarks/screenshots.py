@@ -1,37 +1,35 @@
-"""Takes pictures of the live page of a run and of a report, for the docs.
+"""Takes pictures of the live page of a run, for the docs.
 
     python benchmarks/screenshots.py [RUN [DIRECTORY]]
 
-RUN is the directory of a run; without it the demo is run first, into runs/watch, for some minutes. The report is that
-of `make report`, which is made first if it is not there. The pictures go to DIRECTORY (docs): watch-light.png, the
-upper half of the page, watch-dark.png, the lower half, and watch-rollouts.png, its end; report-light.png, the
-report down to its table, and report-dark.png, its figures. `make screenshots` runs this.
+RUN is the directory of a run. Without it the demo runs first, into runs/watch, for some minutes. The pictures go to
+DIRECTORY (docs): watch-light.png, the upper half of the page, watch-dark.png, the lower half, and watch-rollouts.png,
+its end. `make screenshots` runs this.
 """
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from browser import chromium
 
-from inflight.watch.server import PageServer
-from inflight.watch.sources import RunDirectory
+from inflight.tools.watch.server import PageServer
+from inflight.tools.watch.sources import RunDirectory
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
 WIDTH, HEIGHT = 1280, 900
-REPORT = Path("build/report/report.html")
-_DEMO_S = _REPORT_S = 1200
+_DEMO_S = 1200
 _EDGE = 14
 
 
 def main(run: Path | None, directory: Path) -> None:
     if run is None:
         run = Path("runs/watch")
-        command = [sys.executable, "-m", "inflight.cli", "demo", "--out", str(run)]
+        command = [sys.executable, "-m", "inflight.tools.cli", "demo", "--out", str(run)]
         subprocess.run(command, check=True, timeout=_DEMO_S)
     with PageServer(RunDirectory(run)) as server, chromium() as browser:
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
@@ -45,22 +43,7 @@ def main(run: Path | None, directory: Path) -> None:
         take(page, directory / "watch-rollouts.png", rollouts, top_of(page, "footer"))
         page.select_option("#theme", "dark")
         take(page, directory / "watch-dark.png", engine, rollouts)
-        take_report(browser, directory)
-    print(f"{directory}/watch-light.png, watch-dark.png and watch-rollouts.png show {run}; report-*.png, {REPORT}")
-
-
-def take_report(browser: "Browser", directory: Path) -> None:
-    if not REPORT.exists():
-        subprocess.run([sys.executable, "benchmarks/report.py"], check=True, timeout=_REPORT_S)
-    shots: tuple[tuple[Literal["light", "dark"], str, str], ...] = (
-        ("light", "header", "#distributions"),
-        ("dark", "#distributions", "#meanings"),
-    )
-    for scheme, begin, end in shots:
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)
-        page.goto(REPORT.absolute().as_uri())
-        page.add_style_tag(content="nav { position: static !important; }")
-        take(page, directory / f"report-{scheme}.png", max(0, top_of(page, begin)), top_of(page, end))
+    print(f"{directory}/watch-light.png, watch-dark.png and watch-rollouts.png show {run}")
 
 
 def top_of(page: "Page", selector: str) -> float:

@@ -25,8 +25,8 @@ import torch
 from truth_load import Load, save_model
 
 import inflight
-from inflight.observability.environment import write_result
-from inflight.observability.plots import new_figure, require_matplotlib, save_figure
+from inflight.tools.environment import write_result
+from inflight.tools.plots import new_figure, require_matplotlib, save_figure
 
 GROUPS, PUBLISH_EVERY_S = 32, 0.05
 BOUNDS = {"resident_mb": 1.0, "files": 0.1, "threads": 0.1}

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from inflight.bench.options import DtypeName, SwapOptions
-from inflight.bench.swap import measure as measure_swap
 from inflight.engine.shapes import shape_config
-from inflight.observability.environment import write_result
-from inflight.observability.plots import new_figure, save_figure
+from inflight.tools.bench.options import DtypeName, SwapOptions
+from inflight.tools.bench.swap import measure as measure_swap
+from inflight.tools.environment import write_result
+from inflight.tools.plots import new_figure, save_figure
 
 
 class Size(NamedTuple):

@@ -19,7 +19,7 @@ _HOME = {
         "inflight.core.sampling": "SamplingParams",
         "inflight.core.spans": "span",
         "inflight.engine.engine": "Engine",
-        "inflight.journal_replay": "replay",
+        "inflight.tools.journal_replay": "replay",
         "inflight.pool.pool": "EnginePool launch_pool",
         "inflight.session": "RemoteEngine LaunchedEngine attach launch",
         "inflight.run": "Run",
@@ -59,7 +59,6 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.core.sampling import SamplingParams as SamplingParams
     from inflight.core.spans import span as span
     from inflight.engine.engine import Engine as Engine
-    from inflight.journal_replay import replay as replay
     from inflight.observability.loggers import JsonLines as JsonLines
     from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard
@@ -75,6 +74,7 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.session import RemoteEngine as RemoteEngine
     from inflight.session import attach as attach
     from inflight.session import launch as launch
+    from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig
     from inflight.training.data.advantages import group_advantages as group_advantages
     from inflight.training.data.advantages import turn_advantages as turn_advantages

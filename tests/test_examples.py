@@ -25,7 +25,7 @@ def run_program(*arguments: str, **options) -> subprocess.CompletedProcess:
 
 
 def inflight(*arguments: str, **options) -> subprocess.CompletedProcess:
-    return run_program("-m", "inflight.cli", *arguments, **options)
+    return run_program("-m", "inflight.tools.cli", *arguments, **options)
 
 
 def torchrun(*program: str | Path) -> subprocess.CompletedProcess:
@@ -163,7 +163,7 @@ def check_demo(out: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_control_c_ends_both_processes_and_keeps_what_was_written(tmp_path):
-    command = [sys.executable, "-m", "inflight.cli", "demo", "--warmup-steps", "5", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "inflight.tools.cli", "demo", "--warmup-steps", "5", "--out", str(tmp_path)]
     demo = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

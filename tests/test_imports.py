@@ -23,8 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"core", "kernels", "weights", "models", "stream", "observability"},
     "ranks": {"core", "weights", "engine", "training"},
     "supervisor": {"core", "weights", "stream", "engine", "training"},
-    "command_line": {"core"},
-    "server": {"core", "weights", "stream", "observability", "engine", "training", "command_line"},
+    "server": {"core", "weights", "stream", "observability", "engine", "training"},
     "running_engine": {
         *("core", "weights", "stream", "observability", "engine", "training", "ranks", "supervisor", "server"),
     },
@@ -32,19 +31,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pool": {"core", "weights", "stream", "engine", "training", "ranks", "supervisor", "running_engine", "session"},
     "ray": {"core", "weights", "engine", "supervisor", "running_engine", "pool"},
     "run": {"core", "weights", "stream", "training", "ranks", "supervisor", "running_engine"},
-    "journal_replay": {"core", "stream", "observability", "engine", "training"},
     "integrations": {"core", "weights", "stream", "engine", "training", "running_engine"},
-    "doctor": {"core", "kernels", "weights", "observability", "engine"},
-    "watch": {"core", "command_line", "observability"},
-    "report": {"core", "command_line", "observability"},
-    "demo": {"core", "command_line", "observability", "engine", "training", "session", "run", "watch"},
-    "bench": {
-        *("core", "command_line", "kernels", "weights", "stream", "observability"),
-        *("engine", "training", "session", "demo"),
-    },
-    "cli": {
-        *("core", "command_line", "server", "session", "observability"),
-        *("journal_replay", "doctor", "watch", "report", "demo", "bench"),
+    "tools": {
+        *("core", "kernels", "weights", "stream", "observability", "server"),
+        *("engine", "training", "session", "run"),
     },
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""

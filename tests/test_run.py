@@ -203,7 +203,7 @@ def test_times_are_moved_to_the_clock_of_a_machine_that_was_started_again():
 def test_a_killed_trainer_goes_on_with_the_step_after_its_checkpoint(tmp_path):
     """The demo, killed twice, takes each step once, and ends as it should."""
     options = "--steps 8 --warmup-steps 2 --groups-per-step 4 --group-size 4 --save-every 2 --seed 1 --device cpu"
-    command = [sys.executable, "-m", "inflight.cli", "demo", *options.split(), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "inflight.tools.cli", "demo", *options.split(), "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     steps, output = tmp_path / "steps.jsonl", tmp_path / "output"
 

@@ -57,7 +57,7 @@ def test_the_wheel_has_all_files_of_the_packages_and_nothing_else(monkeypatch, t
         entry_points = archive.read(f"inflight_rl-{inflight.__version__}.dist-info/entry_points.txt").decode()
     about = {name for name in names if name.startswith(f"inflight_rl-{inflight.__version__}.dist-info/")}
     assert {Path(name).name for name in about} == {"METADATA", "RECORD", "WHEEL", "LICENSE", "entry_points.txt"}
-    assert "inflight = inflight.cli:app" in entry_points
+    assert "inflight = inflight.tools.cli:app" in entry_points
     expected = files_of_packages()
     assert "inflight_kernels/_cpu.c" in expected
     assert names - about == expected

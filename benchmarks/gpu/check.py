@@ -43,7 +43,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from inflight.observability.environment import write_result  # noqa: E402
+from inflight.tools.environment import write_result  # noqa: E402
 
 BUNDLED_PYTHON = (3, 12)
 """The version of Python that the bundle's packages are for."""

@@ -37,7 +37,7 @@ from kernel_cases import CASES, FP32, SMALL, Case, Machine, Sizes
 from rich.console import Console
 from rich.table import Table
 
-from inflight.observability.environment import write_result
+from inflight.tools.environment import write_result
 
 
 def ceilings(machine: Machine) -> dict[str, float]:

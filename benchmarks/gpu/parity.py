@@ -27,8 +27,8 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.loading import load_config
-from inflight.observability.environment import write_result
 from inflight.stream.assembler import Assembler
+from inflight.tools.environment import write_result
 
 SEQUENCES, TOKENS, PROMPT_TOKENS = 32, 128, (8, 120)
 SHARPENING = 4.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from claims import MPS_SHARES
 
-BENCH = "-m inflight.cli bench"
+BENCH = "-m inflight.tools.cli bench"
 VLLM_TESTS = "tests/engine/test_backends.py"
 SWAP_TESTS = "tests/engine/test_swaps.py"
 REHEARSAL_LIMIT_S = 300
@@ -58,7 +58,7 @@ def gpu_parts() -> list[Part]:
     lengths = "--prompt-tokens 100-1024 --tokens 100-1024"
     peers = "--peer transformers --peer vllm" if os.environ.get("PEERS_PATH") else "--peer transformers"
     return [
-        Part("environment", 60, ["-m inflight.cli doctor"]),
+        Part("environment", 60, ["-m inflight.tools.cli doctor"]),
         Part("parity", 180, ["benchmarks/gpu/parity.py --device cuda --json {out}/parity.json"]),
         Part("kernels", 180, ["benchmarks/gpu/kernel_bench.py --device cuda --json {out}/kernels.json"]),
         Part("tests", 225, tests(["-m gpu", "tests"], min(6, os.cpu_count() or 1))),
@@ -143,7 +143,7 @@ def rehearsal_parts() -> list[Part]:
     trace = f"{BENCH} trace --device cpu --seconds 3 --out {{out}}/trace.json.gz --json {{out}}/trace.json"
     few_tests = "-k 'truth_teller_over_every_transport and slots-cpu or page_lists'", "tests/engine/test_flashinfer.py"
     commands = {
-        "environment": ["-m inflight.cli doctor"],
+        "environment": ["-m inflight.tools.cli doctor"],
         "parity": ["benchmarks/gpu/parity.py --device cpu --model tiny --json {out}/parity.json"],
         "kernels": ["benchmarks/gpu/kernel_bench.py --rehearse --json {out}/kernels.json"],
         "tests": tests(list(few_tests), 2),

@@ -25,7 +25,7 @@ _BOUNDS = ("max_unconsumed_tokens", "max_unconsumed_rollouts", "max_unconsumed_l
 
 class _ModelOption(CheckedStruct, frozen=True):
     model: str
-    """A directory, a Hugging Face hub id, or a built-in shape with random weights (`inflight doctor` lists them)."""
+    """Directory, Hugging Face hub id, or built-in shape with random weights (`inflight doctor` lists the shapes)."""
 
 
 class EngineOptions(_ModelOption, frozen=True, kw_only=True):
@@ -50,120 +50,134 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     }
 
     backend: str = "inflight"
-    """What generates: inflight, or vllm, whose steps the engine's process takes one by one (docs/backends.md)."""
+    """Generator: inflight, or vllm. The process of the engine runs vLLM step by step (docs/backends.md)."""
     backend_python: str = ""
-    """The interpreter that has vLLM, with its own torch: the engine's process runs in it. "": that of the environment
-    variable INFLIGHT_VLLM_PYTHON, else the one that runs already, or if that has no vLLM the one of `make peers`."""
+    """Python interpreter of the engine process with vLLM and its own torch. Empty: the interpreter in the environment
+    variable INFLIGHT_VLLM_PYTHON, otherwise the running interpreter if it has vLLM, otherwise the one of `make peers`.
+    """
     vllm: dict[str, Any] = {}
-    """Options that vLLM has and we do not, by their names in its EngineArgs: tensor_parallel_size, quantization,
-    gpu_memory_utilization, … Those that inflight sets itself are refused."""
+    """Options that only vLLM has, by their names in its EngineArgs: tensor_parallel_size, quantization,
+    gpu_memory_utilization, … Options that inflight sets are refused."""
     device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1, …"""
+    """Device: auto (a GPU if there is one), cpu, cuda, cuda:1, …"""
     dtype: str = "auto"
-    """float32, bfloat16 or float16; auto takes the checkpoint's own, and bfloat16 for built-in shapes on a GPU."""
+    """Dtype of the weights: float32, bfloat16 or float16. auto uses the dtype of the checkpoint, and bfloat16 for
+    built-in shapes on a GPU."""
     slots: int = 2
-    """Whole copies of the weights. 2: a version is written while the other is read. 1: saves memory, stalls."""
+    """Whole copies of the weights.
+
+    With 2, the publisher writes one version while the engine reads the other. 1 saves memory, and a swap stalls the
+    engine. With 3, a request can stay pinned to a version while others are published."""
     max_sequences: int = 64
-    """Sequences that decode together."""
+    """Maximum number of sequences that decode together."""
     max_context: int = 0
-    """Tokens of prompt and answer together; 0 is the model's own limit, at most 4096."""
+    """Maximum length of prompt and answer together, in tokens. 0: the model's own limit, at most 4096."""
     max_prefill_tokens: int = 0
-    """Prompt tokens computed in one forward pass at most, on top of one token per running sequence; longer prompts are
-    computed in chunks. It bounds how long running sequences, and new weights, wait. 0: 2048 on a GPU, 256 on a CPU."""
+    """Maximum number of prompt tokens per forward pass, in addition to one token per running sequence. Longer prompts
+    are computed in chunks. This bounds the time that running sequences and new weights wait. 0: 2048 on a GPU, 256 on a
+    CPU."""
     kv_cache_fraction: float = 0.5
-    """Share of the memory left after loading that keys and values may take."""
+    """Share of the memory left after loading that the KV cache is allowed to use."""
     kv_cache_tokens: int = 0
-    """Tokens that the KV cache holds; 0: max_sequences · max_context, as far as the memory goes."""
+    """Capacity of the KV cache, in tokens. 0: max_sequences · max_context, limited by the memory."""
     prefix_caching: bool = True
-    """Keep keys and values of ended sequences, for prompts that begin alike under the same weights."""
+    """Keep keys and values of ended sequences for later prompts with the same prefix and the same weights."""
     kv_on_swap: str = "keep"
-    """Treatment of the keys and values of running sequences when new weights go live. keep: they stay, and later
-    tokens attend to what older weights computed. recompute: they are computed again before the next token is drawn, as
-    a prompt is, and prompts that were computed in part start again, so that each token depends on its own version
-    alone. If versions arrive faster than a prompt is computed, the ninth waits until that prompt has a token."""
+    """Treatment of the keys and values of running sequences when new weights become live. keep: they stay, and later
+    tokens attend to keys and values of older weights. recompute: they are computed again before the next token is
+    drawn, and partly computed prompts start again. Each token then depends on its own version alone. If versions arrive
+    faster than a prompt is computed, the ninth version waits until that prompt has a token."""
     prefix_across_versions: int = 0
-    """How many versions older than the weights that go on with it a beginning may be that a prompt takes from the
-    prefix cache; 0: none. More lets conversations go on without computing their past again after every publish; their
-    tokens then attend to what older weights computed, as those of running sequences do (kv_on_swap="keep", which it
-    asks for). Adapters share nothing with each other or the weights alone, requests that are pinned to a version
-    nothing with others. Each rollout says what it took over (`prefix_tokens`, `prefix_version`)."""
+    """Maximum version lag of a reused prefix. 0 reuses only prefixes of the current version.
+
+    With more, conversations continue after a publish without computing their past again. Their tokens then attend to
+    keys and values of older weights, as with kv_on_swap="keep", which this option needs. Adapters share no prefixes
+    with each other or with the base weights, and requests pinned to a version share none with other requests. Each
+    rollout reports its reuse (`prefix_tokens`, `prefix_version`)."""
     schedule_order: str = "inflight.engine.order:first_come_first_served"
-    """The function, as "module:function", that says which sequences are admitted first and preempted last, by a number
-    for each (engine/order.py). The engine's process imports the module."""
+    """Function that returns a priority for each sequence, as "module:function" or "path/to/file.py:function". Sequences
+    with smaller numbers are admitted first and preempted last. The engine process imports the module
+    (docs/extending.md#another-order-of-scheduling)."""
     attention: str = "auto"
-    """flashinfer, torch, cpu, or a custom backend as "module:class" (engine/attention/backend.py). The engine's
-    process imports it. auto takes the fastest built-in one that is installed."""
+    """Attention backend: flashinfer, torch, cpu, or a custom one as "module:class", which the engine process imports
+    (docs/extending.md#an-attention-backend). auto uses the fastest built-in backend that is installed."""
     cuda_graphs: bool = True
-    """Replay decoding passes as CUDA graphs (GPU with FlashInfer)."""
+    """Replay decoding passes as CUDA graphs (on a GPU with FlashInfer)."""
     fused: bool = True
-    """Run known architectures with fused kernels; others always run as Transformers runs them."""
+    """Run known architectures with fused kernels. Other architectures always run in the code of Transformers."""
     record_routed_experts: bool = False
-    """Record the experts that each token took (mixture-of-experts models). Prompts are not taken from the prefix cache
-    then."""
+    """Record the experts of each token (mixture-of-experts models).
+
+    Prompts then do not use the prefix cache."""
     lora_rank: int = 0
-    """Rank of adapters on all projections of attention and MLP; 0: none. Adapters of a smaller rank fit too."""
+    """Largest rank of adapters on all projections of attention and MLP, at most 512. 0: no adapters."""
     adapters: tuple[str, ...] = ("default",)
-    """Their names, of which a request may ask for one; all are held at once."""
+    """Names of the adapters. A request can name one. The engine holds all of them at once."""
     transports: tuple[str, ...] = ()
-    """Transports of your own that the engine accepts beside the built-in ones: "my_package.my_module:MyTransport". It
-    imports these, and nothing that a publisher names."""
+    """Custom transports that the engine accepts in addition to the built-in ones, as "module:Class"
+    (docs/transports.md). The engine imports these and no other class that a publisher names."""
     max_queued: int = 1048576
-    """Unfinished samples that the engine has at a time. More are refused with QueueFullError."""
+    """Maximum number of unfinished samples. Further samples are refused with QueueFullError."""
     max_clients: int = 1024
-    """Clients of the control socket at a time; one more is refused with TooManyClientsError. The process that launched
-    the engine takes one, each of its publishers another one, and so does `trace`."""
+    """Maximum number of clients of the control socket. Further clients are refused with TooManyClientsError. The
+    process that launched the engine is one client, and so is each of its publishers and a running `trace`."""
     listen: str = ""
-    """Where clients on other machines reach the engine, as "tcp://ADDRESS:PORT", beside the process that launched it
-    (docs/security.md). The stream takes the next port. "*" as the port lets the system choose both; `engine.info` has
-    them. "": nowhere. It needs `keys`."""
+    """Address for clients on other machines, as "tcp://ADDRESS:PORT" (docs/security.md#over-tcp-with-keys). The stream
+    uses the next port. With "*" as the port the system chooses both ports, and `engine.info` lists them. Empty: no
+    clients on other machines. Needs `keys`."""
     keys: str = ""
-    """The directory of the engine's keys, which `inflight keys` makes: clients on other machines whose public key lies
-    there may connect, and nobody else."""
+    """Directory of the engine's keys, made by `inflight keys`. Only clients with a public key in this directory are
+    allowed to connect from other machines."""
     trust_remote_code: bool = False
-    """Run the code that a model's repository brings along. It does in the engine's process whatever its author wants;
-    a model that needs it is refused without this, with RemoteCodeError."""
+    """Run Python code from the model's repository.
+
+    This code can do anything in the engine process. Without this option a model that needs such code is refused with
+    RemoteCodeError."""
     seed: int = 0
-    """Initial weights of built-in shapes."""
+    """Seed of the random weights of built-in shapes."""
     threads: int = 0
-    """CPU threads for the forward pass; 0 leaves torch's own choice."""
+    """CPU threads of the forward pass. 0: the default of torch."""
     columns: tuple[str, ...] = ()
-    """Per-token columns of one's own, as "module:function" or "path/to/file.py:function": functions that the engine
-    imports and calls with the log-probabilities f32[S, V] that tokens i64[S] were just sampled from, on its device, and
-    that return one number per token [S]. Requests that name the function in `SamplingParams.columns` get its values in
-    `Rollout.columns`."""
+    """Custom per-token columns, as "module:function" or "path/to/file.py:function". The engine imports each function
+    and calls it with the log-probabilities f32[S, V] and the sampled tokens i64[S], on its device. The function returns
+    one number per token. Requests name the function in `SamplingParams.columns` and get its values in `Rollout.columns`
+    (docs/extending.md#a-per-token-column)."""
     max_unconsumed_tokens: int = 0
-    """While so many tokens were drawn and not taken out of the stream, no prompt begins that has not begun; what runs
-    goes on, and no token is dropped. 0, here and below: no such bound. A trainer that waits for rollouts is never
-    kept waiting by these bounds."""
+    """Maximum number of drawn tokens that the trainer has not taken. Above it no prompt starts; running sequences
+    continue, and no token is dropped. 0, here and in the next three options: no bound. A trainer that waits for
+    rollouts is never blocked by these bounds (docs/stream.md#a-trainer-that-is-behind)."""
     max_unconsumed_rollouts: int = 0
-    """The same for rollouts that have finished and were not taken out of the stream."""
+    """The same bound on finished rollouts that the trainer has not taken."""
     max_unconsumed_lag: int = 0
-    """The same while tokens are among them that are so many versions older than the live weights."""
+    """The same bound on the version lag of the oldest token that the trainer has not taken."""
     max_unacknowledged_bytes: int = 0
-    """The same for frames that the trainer has not received."""
+    """The same bound on frames that the trainer has not received."""
     stream_memory_bytes: int = 1 << 30
-    """Memory that waiting tokens may take, in the engine for frames that the trainer has not received and in the
-    trainer for rollouts that were not taken; what is beyond it waits in files of the engine's."""
+    """Memory for waiting tokens: in the engine for frames that the trainer has not received, and in the trainer for
+    rollouts that it has not taken. Further tokens wait in files of the engine."""
     spill_directory: str = ""
-    """The directory of those files, which have no names; "": the one for temporary files."""
+    """Directory of these unnamed files. Empty: the directory for temporary files."""
     restarts: int = 0
-    """How often an engine whose process ends is started again: it gets the newest weights and goes on with all that was
-    unfinished, whose tokens so far stay. Weights pass through a staging buffer in the trainer then, which takes up to
-    three times their memory. 0: its end raises EngineDiedError at once."""
+    """Maximum number of restarts of the engine after its process ends.
+
+    A restarted engine gets the newest weights and continues all unfinished groups; their drawn tokens stay
+    (docs/stream.md#an-engine-that-ends). Above 0, weights pass through a staging buffer in the trainer, of up to three
+    times their memory. With 0, the end of the process raises EngineDiedError."""
     timeout_s: float = 600.0
-    """How long `launch()` waits for the engine to load its model."""
+    """Maximum time until the engine has loaded its model, in seconds."""
     answer_timeout_s: float = 60.0
-    """How long every call waits for an answer of the running engine, which answers between two forward passes. One that
-    lives and takes longer raises EngineHungError, wherever it is waited for."""
+    """Maximum time for each response of the running engine, in seconds. The engine responds between two forward passes.
+    If a live engine takes longer, all waiting calls raise EngineHungError."""
     journal: str | None = None
-    """A directory in which the trainer's side keeps every frame before it acknowledges it, for `inflight.replay`. A
-    disk that takes no more ends the stream with JournalError. None: no journal."""
+    """Directory in which the trainer stores every frame before it acknowledges the frame, for `inflight.replay`
+    (docs/stream.md#journal). A full disk ends the stream with JournalError. None: no journal."""
     journal_sync: str = "rotation"
-    """When the journal is forced to the disk. rotation: whenever a file of it is full, and at the end; a process that
-    is killed loses nothing, a machine that stops may lose what came last. frame: after every frame."""
+    """Time at which the journal is forced to the disk. rotation: when a file of the journal is full, and at the end. A
+    killed process then loses nothing; a machine that stops can lose the last frames. frame: after every frame."""
     rank_timeout_s: float = 1800.0
-    """How long the ranks of a trainer wait for one another: rank 0 for the others to take their shares of a batch, the
-    others for rank 0 to ask for one. A rank that takes longer raises RankLostError on all of them."""
+    """Maximum time that ranks of a trainer wait for each other, in seconds: rank 0 waits until the others take their
+    shares of a batch, and the others wait until rank 0 requests one. A slower rank raises RankLostError on all of them
+    (docs/training.md#several-ranks)."""
 
     def __post_init__(self) -> None:
         if self.journal is not None:

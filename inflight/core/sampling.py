@@ -42,51 +42,56 @@ class SamplingParams(CheckedStruct, frozen=True, kw_only=True, forbid_unknown_fi
     }
 
     n: int = 1
-    """Number of samples of the prompt. They form a group."""
+    """Number of samples of the prompt, at most 65,536. Together they are a group."""
     max_tokens: int = 256
-    """Maximum number of tokens per sample. The engine's context can end a sample earlier."""
+    """Maximum number of tokens per sample. A sample is shorter if the engine's context ends first."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token. The recorded log-probability is then at temperature 1, unfiltered."""
+    """Divisor of the logits. 0 is greedy: the engine takes the most likely token and records its log-probability at
+    temperature 1, unfiltered."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens. 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches top_p."""
     min_p: float = 0.0
-    """Keep tokens at least min_p times as likely as the most likely one."""
+    """Keep tokens that are at least min_p times as likely as the most likely one."""
     seed: int | None = None
-    """Draws depend only on (seed, sample, position), not on the batch. None: the engine picks a seed and reports it."""
+    """Seed of the draws. They depend on (seed, sample, position) alone, not on the batch. None: the engine picks a
+    seed and reports it."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a sample, as the model's own end-of-sequence ids do. The stop token is part of the sample."""
+    """Token ids that end a sample, in addition to the model's end-of-sequence ids. The stop token is part of the
+    sample."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample as soon as its text contains one. The token that completes it is part of the sample."""
+    """Strings that end a sample as soon as its text contains one: at most 16, of up to 256 characters. The token that
+    completes the string is part of the sample."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of `Rollout.text` and `Rollout.prompt`. False keeps them, for rewards that search for a
-    special token such as `<think>` or `[TOOL_CALLS]`. The text then contains the end-of-sequence token, too."""
+    """Leave special tokens out of `Rollout.text` and `Rollout.prompt`. False keeps them, for rewards that look for a
+    special token such as `<think>` or `[TOOL_CALLS]`. The end-of-sequence token is then part of the text, too."""
     min_tokens: int = 0
-    """Minimum number of tokens. Before it, stop_token_ids and the model's end-of-sequence ids have probability 0, and
-    stop strings do not end a sample."""
+    """Number of tokens before a sample can end. Until then stop_token_ids and the model's end-of-sequence ids have
+    probability 0, and stop strings do not end the sample."""
     ignore_eos: bool = False
     """Continue after the model's end-of-sequence ids (for benchmarks)."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or sampled before are divided by it if positive, else multiplied (Keskar et al.
-    2019, "CTRL", section 4.1, as in Hugging Face `generate`)."""
+    """Factor for tokens of the prompt and earlier tokens of the sample: positive logits are divided by it, negative
+    ones multiplied (Keskar et al. 2019, "CTRL", section 4.1, as in Hugging Face `generate`)."""
     logit_bias: dict[int, float] = {}
-    """Added to the logits of these token ids; −inf bans one."""
+    """Numbers added to the logits, by token id, at most 4096. −inf bans a token."""
     top_logprobs: int = 0
-    """Number of most likely tokens to record at each position, with their log-probabilities."""
+    """Number of most likely tokens to record at each position, at most 128, with their log-probabilities."""
     prompt_logprobs: int | None = None
-    """Record the log-probability of each prompt token given the tokens before it, and this number of most likely tokens
-    (`Rollout.prompt_scores`). Scores are at temperature 1, unfiltered, under the weights of the prefill. Such a prompt
-    does not use the prefix cache. None: record nothing."""
+    """Number of most likely tokens to record at each position of the prompt, at most 128, in addition to the
+    log-probability of the prompt's own token (`Rollout.prompt_scores`). The distribution is the model's own, without
+    temperature and filters, under the weights that are live when that part of the prompt is computed. Such a prompt
+    does not use the prefix cache, and each scored token counts as 8 in max_prefill_tokens. None: record nothing."""
     return_entropy: bool = False
-    """Record the entropy, in nats, of the distribution of each sampled token."""
+    """Record the entropy of the distribution of each token, in nats."""
     return_sampling_mask: bool = False
-    """Record the token ids that top-k, top-p, min-p and the tokenizer kept at each position, or the removed ids if most
-    of a large vocabulary was kept (`Rollout.sampling_mask`)."""
+    """Record the sampling mask: the token ids that top-k, top-p, min-p and the tokenizer kept at each position, or the
+    removed ids if most of a large vocabulary was kept (`SamplingMask.cut_from`)."""
     cache_salt: str = ""
-    """Share prefix-cache blocks only with prompts of the same salt."""
+    """Share prefix-cache blocks only with prompts of the same salt, of at most 256 characters."""
     columns: tuple[str, ...] = ()
-    """Names of custom columns (`EngineOptions.columns`) to record in `Rollout.columns`."""
+    """Names of custom columns (`EngineOptions.columns`) to record for each token in `Rollout.columns`."""
 
     def __post_init__(self) -> None:
         self.check_types()

@@ -1,62 +1,50 @@
-"""The settings of an HTTP server, which are options of `inflight serve` and arguments of `engine.serve` too."""
+"""Options of an HTTP server: arguments of `engine.serve`, and options of `inflight serve`."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight.command_line import option
 from inflight.core.arguments import named
+from inflight.core.option import option
 
 PLACE = "place-"
-"""What places are called that are there for adapters of clients alone; under other names a trainer publishes its own,
-and clients may ask for those too."""
+"""Prefix of places for adapters of clients. A trainer publishes adapters under other names, and clients can use those,
+too."""
 
 
 @named({"api_key": "token"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where a server listens, who may do what, and its bounds."""
+    """Address, access and limits of a server."""
 
-    host: str = option("127.0.0.1", "The address to listen on.", panel="Server")
-    port: int = option(8000, "The port to listen on; 0 lets the system choose one.", min=0, max=65535, panel="Server")
-    token: str = option(
-        "",
-        "Who asks for anything but /health has to send `Authorization: Bearer TOKEN`.",
-        envvar="INFLIGHT_TOKEN",
-        panel="Server",
-    )
-    control: Literal["loopback", "anyone"] = option(
-        "loopback",
-        "Without a token: whose control requests (weights, adapters, pauses) are obeyed.",
-        panel="Server",
-    )
-    served_model_name: str = option(
-        "", "The name that clients call the model by, beside the one it was launched with.", panel="Server"
-    )
-    honor_pause: bool = option(
-        False,
-        "Stop generating at /pause?mode=keep. Trainers ask for that around a weight update, which needs no pause here.",
-        panel="Server",
-    )
-    tokens_as_ids: bool = option(
-        False, 'Write tokens as "token_id:ID" in log-probabilities, also where a request does not ask.', panel="Server"
-    )
-    split_reasoning: bool = option(
-        False,
-        "Give what a chat's answer has between <think> and </think> as its reasoning_content, not as its content.",
-        panel="Server",
-    )
-    stream_interval_ms: float = option(
-        20.0, "The least time between two parts of a streamed answer, behind the first.", min=0, panel="Server"
-    )
-    max_body_mib: float = option(32.0, "Requests with a larger body are refused.", min=0.001, panel="Server")
-    max_connections: int = option(4096, "Connections at a time; one more is answered with 503.", min=1, panel="Server")
-    receive_timeout_s: float = option(
-        20.0, "How long a client may take to send a request, headers and body.", min=0.05, panel="Server"
-    )
-    drain_timeout_s: float = option(
-        600.0,
-        "Time that /pause?mode=wait, and the end by SIGTERM, wait for requests in progress.",
-        min=0.05,
-        panel="Server",
-    )
-    keep_alive_s: float = option(75.0, "How long a connection without a request is kept.", min=1, panel="Server")
+    host: str = option("127.0.0.1", panel="Server")
+    """Address to listen on."""
+    port: int = option(8000, min=0, max=65535, panel="Server")
+    """Port to listen on. 0: the system chooses one."""
+    token: str = option("", envvar="INFLIGHT_TOKEN", panel="Server")
+    """Token of clients: each request except /health must send `Authorization: Bearer TOKEN`. Empty: no token."""
+    control: Literal["loopback", "anyone"] = option("loopback", panel="Server")
+    """Clients that are allowed to control a server without a token (weights, adapters, pauses)."""
+    served_model_name: str = option("", panel="Server")
+    """Name of the model for clients, in addition to the name that it was launched with."""
+    honor_pause: bool = option(False, panel="Server")
+    """Stop generating at /pause?mode=keep.
+
+    Trainers request a pause around a weight update. The engine needs no such pause."""
+    tokens_as_ids: bool = option(False, panel="Server")
+    """Write tokens as "token_id:ID" in log-probabilities, even if a request does not ask for it."""
+    split_reasoning: bool = option(False, panel="Server")
+    """Return the text between `<think>` and `</think>` of a chat answer as reasoning_content instead of content."""
+    stream_interval_ms: float = option(20.0, min=0, panel="Server")
+    """Shortest time between two parts of a streamed answer after its first part, in milliseconds."""
+    max_body_mib: float = option(32.0, min=0.001, panel="Server")
+    """Largest body of a request, in MiB. Larger requests are refused."""
+    max_connections: int = option(4096, min=1, panel="Server")
+    """Maximum number of connections. Further connections get status 503.
+
+    The limit is lower if the process is not allowed to open 512 more files."""
+    receive_timeout_s: float = option(20.0, min=0.05, panel="Server")
+    """Maximum time until a client has sent a request with its body, in seconds."""
+    drain_timeout_s: float = option(600.0, min=0.05, panel="Server")
+    """Maximum time that /pause?mode=wait and the end by SIGTERM wait for requests in progress, in seconds."""
+    keep_alive_s: float = option(75.0, min=1, panel="Server")
+    """Time after which a connection without a request is closed, in seconds."""

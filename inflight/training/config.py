@@ -1,4 +1,4 @@
-"""What a run of GRPO is made of, besides model, optimizer and prompts."""
+"""Options of a run of GRPO, in addition to model, optimizer and prompts."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -24,65 +24,72 @@ from inflight.training.schedules import Schedule, resolve_schedule
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOConfig:
-    """What a run of GRPO is made of, besides model, optimizer and prompts."""
+    """Options of a run of GRPO, in addition to model, optimizer and prompts."""
 
     steps: int = 100
+    """Number of optimizer steps of the run."""
     groups_per_step: int = 32
-    """Groups of `sampling.n` rollouts that one optimizer step consumes."""
+    """Groups of `sampling.n` rollouts per optimizer step."""
     groups_in_flight: int = 0
-    """Groups submitted and not taken by the trainer yet, at most: what bounds how old tokens get. 0: twice
-    groups_per_step. For schedules with batches ahead, as "inflight"; the others submit the groups of one step."""
+    """Maximum number of groups that are submitted and not yet taken by the trainer. It bounds the age of tokens. 0:
+    twice groups_per_step. Only schedules with batches ahead, such as "inflight", use it; the others submit the groups
+    of one step."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(n=8))
+    """Sampling parameters of the prompts. `n` must be at least 2, and the temperature above 0."""
     objective: str | Objective | None = None
-    """The objective to minimise: an `Objective`, the name of one of `objective.PRESETS`, or "module:name"; None is
-    "ppo_clip"."""
+    """Objective to minimise: a name, an `inflight.Objective`, or "module:name" (docs/objectives.md). None: "ppo_clip".
+    """
     staleness: tuple[StalenessRule, ...] = ()
-    """Which tokens are too old to train on. `groups_in_flight` keeps them from getting that old."""
+    """Rules for tokens that are too old to train on (docs/staleness.md#rules-for-what-is-too-old). `groups_in_flight`
+    prevents such ages."""
     updates_per_batch: int = 1
-    """Optimizer steps on the same batch. With more than one, objectives whose proximal policy is "recomputed" have one
-    to differ from."""
+    """Optimizer steps on the same batch. Objectives with a "recomputed" proximal policy need more than one."""
     probe_every: int = 0
-    """Steps between two at which mismatch and staleness are told apart (`VersionProbe`); 0: never."""
+    """Steps between two measurements that separate mismatch from staleness (`VersionProbe`). 0: none."""
     micro_batch_tokens: int = 0
-    """Tokens of one forward and backward pass at most, for a step that does not fit into memory; 0: no bound."""
+    """Maximum number of tokens of one forward and backward pass, for a step that does not fit into memory. 0: no bound.
+    """
     max_grad_norm: float = 1.0
-    """Gradients of a larger norm are scaled down to it; 0: none are. Steps with a gradient that is not finite are
-    skipped either way."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it. 0: no scaling. A step with a gradient that
+    is not finite is always skipped."""
     scale_lr_by_ess: float = 0.0
-    """The learning rate of each step is multiplied by √(min(1, ESS / this)), with the effective sample size of the
-    step's sequences that have an advantage, as a share of their number (VCPO, `step.ess_factor`). 1, or the
-    on-policy share if numerics differ; 0: it is not scaled."""
+    """Multiply the learning rate of each step by √(min(1, ESS / this)). ESS is the effective sample size of the
+    sequences with an advantage, as a share of their number (VCPO,
+    docs/training.md#a-learning-rate-that-follows-the-effective-sample-size). Use 1, or the share of an on-policy step
+    if the numerics of trainer and engine differ. 0: no scaling."""
     advantages: str | Advantages = "grpo"
-    """How rewards become advantages: a name in `advantages.ADVANTAGES` ("grpo", "dr_grpo", "rloo", "maxrl",
-    "reinforce++", "reinforce++_baseline"), or a function of the step's groups of rollouts that returns an advantage for
-    each of them, groups concatenated: a number, or f32[tokens]."""
+    """Computation of advantages from rewards: "grpo", "dr_grpo", "rloo", "maxrl", "reinforce++",
+    "reinforce++_baseline", "module:name", or a function (docs/training.md#advantages). The function gets the groups of
+    a step and returns an advantage for each rollout, groups concatenated: a number, or f32[tokens]."""
     scale_advantages: bool = True
-    """Divide by the standard deviation of the group's rewards; False is Dr. GRPO's (arXiv 2503.20783), as "dr_grpo" is.
-    This and the next are about the advantages "grpo"."""
+    """Divide by the standard deviation of the rewards of the group. False is the method of Dr. GRPO (arXiv 2503.20783),
+    as is "dr_grpo". This option and the next one belong to the advantages "grpo"."""
     advantage_ddof: int = 0
-    """That standard deviation divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and SkyRL."""
+    """ddof of that standard deviation. It divides by n − ddof: 0 as in the paper, 1 as in TRL, verl, slime and
+    SkyRL."""
     reward_kl_weight: float = 0.0
     """β of a KL penalty in the reward: r − β · Σ_t KL_t over the rollout, before advantages are computed, as in RLOO
-    (arXiv 2402.14740). `Objective(kl_weight=…)` has it in the loss. Either needs a reference policy."""
+    (arXiv 2402.14740). `Objective(kl_weight=…)` puts the penalty into the loss. Both need a reference policy
+    (docs/training.md#a-reference-policy)."""
     reward_kl: KLEstimator = "k1"
-    """Estimator of that KL, from the recorded log-probabilities: "k1" (its sum is unbiased), "k2", "k3" or
-    "k3_clamped". As a reward only k1 has the gradient of KL(π_θ ‖ π_ref)."""
+    """Estimator of that KL from the recorded log-probabilities: "k1" (its sum is unbiased), "k2", "k3" or "k3_clamped".
+    As a reward only k1 has the gradient of KL(π_θ ‖ π_ref)."""
     skip_uniform_groups: bool = True
-    """Leave groups without an advantage, such as most groups of equal rewards, out of the forward pass. They
-    still count in the averages of the loss, so that the gradient is the same, and cheaper. Where the objective
-    has a KL penalty, a drift penalty or an entropy bonus they stay, as these are about them too. A step of nothing but
-    such groups is not taken."""
+    """Leave groups without an advantage, such as most groups of equal rewards, out of the forward pass. They still
+    count in the averages of the loss, so that the gradient is the same. With a KL penalty, a drift penalty or an
+    entropy bonus they stay in the forward pass. A step with only such groups is skipped
+    (docs/training.md#what-takes-part-in-the-loss-and-what-in-its-averages)."""
     replace_uniform_groups: int = 0
-    """Groups of equal rewards that further prompts take the place of, at most so many in a step, so that every step has
-    as many groups to learn from (dynamic sampling of DAPO, arXiv 2503.14476, §3.2). They count nowhere but in mean
-    rewards and `Dropped.num_replaced_groups`. 0: none."""
+    """Maximum number of groups of equal rewards per step that are replaced by further prompts (dynamic sampling of
+    DAPO, arXiv 2503.14476, §3.2; docs/training.md#groups-of-equal-rewards). Replaced groups count only in mean rewards
+    and in `Dropped.num_replaced_groups`. 0: none."""
     mask_truncated: bool = False
     """Leave rollouts that ended at `max_tokens` out of the loss (overlong filtering of DAPO, arXiv 2503.14476, §3.4).
-    They still count in what it is averaged over, and their rewards in the advantages of the others."""
+    They still count in the averages of the loss, and their rewards in the advantages of the others."""
     schedule: str | Schedule = "inflight"
-    """A name in `schedules.SCHEDULES`, "module:name", or a `Schedule`. inflight: the generator never stops. For
-    comparison, sync: generate, then train, then publish and wait until it is live; one_step_off: a whole batch is
-    drawn, under one version, while the one before it is trained on."""
+    """Name, "module:name", or `Schedule` (docs/extending.md#a-schedule-of-training). inflight: the generator never
+    stops. sync: generate, train, publish, and wait until the weights are live. one_step_off: the engine draws a whole
+    batch under one version while the trainer uses the batch before."""
 
     def __post_init__(self) -> None:
         objective = resolve(self.objective)

@@ -13,27 +13,27 @@ import torch
 from tiny_models import make_model
 from waiting import PATIENCE_S
 
-from inflight.bench.options import SwapOptions
-from inflight.bench.peers import make_setup
-from inflight.bench.truth_teller import TruthTeller
 from inflight.core.errors import FileWriteError, InflightError
 from inflight.core.files import file_errors, replacing
 from inflight.core.layout import WeightLayout
-from inflight.demo.checkpoints import save_checkpoint
-from inflight.demo.options import DemoOptions
-from inflight.demo.run import _Run
-from inflight.demo.start import write_start
-from inflight.demo.trainer import WarmupConfig, saved
 from inflight.engine.shapes import byte_tokenizer
 from inflight.integrations.directory import DirectoryTransfer
 from inflight.observability import trace_file
-from inflight.observability.environment import write_result
 from inflight.observability.event_file import EventFile
 from inflight.observability.events import Began
 from inflight.observability.loggers import JsonLines
-from inflight.observability.plots import save_figure
 from inflight.run import _Clock, _File, _write
 from inflight.stream.journal import JournalWriter
+from inflight.tools.bench.options import SwapOptions
+from inflight.tools.bench.peers import make_setup
+from inflight.tools.bench.truth_teller import TruthTeller
+from inflight.tools.demo.checkpoints import save_checkpoint
+from inflight.tools.demo.options import DemoOptions
+from inflight.tools.demo.run import _Run
+from inflight.tools.demo.start import write_start
+from inflight.tools.demo.trainer import WarmupConfig, saved
+from inflight.tools.environment import write_result
+from inflight.tools.plots import save_figure
 from inflight.weights.version_file import write_version
 
 LONG = "x" * 10_000
@@ -158,7 +158,7 @@ def test_only_errors_of_the_system_are_told_as_such(tmp_path):
 
 def test_the_demo_on_a_full_disk_says_so_in_a_line(tmp_path):
     """Its first file is written, the model no longer is."""
-    command = [sys.executable, "-m", "inflight.cli", "demo", "--steps", "1", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "inflight.tools.cli", "demo", "--steps", "1", "--out", str(tmp_path / "run")]
     done = subprocess.run(
         command,
         capture_output=True,

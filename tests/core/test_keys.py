@@ -105,7 +105,7 @@ def test_nobody_connects_over_tcp_without_keys():
 
 
 def test_the_command_makes_keys_and_says_how_they_are_used(tmp_path):
-    command = [sys.executable, "-m", "inflight.cli", "keys", str(tmp_path / "keys")]
+    command = [sys.executable, "-m", "inflight.tools.cli", "keys", str(tmp_path / "keys")]
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 'inflight.launch(model, listen="tcp://0.0.0.0:5600", keys=' in first.stdout
     assert "inflight.attach(" in first.stdout

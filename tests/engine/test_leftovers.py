@@ -74,7 +74,7 @@ def test_what_sigkill_to_both_leaves_the_next_launch_or_doctor_removes():
     trainer.wait()
     wait_until(lambda: ended(pid), "the engine lives on")
     assert directory.exists()
-    done = subprocess.run([sys.executable, "-m", "inflight.cli", "doctor"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "inflight.tools.cli", "doctor"], capture_output=True, text=True)
     assert "leftovers" in done.stdout
     assert not directory.exists()
     assert not any(slot.exists() for slot in slots)

@@ -11,8 +11,8 @@ import pytest
 from typer.main import get_command
 from waiting import PATIENCE_S
 
-from inflight.cli import app
 from inflight.engine.launcher import _environment
+from inflight.tools.cli import app
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -171,7 +171,7 @@ def test_every_command_takes_the_options_that_it_is_given(check, tmp_path):
     for part in [check.preflight("cuda"), *check.gpu_parts()]:
         for command in part.commands:
             _, arguments = check.read_command(command, tmp_path)
-            if arguments[:2] == ["-m", "inflight.cli"]:
+            if arguments[:2] == ["-m", "inflight.tools.cli"]:
                 options, of = arguments[2:], commands
                 while hasattr(of, "commands"):
                     of = of.commands[options.pop(0)]

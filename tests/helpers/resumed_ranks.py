@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import inflight
 from inflight.core.sampling import SamplingParams
-from inflight.demo.trainer import load_trainer
+from inflight.tools.demo.trainer import load_trainer
 
 rank, size, store, directory, verb = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What the truth-teller of `inflight.bench` draws, restated: token ids and their log-probabilities."""
+"""What the truth-teller of `inflight.tools.bench` draws, restated: token ids and their log-probabilities."""
 
 import math
 

@@ -53,7 +53,7 @@ PROBLEM = """
 import logging
 logging.basicConfig(level=logging.WARNING)
 from inflight_kernels import _cpu
-from inflight.doctor import _kernels
+from inflight.tools.doctor import _kernels
 print(_cpu.library() is not None, *_kernels(), sep="|")
 """
 

@@ -12,8 +12,8 @@ from inflight_kernels import linear_logprobs_reference as reference
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inflight.bench import loss as bench
-from inflight.bench.options import LossOptions
+from inflight.tools.bench import loss as bench
+from inflight.tools.bench.options import LossOptions
 
 torch.set_num_threads(1)
 

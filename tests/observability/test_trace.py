@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from waiting import PATIENCE_S
 
 import inflight
-from inflight.bench.trace import busy, overlap, summarize, work_in
-from inflight.cli import app
 from inflight.core.errors import EngineDiedError, InflightError
 from inflight.core.spans import Span, Thread, note, span, start_noting, stop_noting
 from inflight.engine.client import EngineClient
 from inflight.observability.trace_file import Part, merge, read
+from inflight.tools.bench.trace import busy, overlap, summarize, work_in
+from inflight.tools.cli import app
 from inflight.training.schedules import Example
 
 TRAINING = ("forward", "backward", "optimizer step")
@@ -365,7 +365,7 @@ def test_busy_and_overlap_agree_with_counting_moments():
 @pytest.mark.long
 def test_the_benchmark_prints_its_keys_and_writes_the_trace(tmp_path):
     out = tmp_path / "trace.json.gz"
-    command = [sys.executable, "-m", "inflight.cli", "bench", "trace", "--device", "cpu", "--sequences", "4"]
+    command = [sys.executable, "-m", "inflight.tools.cli", "bench", "trace", "--device", "cpu", "--sequences", "4"]
     options = ["--tokens", "16", "--seconds", "1", "--warmup-steps", "1", "--out", str(out)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,8 @@ from http_calls import call
 from typer.testing import CliRunner
 from waiting import PATIENCE_S, wait_until
 
-from inflight.cli import app
-from inflight.server.command import ServedModel
+from inflight.tools.cli import app
+from inflight.tools.serve import ServedModel
 
 
 class Address:
@@ -43,7 +43,7 @@ def test_an_option_that_cannot_be_set(pair):
 @contextmanager
 def serving(model: str, *options: str) -> Iterator[tuple[subprocess.Popen, Address]]:
     """A process of the command and where it answers."""
-    command = [sys.executable, "-m", "inflight.cli", "serve", model, "--port", "0", "--device", "cpu", *options]
+    command = [sys.executable, "-m", "inflight.tools.cli", "serve", model, "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(
         [*command, "--set", "threads=1"],
         stdout=subprocess.PIPE,
@@ -141,7 +141,7 @@ def test_the_server_restarts_its_engine_unless_told_otherwise():
 
 @pytest.mark.slow
 def test_the_command_serves_until_it_is_told_to_end(scripted_dir):
-    command = [sys.executable, "-m", "inflight.cli", "serve", scripted_dir, "--port", "0", "--max-context", "64"]
+    command = [sys.executable, "-m", "inflight.tools.cli", "serve", scripted_dir, "--port", "0", "--max-context", "64"]
     process = subprocess.Popen(
         [*command, "--set", "threads=1", "--device", "cpu"], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
     )

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.server import connections
-from inflight.server.command import allow_files
+from inflight.tools.serve import allow_files
 
 
 @pytest.mark.parametrize(

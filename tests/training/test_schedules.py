@@ -11,9 +11,9 @@ import torch
 from tiny_models import VOCABULARY, make_model
 
 import inflight
-from inflight.bench.learning_run import LaggedPublisher
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.messages import LIVE_VERSION
+from inflight.tools.bench.learning_run import LaggedPublisher
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import SCHEDULES, Admission, Example

@@ -1,0 +1,77 @@
+"""Measured training run."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from inflight.core.clock import now_ns
+from inflight.core.spans import added_up, start_adding_up, stop_adding_up
+from inflight.observability.staleness_meter import StalenessListener
+from inflight.session import LaunchedEngine
+from inflight.tools.bench.spread import joined, percentiles, spread
+from inflight.training.report import StepReport
+
+AGES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
+LAG_POINTS = ("p50", "max")
+
+
+@contextmanager
+def measured(engine: LaunchedEngine) -> "Iterator[MeasuredRun]":
+    """Measure the engine until the end of the block."""
+    run = MeasuredRun(engine)
+    engine.staleness.listener = run
+    start_adding_up()
+    try:
+        yield run
+    finally:
+        stop_adding_up()
+        engine.staleness.listener = None
+
+
+class MeasuredRun(StalenessListener):
+    """Keeps every value of a run, step by step and swap by swap."""
+
+    def __init__(self, engine: LaunchedEngine):
+        self._engine, self._before = engine, engine.status()
+        self._measures: dict[str, list[Any]] = {name: [] for name in ("swap_ms", "stall_ms", *AGES)}
+        self._times_s, self._tokens = [now_ns() / 1e9], [float(engine.stream.num_tokens)]
+        self._spans: Counter[str] = Counter()
+
+    def step(self, report: StepReport) -> None:
+        """Record an optimizer step."""
+        self._times_s.append(report.finished_ns / 1e9)
+        self._tokens.append(float(self._engine.stream.num_tokens))
+        self._spans.update(added_up())
+        if report.staleness is not None:
+            for name in AGES:
+                self._measures[name].append(getattr(report.staleness, name))
+
+    def swapped(self, version: int, swap_ms: float, stall_ms: float) -> None:
+        self._measures["swap_ms"].append(swap_ms)
+        self._measures["stall_ms"].append(stall_ms)
+
+    def result(self) -> dict[str, Any]:
+        """Return the result of `inflight.tools.bench.staleness.measure`."""
+        status, seconds = self._engine.status(), self._times_s[-1] - self._times_s[0]
+        summary = {name: percentiles(joined(values)) for name, values in self._measures.items()}
+        summary["version_lag"] = {name: value for name, value in summary["version_lag"].items() if name in LAG_POINTS}
+        spent = Counter(status.seconds_by_state) - Counter(self._before.seconds_by_state)
+        return {
+            "tokens_per_s": (self._tokens[-1] - self._tokens[0]) / seconds,
+            "num_swaps": status.num_swaps - self._before.num_swaps,
+            "num_swaps_in_flight": status.num_swaps_in_flight - self._before.num_swaps_in_flight,
+            "seconds": seconds,
+            **summary,
+            "trainer_s": self._trainer_s(seconds),
+            "engine_s": {state: round(s, 3) for state, s in spent.items()},
+            **spread(self._measures),
+        }
+
+    def _trainer_s(self, seconds: float) -> dict[str, float]:
+        """Return the seconds of the trainer by activity. The optimizer's step includes the wait for the copy."""
+        copy, rollouts = self._spans["wait for the publish copy"], self._spans["wait for rollouts"]
+        trains = sum(self._spans[name] for name in ("forward", "backward", "optimizer step")) - copy
+        others = max(0.0, seconds - trains - copy - rollouts)
+        named = {"trains": trains, "waits for rollouts": rollouts, "waits for the copy": copy, "other": others}
+        return {name: round(value, 3) for name, value in named.items()}

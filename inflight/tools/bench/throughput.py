@@ -1,0 +1,254 @@
+"""`inflight bench throughput`: tokens per second, compared with other engines on the same weights.
+
+Each engine has one process (`peers.py`) for the whole run. The processes draw alternately, one at a time: ours, peer,
+ours, peer, … A ratio is the median over such pairs.
+"""
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from inflight.engine.loading import load_config
+from inflight.tools.bench.options import ThroughputOptions
+from inflight.tools.bench.peer_worker import Hello, Job, Run, Setup
+from inflight.tools.bench.peers import OURS, OURS_ON_VLLM, Worker, interpreter, make_setup
+from inflight.tools.plots import new_table, number
+from inflight.tools.progress import Progress, parts_of, untold
+
+SETTLE_S = 0.5
+"""Pause between two runs. Threads of the previous process fall asleep in this time."""
+WARM_UP_TOKENS = 64
+"""Maximum number of tokens per sequence in the first run of each engine on a GPU. On a CPU the first run is like the
+others."""
+
+GROUP = 8
+"""Sequences with one prompt in a backlog."""
+MAX_OTHER_CPU = 0.2
+"""Cores used by other programs above which a remark is printed."""
+MAX_LOGPROB_GAP = 0.1
+"""Relative difference of mean log-probabilities above which a remark is printed. The means belong to different draws.
+"""
+
+
+def measure(settings: ThroughputOptions, progress: Progress = untold) -> dict[str, Any]:
+    """Measure tokens per second of our engine and of each peer, for each number of sequences.
+
+    Every sequence has its own random prompt and draws at temperature 1, with log-probabilities recorded. Lengths are
+    uniform between the two numbers of `prompt_tokens` and of `tokens`. A run is timed from submitting the prompts to
+    the last token. The first run of each engine at each number of sequences is a warm-up (on a GPU of at most
+    WARM_UP_TOKENS per sequence). Without peers our engine runs `pairs` times. With `backlog` the engines draw
+    `sequences` at a time, and further sequences wait. Raises ValueError for a backlog with several numbers of
+    sequences.
+    """
+    if settings.backlog and len(set(settings.sequences)) > 1:
+        raise ValueError(f"--backlog takes one number of --sequences, got {','.join(map(str, settings.sequences))}")
+    for peer in settings.peers:
+        interpreter(peer)
+    sizes = sorted(set(settings.sequences))
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary, ExitStack() as stack:
+        directory = Path(temporary)
+        progress("saving the model")
+        lengths = settings.prompt_tokens[1] + settings.tokens[1]
+        setup = make_setup(settings, sizes[-1], lengths, threads=settings.threads, directory=directory)
+        setup = replace(setup, shared_prompts=settings.backlog > 0)
+        workers: dict[str, Worker] = {}
+        for name in (OURS, *settings.peers):
+            progress(f"{name} is loading the model")
+            side = OURS_ON_VLLM if name == OURS and settings.backend == "vllm" else name
+            workers[name] = stack.enter_context(Worker(side, setup, directory))
+            workers[name].wait_until_ready()
+        seeds = count(settings.seed * 1_000_000, 1_000)
+        parts = zip(sizes, parts_of(progress, len(sizes)), strict=True)
+        points = [_measure_point(settings, size, workers, seeds, part) for size, part in parts]
+    hellos = {name: worker.wait_until_ready() for name, worker in workers.items()}
+    for point in points:
+        if setup.device == "cuda":  # a worker's own processes would be counted as others
+            point["other_cpu"] = None
+        point["mbu"] = _mbu(point, load_config(settings.model), setup, hellos[OURS])
+    last = points[-1]
+    first_peer = settings.peers[0] if settings.peers else None
+    return {
+        "bench": "throughput",
+        **asdict(settings),
+        "tokens": _as_given(settings.tokens),
+        "prompt_tokens": _as_given(settings.prompt_tokens),
+        "device": setup.device,
+        "dtype": setup.dtype,
+        "sequences": sizes,
+        "tokens_per_s": last["tokens_per_s"],
+        "peer_tokens_per_s": last["peers"][first_peer]["tokens_per_s"] if first_peer else None,
+        "ratio": last["peers"][first_peer]["ratio"] if first_peer else None,
+        "mbu": last["mbu"],
+        "peer_mode": hellos[first_peer].mode if first_peer else None,
+        "copy_gb_s": hellos[OURS].copy_gb_s,
+        "points": points,
+        "sides": {
+            name: {"mode": hello.mode, "threads": hello.threads, "versions": hello.versions}
+            for name, hello in hellos.items()
+        },
+    }
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Show a row for each number of sequences and engine."""
+    names = ("tokens/s", "ours / peer", "in each pair", "mean log p", "step ms", "prefill s", "MBU")
+    title = f"{_title(result)}, median of {result['pairs']}"
+    shown = new_table(title, "sequences", "engine", *names, left="engine")
+    for point in result["points"]:
+        figures = ((point["step_ms"]["p50"], ".2f"), (point["prefill_s"], ".3f"), (point["mbu"], ".1%"))
+        ours = [number(value, form, missing="") for value, form in figures]
+        speed, logprob = f"{point['tokens_per_s']:,.0f}", f"{point['logprob_mean']:.3f}"
+        shown.add_row(str(point["sequences"]), OURS, speed, "", "", logprob, *ours)
+        for name, peer in point["peers"].items():
+            spread = f"{min(peer['ratios']):.2f} – {max(peer['ratios']):.2f}"
+            speed, logprob = f"{peer['tokens_per_s']:,.0f}", f"{peer['logprob_mean']:.3f}"
+            shown.add_row("", name, speed, f"{peer['ratio']:.2f}", spread, logprob)
+    shown.caption = "\n".join(_remarks(result["points"]))
+    return shown
+
+
+def _remarks(points: list[dict[str, Any]]) -> list[str]:
+    """Return remarks about doubtful numbers."""
+    remarks = []
+    if any((point["other_cpu"] or 0) > MAX_OTHER_CPU for point in points):
+        remarks.append("Other programs used the processors meanwhile: repeat this on an idle machine.")
+    for name in points[0]["peers"]:
+        gaps = [abs(point["peers"][name]["logprob_mean"] / point["logprob_mean"] - 1) for point in points]
+        if max(gaps) > MAX_LOGPROB_GAP:
+            remarks.append(f"{name} draws from another distribution: its mean log p differs by {max(gaps):.0%}.")
+    return remarks
+
+
+def _title(result: dict[str, Any]) -> str:
+    tokens, prompt = (
+        str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
+        for length in (result["tokens"], result["prompt_tokens"])
+    )
+    return f"{result['model']} {result['dtype']} on {result['device']}: {tokens} tokens after {prompt}"
+
+
+def _as_given(lengths: tuple[int, int]) -> int | list[int]:
+    """Return one number if both are the same."""
+    return lengths[0] if lengths[0] == lengths[1] else list(lengths)
+
+
+def _measure_point(
+    settings: ThroughputOptions,
+    sequences: int,
+    workers: dict[str, Worker],
+    seeds: "count[int]",
+    progress: Progress,
+) -> dict[str, Any]:
+    ours: list[Run] = []
+    others: list[float] = []
+
+    def run(name: str, seed: int, most_tokens: int | None = None) -> Run:
+        time.sleep(SETTLE_S)
+        least, most = (min(length, most_tokens or length) for length in settings.tokens)
+        job = Job(
+            sequences=sequences * (settings.backlog or 1),
+            tokens=(least, most),
+            prompt_tokens=settings.prompt_tokens,
+            seed=seed,
+            group=GROUP if settings.backlog else 1,
+        )
+        began, began_cpu_s = time.monotonic(), _busy_cpu_s()
+        done = workers[name].run(job)
+        others.append((_busy_cpu_s() - began_cpu_s - done.cpu_s) / (time.monotonic() - began))
+        return done
+
+    for name in workers:
+        progress(f"{sequences} sequences: {name} warms up")
+        run(name, next(seeds), WARM_UP_TOKENS if workers[name].device == "cuda" else None)
+    others.clear()
+    peers: dict[str, dict[str, Any]] = {}
+    opponents = settings.peers or (None,)
+    for turn, peer in enumerate(opponents):
+        mine, theirs = [], []
+        for pair in range(settings.pairs):
+            share = (turn + pair / settings.pairs) / len(opponents)
+            progress(f"{sequences} sequences: {peer or OURS}, {pair + 1} of {settings.pairs}", share)
+            seed = next(seeds)
+            mine.append(run(OURS, seed))
+            theirs += [run(peer, seed)] if peer else []
+        ours += mine
+        if peer:
+            ratios = [_speed(a) / _speed(b) for a, b in zip(mine, theirs, strict=True)]
+            peers[peer] = {**_summary(theirs), "ratio": median(ratios), "ratios": ratios}
+
+    def detail(name: str) -> float | None:
+        values = [run.detail[name] for run in ours if name in run.detail]
+        return median(values) if values else None
+
+    return {
+        "sequences": sequences,
+        **_summary(ours),
+        "step_ms": {"p50": detail("step_ms")},
+        "prefill_s": detail("prefill_s"),
+        "decode_step_s": detail("decode_step_s"),
+        "context_tokens": detail("context_tokens"),
+        "other_cpu": max(others),
+        "peers": peers,
+    }
+
+
+def _speed(run: Run) -> float:
+    return run.tokens / run.seconds
+
+
+def _summary(runs: list[Run]) -> dict[str, Any]:
+    return {
+        "tokens_per_s": median(map(_speed, runs)),
+        "tokens_per_s_of_runs": [_speed(run) for run in runs],
+        "logprob_mean": sum(run.logprob_mean for run in runs) / len(runs),
+        "idle_cpu": max(run.idle_cpu for run in runs),
+    }
+
+
+def _busy_cpu_s() -> float:
+    """Return the CPU seconds of the whole machine since its start, including time taken by its host; 0 if Linux does
+    not report it."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _weight_bytes_per_step(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of all weights. An input embedding that is not also the output embedding is left out, because a
+    step reads few of its rows."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    if head is not None and head.weight is not embedding.weight:
+        num_weights -= embedding.weight.numel()
+    return num_weights * dtype.itemsize
+
+
+def _mbu(point: dict[str, Any], config: PretrainedConfig, setup: Setup, hello: Hello) -> float | None:
+    """Return the model bandwidth utilization of steady decoding: bytes that a step must read per second / bandwidth of
+    a copy.
+
+    The bytes of a copy are read bytes and written bytes. None on a CPU, and for models with varying reads per step:
+    mixtures of experts, and sliding windows.
+    """
+    text = config.get_text_config()
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
+    if not hello.copy_gb_s or not point["decode_step_s"] or has_experts or getattr(text, "sliding_window", None):
+        return None
+    kv_bytes = point["context_tokens"] * setup.kv_bytes_per_token
+    read_bytes = _weight_bytes_per_step(config, getattr(torch, setup.dtype)) + kv_bytes
+    return read_bytes / point["decode_step_s"] / (hello.copy_gb_s * 1e9)

@@ -1,0 +1,180 @@
+"""The `inflight` command. The options of each command are the fields of a dataclass."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from inflight.core.extras import needing
+from inflight.core.option import argument, option
+from inflight.core.version import __version__
+from inflight.server.options import ServerOptions
+from inflight.tools.bench import options as bench_options
+from inflight.tools.command_line import Output, add_command, reported
+from inflight.tools.demo.options import DemoOptions
+from inflight.tools.report import ReportOptions, report
+from inflight.tools.serve import ServedModel, allow_files, check_model, log_engine, log_to_stderr, option_hint
+from inflight.tools.watch.options import WatchOptions
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Run a benchmark. Its last line of output is JSON.", no_args_is_help=True)
+console = Console()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"inflight {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models in which the generator never stops."""
+
+
+def demo(options: DemoOptions, output: Output) -> None:
+    from inflight.tools.demo.run import run_demo
+
+    summary = run_demo(options, console)
+    _hand_over(summary, output)
+    if summary["interrupted"]:
+        raise typer.Exit(130)
+
+
+def benchmark(name: str) -> Callable[[Any, Output], None]:
+    """Return the function that runs `inflight bench NAME`.
+
+    The module of that name has `measure`, which raises InflightError or ValueError, and `table`. The command ends with
+    code 1 if a part of the measurement has `failed`.
+    """
+
+    def run(options: Any, output: Output) -> None:
+        from inflight.tools.progress import shown_on
+
+        module = import_module(f"inflight.tools.bench.{name}")
+        with shown_on(console) as progress:
+            result = module.measure(options, progress)
+        console.print(module.table(result))
+        _hand_over(result, output, series=result.pop("series", None))
+        if result.get("failed"):
+            raise typer.Exit(1)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Show the content of a journal of a token stream, as kept by `launch(…, journal=DIR)`."""
+
+    directory: Path = argument(metavar="DIR")
+    """Directory of the journal."""
+    groups: int = option(0, min=0)
+    """Number of groups to show, from the first one."""
+    model: str | None = option(None)
+    """Directory or Hugging Face hub id of a tokenizer, which decodes the tokens."""
+
+
+def replay(options: ReplayOptions, output: Output) -> None:
+    from inflight.tools.journal_replay import report
+
+    _hand_over(report(console, options.directory, num_groups=options.groups, model=options.model), output)
+
+
+def serve(model: ServedModel, options: ServerOptions) -> None:
+    from inflight.session import LaunchedEngine
+
+    with needing("serve", "serving"):
+        from inflight.core.http_thread import listen
+        from inflight.server.connections import OTHER_FILES
+        from inflight.server.http_server import HttpServer
+    log_to_stderr(model.log_level)
+    allow_files(options.max_connections + OTHER_FILES)
+    engine_options = model.engine_options()
+    listening = listen(options.host, options.port)  # a port or a model that is not there is refused before loading
+    check_model(engine_options)
+    with console.status(f"loading {model.model}"):
+        engine = LaunchedEngine(engine_options)
+    log_engine(engine.info)
+    with engine, HttpServer(engine, options, listening) as server:
+        console.print(f"{model.model} is served at {server.url}", markup=False, highlight=False, soft_wrap=True)
+        server.wait()
+
+
+def watch(options: WatchOptions) -> None:
+    from inflight.tools.watch.command import watch
+
+    watch(options, console)
+
+
+def doctor() -> None:
+    """Report the abilities of this machine, with advice."""
+    from inflight.tools.doctor import print_report
+
+    raise typer.Exit(print_report(console))
+
+
+def keys(directory: Annotated[Path, typer.Argument(help="Directory that does not exist yet.")]) -> None:
+    """Make keys for an engine that clients reach over TCP."""
+    from inflight.core.keys import make_keys
+
+    with reported():
+        make_keys(directory)
+    console.print(
+        f"{directory} holds engine.key_secret and client.key_secret, which are for one machine each, and the public "
+        "engine.key and client.key.\n"
+        "On the engine's machine keep engine.key_secret and the *.key of every client:\n"
+        f'    inflight.launch(model, listen="tcp://0.0.0.0:5600", keys="{directory}")\n'
+        "On a client's machine, in a directory of mode 700, keep client.key_secret and engine.key:\n"
+        f'    inflight.attach("tcp://HOST:5600", keys="{directory}")',
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _hand_over(result: dict[str, Any], output: Output, *, series: list[dict[str, Any]] | None = None) -> None:
+    """Write a result to the file of --json, and print it as the last line of output."""
+    if output.json_file:
+        from inflight.tools.environment import write_result
+
+        write_result(output.json_file, result, series)
+    print(json.dumps({key: value for key, value in result.items() if key != "environment"}), flush=True)
+
+
+add_command(app, "demo", demo, DemoOptions, Output)
+app.add_typer(bench, name="bench")
+for name, options in (
+    ("throughput", bench_options.ThroughputOptions),
+    ("swap", bench_options.SwapOptions),
+    ("staleness", bench_options.StalenessOptions),
+    ("stream", bench_options.StreamOptions),
+    ("host", bench_options.HostOptions),
+    ("learning", bench_options.LearningOptions),
+    ("loss", bench_options.LossOptions),
+    ("trace", bench_options.TraceOptions),
+):
+    add_command(bench, name, benchmark(name), options, Output)
+add_command(app, "replay", replay, ReplayOptions, Output)
+add_command(app, "watch", watch, WatchOptions)
+add_command(app, "report", partial(report, console), ReportOptions)
+add_command(app, "serve", serve, ServedModel, ServerOptions, hint=option_hint)
+app.command()(doctor)
+app.command()(keys)
+
+if __name__ == "__main__":
+    app()

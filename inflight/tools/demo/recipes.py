@@ -1,0 +1,65 @@
+"""Settings of training that fit a model and its task; options of the command replace some of them."""
+
+from dataclasses import dataclass, replace
+
+from inflight.core.errors import InflightError
+from inflight.tools.demo.options import DemoOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    steps: int
+    groups_per_step: int
+    learning_rate: float
+    """Peak learning rate, after `ramp` steps."""
+    ramp: int
+    temperature: float
+    max_sequences: int
+    """Maximum number of sequences that the engine decodes together."""
+    max_prefill_tokens: int
+    """Maximum number of prompt tokens of a pass; 0: the engine's default. New weights wait for the pass in progress,
+    and prompts share a beginning that an earlier pass computed."""
+    trained_layers: int | None
+    """Number of trained upper layers of the model. None: all parameters are trained."""
+    evaluate_every: int
+    """Optimizer steps between two evaluations."""
+    quick_evaluation: int
+    """Held-out prompts of those evaluations; the first and the last take all of them."""
+    objective: str = "ppo_clip"
+
+
+SMALL = Recipe(
+    steps=180,
+    groups_per_step=64,
+    learning_rate=4e-4,
+    ramp=10,
+    temperature=1.0,
+    max_sequences=128,
+    max_prefill_tokens=0,
+    trained_layers=None,
+    evaluate_every=25,
+    quick_evaluation=128,
+)
+REAL = Recipe(
+    steps=40,
+    groups_per_step=8,
+    learning_rate=1e-4,
+    ramp=5,
+    temperature=0.8,
+    max_sequences=64,
+    max_prefill_tokens=64,
+    trained_layers=12,
+    evaluate_every=10,
+    quick_evaluation=32,
+)
+
+
+def recipe_of(options: DemoOptions) -> Recipe:
+    """Return the settings of a run. Raises InflightError for an option that `--real` decides itself."""
+    if options.real:
+        unchanged = DemoOptions()
+        for name in ("model", "task", "data", "warmup_steps"):
+            if getattr(options, name) != getattr(unchanged, name):
+                raise InflightError(f"--real chooses model and task itself; leave out --{name.replace('_', '-')}")
+    given = {name: getattr(options, name) for name in ("steps", "groups_per_step", "learning_rate")}
+    return replace(REAL if options.real else SMALL, **{k: v for k, v in given.items() if v is not None})

@@ -1,0 +1,419 @@
+"""`inflight demo`: the whole loop on this machine, from random weights to a model that reinforcement improved."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError
+from inflight.core.files import file_errors, replacing
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.core.spans import span
+from inflight.engine.device import resolve_device
+from inflight.engine.prompts import encode_prompts
+from inflight.engine.shapes import SHAPES
+from inflight.observability.events import EVENTS_FILE
+from inflight.observability.loggers import Logger, open_logger
+from inflight.run import Run
+from inflight.session import LaunchedEngine, launch
+from inflight.tools.demo.checkpoints import (
+    OPTIONS_FILE,
+    checkpoints,
+    newest_checkpoint,
+    remove_checkpoints,
+    save_checkpoint,
+)
+from inflight.tools.demo.display import Display, StepRecord, plot, print_summary
+from inflight.tools.demo.options import DemoOptions
+from inflight.tools.demo.real import MODEL as REAL_MODEL
+from inflight.tools.demo.real import freeze_lower_layers, load_real, real_task
+from inflight.tools.demo.recipes import Recipe, recipe_of
+from inflight.tools.demo.start import RECIPE, load_start, starts_from_file
+from inflight.tools.demo.tasks import Task, file_task, gym_task
+from inflight.tools.demo.trainer import (
+    WarmupConfig,
+    load_trainer,
+    ramp_and_decay,
+    require_tokenizer,
+    saved,
+    split_cores,
+    torch_threads,
+    warm_up,
+    without_full_collections,
+)
+from inflight.tools.environment import environment, write_json
+from inflight.tools.watch.command import page_of
+from inflight.training.data.scored_groups import Dropped
+from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
+from inflight.training.recording import RunRecorder
+
+SHOWN_ANSWERS = 10
+"""Number of held-out prompts with answers in the summary, before and after training."""
+_TRAINER = "trainer.pt"
+_STEPS = "steps.jsonl"
+
+
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
+    """Warm up, train by GRPO, evaluate, and return the summary.
+
+    The summary is also printed and written to `options.out`. Ctrl-C ends the run early and keeps a summary of the steps
+    so far. Raises InflightError.
+    """
+    disable_progress_bar()  # of Transformers; the run has its own
+    checkpoint = newest_checkpoint(options.resume) if options.resume else None
+    if checkpoint is not None:
+        options = _options_of(checkpoint, options)
+    recipe = recipe_of(options)
+    task = _make_task(options)
+    mode = "sync" if options.sync else "inflight"
+    out = options.out or Path("runs") / f"{task.name}-{mode}-{time.strftime('%Y%m%d-%H%M%S')}"
+    options = replace(options, out=out)
+    _prepare(out, keep=checkpoint is not None)
+    torch.manual_seed(options.seed)
+    device = resolve_device(options.device)
+    threads = split_cores(device)
+    began_ns = now_ns()
+    if options.real and checkpoint is None:
+        console.print(f"loading {REAL_MODEL}")
+        model, tokenizer = load_real(device)
+    else:
+        source = str(checkpoint or options.model)
+        model, tokenizer = load_trainer(source, device), require_tokenizer(source)
+    name = REAL_MODEL if options.real else options.model
+    title = f"{task.name}, {_parameters(model)} parameters, {mode}"
+    example = task.train[0]
+    console.print(
+        f"{task.name}: {_text(example)!r} asks for {example.metadata['answer']!r}; {len(task.train):,} prompts to "
+        f"train on, {len(task.held_out)} held out; {name}, {_parameters(model)} parameters, {device.type}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    with (
+        page_of(out, port=options.web_port, console=console) if options.web else nullcontext(),
+        tracker(options, out, task.name) as loggers,
+        Display(title, console=console) as display,
+    ):
+        if checkpoint is None:
+            _start(options, model, tokenizer, task, threads.trainer, display)
+        run = _Run(task, options, recipe, out, title, display, tokenizer, loggers)
+        display.phase("engine start", 1)
+        with (
+            saved(model, tokenizer, out / "start") as directory,
+            torch_threads(threads.trainer),
+            launch(
+                directory,
+                backend=options.backend,
+                device=options.device,
+                max_sequences=recipe.max_sequences,
+                max_prefill_tokens=recipe.max_prefill_tokens,
+                max_context=longest(task, tokenizer),
+                threads=threads.engine,
+                restarts=options.restarts,
+            ) as engine,
+        ):
+            run.train(engine, model, checkpoint)
+            summary = run.summary(engine)
+    summary |= {
+        "mode": mode,
+        "task": task.name,
+        "model": name,
+        "backend": options.backend,
+        "seed": options.seed,
+        "steps": len(run.records),
+        "resumed_after_step": run.resumed_after_step,
+        "seconds": (now_ns() - began_ns) / 1e9,
+        "environment": environment(),
+    }
+    with _writing(out):
+        write_json(out / "summary.json", summary)
+        if run.records and run.accuracy_before is not None:
+            plot(out / "demo.png", run.records, title=title, accuracy_before=run.accuracy_before)
+    print_summary(console, summary)
+    console.print(f"written            {out}/steps.jsonl, events.jsonl, summary.json, demo.png")
+    console.print(f"to look at it      inflight watch {out}", highlight=False)
+    if run.interrupted and checkpoints(out):
+        console.print(f"to go on           inflight demo --resume {out}")
+    return summary
+
+
+def _start(
+    options: DemoOptions,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    threads: int,
+    display: Display,
+) -> None:
+    """Prepare a model for reinforcement learning: load the checkpoint of the package, or train it on examples."""
+    if starts_from_file(options):
+        load_start(model)
+        return
+    steps = options.warmup_steps
+    if steps is None:
+        steps = RECIPE.steps if options.model in SHAPES and not options.real else 0
+    if not steps:
+        return
+    display.phase("warm-up", steps)
+    with torch_threads(threads):  # such small products are slower on more cores as soon as anything else runs there
+        for loss in warm_up(model, tokenizer, task.train, WarmupConfig(steps=steps, seed=options.seed)):
+            display.advance(f"loss {loss:.3f}")
+
+
+def _options_of(checkpoint: Path, given: DemoOptions) -> DemoOptions:
+    """Return the options of the resumed run. Options of this machine are taken from the command."""
+    try:
+        found = msgspec.json.decode(
+            (checkpoint / OPTIONS_FILE).read_bytes(), type=DemoOptions, dec_hook=lambda kind, value: kind(value)
+        )
+    except (OSError, msgspec.DecodeError) as error:
+        raise InflightError(f"cannot continue from {checkpoint}: {error}") from error
+    return replace(found, device=given.device, web=given.web, web_port=given.web_port, out=checkpoint.parent)
+
+
+def _make_task(options: DemoOptions) -> Task:
+    if options.real:
+        return real_task(seed=options.seed)
+    if options.data:
+        return file_task(options.data, max_tokens=options.max_tokens or 64)
+    return gym_task(options.task, seed=options.seed, max_tokens=options.max_tokens)
+
+
+def _prepare(out: Path, *, keep: bool) -> None:
+    """Make a writable directory with an empty file for steps, unless `keep`. Raises InflightError before the run
+    starts."""
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if not keep:
+            remove_checkpoints(out)  # of another run
+            (out / EVENTS_FILE).unlink(missing_ok=True)
+            (out / _STEPS).write_text("\n")  # of a full file system, an empty file would tell nothing
+            (out / _STEPS).write_text("")
+
+
+def _writing(out: Path) -> AbstractContextManager[None]:
+    return file_errors(InflightError, f"cannot write to {out}", "--out takes another directory")
+
+
+class _Run:
+    """Reinforcement learning of a demo, and its results so far."""
+
+    def __init__(
+        self,
+        task: Task,
+        options: DemoOptions,
+        recipe: Recipe,
+        out: Path,
+        title: str,
+        display: Display,
+        tokenizer: PreTrainedTokenizerBase,
+        loggers: Sequence[Logger],
+    ):
+        self._task, self._options, self._out, self._display = task, options, out, display
+        self._title, self._tokenizer, self._loggers, self._recipe = title, tokenizer, loggers, recipe
+        self.records: list[StepRecord] = []
+        self.accuracy_before: float | None = None
+        self.accuracy_after: float | None = None
+        self.answers: list[dict[str, str]] = [{} for _ in self._task.held_out[:SHOWN_ANSWERS]]
+        self.interrupted = False
+        self.resumed_after_step = 0
+        self._dropped = Dropped()
+        self._began_ns = 0
+
+    def train(self, engine: LaunchedEngine, model: PreTrainedModel, checkpoint: Path | None) -> None:
+        """checkpoint: checkpoint to continue from."""
+        task, options, recipe = self._task, self._options, self._recipe
+        layers = recipe.trained_layers
+        trained = model.parameters() if layers is None else freeze_lower_layers(model, layers)
+        optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+        scheduler = ramp_and_decay(optimizer, ramp=recipe.ramp, steps=recipe.steps, floor=0.1)
+        state = {"optimizer": optimizer, "scheduler": scheduler}
+        config = GRPOConfig(
+            steps=recipe.steps,
+            groups_per_step=recipe.groups_per_step,
+            sampling=SamplingParams(n=options.group_size, max_tokens=task.max_tokens, temperature=recipe.temperature),
+            objective=recipe.objective,
+            schedule="sync" if options.sync else "inflight",
+        )
+        try:
+            with without_full_collections():
+                if checkpoint is None:
+                    self._display.phase("evaluation", 1)
+                    self.accuracy_before = self._evaluate(engine, "before")
+                with engine.publisher(model) as publisher:
+                    run = Run(engine, publisher)
+                    self._began_ns = now_ns()
+                    if checkpoint is not None:
+                        self._resume(checkpoint, run, state)
+                    resumed = self.resumed_after_step or None
+                    with RunRecorder(engine, self._out, title=self._title, resumed_after_step=resumed) as recorder:
+                        reports = grpo(
+                            engine,
+                            publisher,
+                            model,
+                            optimizer,
+                            task.shuffled(options.seed),
+                            task.score,
+                            config,
+                            scheduler,
+                            run=run,
+                            loggers=[*self._loggers, recorder],
+                        )
+                        for report in self._followed(engine, reports, recorder):
+                            at_end = report.step == recipe.steps
+                            if options.save_every and (at_end or report.step % options.save_every == 0):
+                                self._save(report.step, run, model, state)
+                        engine.wait_for_version(publisher.version)
+                        self._display.phase("evaluation", 1)
+                        self.accuracy_after = self._evaluate(engine, "after")
+                        self.records[-1].accuracy = self.accuracy_after
+                        recorder.log(self.records[-1].step, {"accuracy": self.accuracy_after})
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def _evaluate(self, engine: LaunchedEngine, when: str) -> float:
+        """Return the accuracy of all held-out prompts, and keep the first answers."""
+        rollouts = held_out_answers(engine, self._task, self._task.held_out)
+        for example, answer, rollout in zip(self._task.held_out, self.answers, rollouts, strict=False):
+            answer |= {"question": _text(example), "expected": example.metadata["answer"], when: rollout.text}
+        return accuracy_of(self._task, rollouts)
+
+    def _followed(
+        self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
+    ) -> Iterator[StepReport]:
+        """Yield the reports. Each is recorded, and some steps are evaluated."""
+        task, recipe = self._task, self._recipe
+        if not self.resumed_after_step and self.accuracy_before is not None:
+            recorder.log(0, {"accuracy": self.accuracy_before})
+        self._display.phase("GRPO", recipe.steps - len(self.records))
+        last_ns, last_tokens = now_ns(), engine.stream.num_tokens
+        for report in reports:
+            tokens, seconds = engine.stream.num_tokens - last_tokens, (report.finished_ns - last_ns) / 1e9
+            last_tokens, last_ns = engine.stream.num_tokens, report.finished_ns
+            accuracy = None
+            if report.step % recipe.evaluate_every == 0 and report.step < recipe.steps:
+                accuracy = held_out_accuracy(engine, task, task.held_out[: recipe.quick_evaluation])
+                recorder.log(report.step, {"accuracy": accuracy})
+            self._record(engine, report, tokens / seconds, accuracy)
+            yield report
+
+    def summary(self, engine: LaunchedEngine) -> dict[str, Any]:
+        last = self.records[-1] if self.records else None
+        tail, meter, num_tokens = self.records[-10:], engine.staleness, engine.stream.num_tokens
+        return {
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
+            "reward_last_10_steps": float(np.mean([r.reward for r in tail])) if tail else None,
+            "num_swaps": meter.num_swaps,
+            "num_swaps_in_flight": meter.num_swaps_in_flight,
+            "dropped": self._dropped.as_dict(),
+            "num_tokens": num_tokens,
+            "tokens_per_s": num_tokens / last.seconds if last else None,
+            "seconds_rl": last.seconds if last else None,
+            "interrupted": self.interrupted,
+            "answers": self.answers,
+            **meter.summary(),
+        }
+
+    def _save(self, step: int, run: Run, model: PreTrainedModel, state: Mapping[str, Any]) -> None:
+        def write(directory: Path) -> None:
+            model.save_pretrained(directory)
+            self._tokenizer.save_pretrained(directory)
+            with open(directory / _TRAINER, "wb") as file:  # given a path, torch does not say why it cannot write
+                torch.save({name: one.state_dict() for name, one in state.items()}, file)
+            (directory / OPTIONS_FILE).write_bytes(msgspec.json.encode(self._options, enc_hook=str))
+            run.progress |= {"accuracy_before": self.accuracy_before, "answers": self.answers}
+            run.save(directory)
+
+        with _writing(self._out):
+            save_checkpoint(self._out, step, write)
+
+    def _resume(self, checkpoint: Path, run: Run, state: Mapping[str, Any]) -> None:
+        saved_state = torch.load(checkpoint / _TRAINER, weights_only=True)
+        for name, one in state.items():
+            one.load_state_dict(saved_state[name])
+        run.load(checkpoint)
+        self.accuracy_before, self.answers = run.progress["accuracy_before"], run.progress["answers"]
+        self.resumed_after_step = run.progress["grpo"]["step"]
+        lines = (self._out / _STEPS).read_text().splitlines()[: self.resumed_after_step]
+        with replacing(self._out / _STEPS) as partial:  # steps after the checkpoint are taken again
+            partial.write_text("".join(f"{line}\n" for line in lines))
+        self.records = [StepRecord(**json.loads(line)) for line in lines]
+        self._began_ns -= int(self.records[-1].seconds * 1e9)
+
+    def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
+        staleness, stats, self._dropped = report.staleness, report.stats, report.dropped
+        record = StepRecord(
+            step=report.step,
+            seconds=(report.finished_ns - self._began_ns) / 1e9,
+            reward=report.reward,
+            accuracy=accuracy,
+            num_tokens=report.num_tokens,
+            tokens_per_s=tokens_per_s,
+            swap_ms=engine.staleness.last_swap_ms,
+            weight_lag_ms=float(staleness.weight_lag_ms.mean()) if staleness else None,
+            token_age_ms=float(staleness.token_age_ms.mean()) if staleness else None,
+            version_lag=float(staleness.version_lag.mean()) if staleness else None,
+            ess=stats.ess if stats else None,
+            kl=stats.kl if stats else None,
+            ratio_mean=stats.ratios.mean if stats else None,
+        )
+        self.records.append(record)
+        with _writing(self._out), open(self._out / _STEPS, "a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")  # immediately, so that an interrupted run keeps its steps
+        self._display.add(record)
+
+
+@contextmanager
+def tracker(options: DemoOptions, out: Path, task: str) -> Iterator[list[Logger]]:
+    """Open the logger of a run, or none, and close it at the end. Raises LoggerError."""
+    if options.tracker == "none":
+        yield []
+        return
+    config = {key: str(value) for key, value in asdict(options).items()}
+    with open_logger(options.tracker, out, project=f"inflight-{task}", config=config) as logger:
+        yield [logger]
+
+
+def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
+    """Return the share of these prompts whose greedy answer scores 1."""
+    return accuracy_of(task, held_out_answers(engine, task, examples))
+
+
+def held_out_answers(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> list[Rollout]:
+    """Return the greedy answer of each prompt."""
+    params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
+    with span("evaluation"):
+        groups = engine.generate([e.prompt for e in examples], params, metadata=[e.metadata for e in examples])
+        return [group[0] for group in groups]
+
+
+def accuracy_of(task: Task, rollouts: Sequence[Rollout]) -> float:
+    return float(np.mean([task.score(rollout) >= 1 for rollout in rollouts]))
+
+
+def longest(task: Task, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens of the longest prompt and the longest answer together."""
+    prompts = encode_prompts([e.prompt for e in (*task.train, *task.held_out)], tokenizer, model=task.name)
+    return max(len(ids) for ids, _ in prompts) + task.max_tokens
+
+
+def _text(example: Example) -> str:
+    """Return the prompt for readers: its text, or the last of its messages."""
+    return example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
+
+
+def _parameters(model: PreTrainedModel) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"

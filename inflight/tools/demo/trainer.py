@@ -1,0 +1,157 @@
+"""The trainer's side of a loop on this machine: its share of the cores, its model, and the short supervised phase that
+gives a small model something for reinforcement learning to improve."""
+
+import gc
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from inflight.core.errors import FileWriteError, ModelLoadError
+from inflight.core.files import file_errors
+from inflight.engine.checkpoints import load_checkpoint
+from inflight.engine.loading import load_config, load_tokenizer
+from inflight.engine.shapes import SHAPES
+from inflight.training.schedules import Example
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """CPU threads of each side; 0 for the engine: the default of torch."""
+
+    trainer: int
+    engine: int
+
+
+def split_cores(device: torch.device) -> Threads:
+    """Give trainer and engine half of the cores each. On a GPU the trainer keeps all cores."""
+    cores = torch.get_num_threads()
+    return Threads(cores, 0) if device.type == "cuda" else Threads(max(1, cores // 2), max(1, cores - cores // 2))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of torch threads of this process until the block ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Prevent full garbage collections, which take a quarter of a second now and then."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # some libraries report uncollected objects as leaks at the end of the process
+
+
+def load_trainer(name: str, device: torch.device) -> PreTrainedModel:
+    """Load the trainer's model in fp32, with gradients. Raises ModelLoadError, or UnsupportedModelError if an engine
+    cannot draw with it."""
+    config = load_config(name)
+    if name in SHAPES:
+        with torch.device(device):  # random numbers for billions of weights take minutes on a CPU
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        model = load_checkpoint(name, config, dtype=torch.float32, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load model {name!r}: {str(error).splitlines()[0]}") from error
+    nn.Module.to(model, device)
+    return model
+
+
+def require_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer. Raises ModelLoadError if it has none."""
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise ModelLoadError(f"model {name!r} has no tokenizer, and the demo needs one to read and write text")
+    return tokenizer
+
+
+@contextmanager
+def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> Iterator[str]:
+    """Store a model and its tokenizer in a directory until the block ends. Files of an earlier run are replaced. Raises
+    FileWriteError."""
+    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        with file_errors(FileWriteError, f"cannot write to {directory}"):
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+        yield str(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupConfig:
+    steps: int
+    seed: int
+    demonstrations: int = 300
+    """Number of worked examples, each seen many times. With few examples much is left to learn."""
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+
+
+def warm_up(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    config: WarmupConfig,
+) -> Iterator[float]:
+    """Train on the next tokens of the answers, not of the prompts, of a few demonstrations; yield the loss of every
+    step."""
+    generator = torch.Generator().manual_seed(config.seed)
+    picked = torch.randperm(len(examples), generator=generator)[: config.demonstrations].tolist()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    scheduler = ramp_and_decay(optimizer, ramp=20, steps=config.steps, floor=0.05)
+    device = next(model.parameters()).device
+    rows = [_encode(tokenizer, examples[index]) for index in picked]
+    model.train()
+    for _ in range(config.steps):
+        chosen = torch.randint(len(rows), (config.batch_size,), generator=generator).tolist()
+        ids, targets = map(list, zip(*(rows[index] for index in chosen), strict=True))
+        ids_BS = pad_sequence(ids, batch_first=True).to(device)  # on the right: causality hides the padding
+        targets_BS = pad_sequence(targets, batch_first=True, padding_value=-100).to(device)
+        logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+        loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), targets_BS[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        yield loss.item()
+    model.eval()
+
+
+def ramp_and_decay(
+    optimizer: torch.optim.Optimizer, *, ramp: int, steps: int, floor: float
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Schedule a learning rate that rises over `ramp` steps and then falls linearly to `floor` times its peak at
+    `steps`."""
+
+    def factor(step: int) -> float:
+        if step < ramp:
+            return (step + 1) / ramp
+        return max(floor, 1 - (1 - floor) * (step - ramp) / max(1, steps - ramp))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of prompt, answer and end of text, and the same as targets with −100 on the prompt: i64[S]."""
+    prompt = list(tokenizer(example.prompt)["input_ids"])
+    answer = [*tokenizer(example.metadata["answer"])["input_ids"], tokenizer.eos_token_id]
+    return torch.tensor(prompt + answer), torch.tensor([-100] * len(prompt) + answer)

@@ -1,0 +1,46 @@
+"""`inflight watch`, and the live page of a run in this process."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from inflight.core.extras import needing
+from inflight.tools.watch.options import WatchOptions
+from inflight.tools.watch.remote import Remote, RemoteRun
+from inflight.tools.watch.sources import RunDirectory, Source, directory_of
+
+if TYPE_CHECKING:
+    from inflight.tools.watch.server import PageServer
+
+
+def watch(options: WatchOptions, console: Console) -> None:
+    """Serve the page until Ctrl-C."""
+    source = source_of(options.run, token=options.token)
+    with _serve(source, options.host, options.port) as server:
+        _print_address(console, f"{options.run} is shown at {server.url}")
+        if not (news := source.news("")).there:
+            _print_address(console, f"there is nothing to show yet: {news.why}; the page goes on looking")
+        server.wait()
+
+
+def source_of(run: str, *, token: str = "") -> Source:
+    """Return the source that RUN_OR_URL names. Raises ValueError for any other text."""
+    return RemoteRun(Remote(run, token=token)) if "://" in run else directory_of(run)
+
+
+def page_of(directory: Path, *, port: int, console: Console) -> "PageServer":
+    """Serve the page of a run of this process on this machine; close it at the end."""
+    server = _serve(RunDirectory(directory), "127.0.0.1", port)
+    _print_address(console, f"the page of this run is at {server.url}")
+    return server
+
+
+def _serve(source: Source, host: str, port: int) -> "PageServer":
+    with needing("watch", "the page"):
+        from inflight.tools.watch.server import PageServer
+    return PageServer(source, host=host, port=port)
+
+
+def _print_address(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

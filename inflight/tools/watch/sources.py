@@ -1,0 +1,71 @@
+"""Sources of events for the page: the file of a run on this machine, or another machine."""
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from inflight.observability.event_file import read_piece
+from inflight.observability.events import EVENTS_FILE, RunError
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True):
+    """Response to a request of the page."""
+
+    there: bool
+    """The run exists."""
+    now: float
+    """Time of the source, in seconds since 1970."""
+    place: str
+    """Place of the run."""
+    why: str = ""
+    """Reason for a missing run."""
+    cursor: str = ""
+    """Cursor of the next request."""
+    is_new: bool = False
+    """These are the first events of a new file."""
+    has_more: bool = False
+    """More events are available now."""
+    events: list[msgspec.Raw] = []
+
+
+class Source(Protocol):
+    """Provides events in order. Any thread can call it."""
+
+    def news(self, cursor: str) -> News:
+        """Return the events after the cursor; "" returns all."""
+        ...
+
+
+class RunDirectory:
+    """Follows the file of a run. The run can start later, end, and start again."""
+
+    def __init__(self, directory: Path):
+        self._path = directory / EVENTS_FILE
+
+    def news(self, cursor: str) -> News:
+        place = str(self._path.parent)
+        try:
+            piece = read_piece(self._path, cursor)
+        except RunError as error:
+            return News(there=False, now=time.time(), place=place, why=str(error))
+        return News(
+            there=True,
+            now=time.time(),
+            place=place,
+            cursor=piece.cursor,
+            is_new=piece.is_new,
+            has_more=piece.has_more,
+            events=[msgspec.Raw(line) for line in piece.lines],
+        )
+
+
+def directory_of(run: str) -> RunDirectory:
+    """Return the run of a directory, or of the record in it. Raises ValueError for another file."""
+    directory = Path(run)
+    if directory.name == EVENTS_FILE:
+        directory = directory.parent
+    if directory.is_file():
+        raise ValueError(f"{run} is a file; a run is a directory with {EVENTS_FILE} in it")
+    return RunDirectory(directory)

@@ -1,0 +1,168 @@
+"""Output, files and errors of the benchmark commands. No test asserts a time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+from waiting import PATIENCE_S
+
+from inflight.core.errors import InflightError
+from inflight.tools.bench.peer_worker import Job, Setup, random_requests
+from inflight.tools.bench.peers import Worker, interpreter
+from inflight.tools.cli import app
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+TINY = ("--model", "tiny", "--device", "cpu")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "inflight.tools.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE_S)
+
+
+def last_line(done: subprocess.CompletedProcess) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_throughput_prints_the_documented_keys_and_writes_them(tmp_path):
+    file = tmp_path / "throughput.json"
+    lengths = ("--sequences", "2,1", "--tokens", "4", "--prompt-tokens", "3-5")
+    options = (*lengths, "--pairs", "2", "--peer", "transformers")
+    result = last_line(bench("throughput", *TINY, *options, "--json", str(file)))
+    assert result["tokens_per_s"] > 0
+    assert result["peer_tokens_per_s"] > 0
+    assert result["ratio"] > 0
+    assert result["mbu"] is None  # a GPU's
+    assert result["peer_mode"] == "generate"
+    assert [point["sequences"] for point in result["points"]] == [1, 2]
+    last = result["points"][-1]
+    assert result["tokens_per_s"] == last["tokens_per_s"]
+    assert len(last["peers"]["transformers"]["ratios"]) == 2
+    assert last["step_ms"]["p50"] > 0
+    # Both draw from nearly uniform distributions over 512 tokens, whose mean log-probability is about -ln 512.
+    assert last["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
+    assert last["peers"]["transformers"]["logprob_mean"] == pytest.approx(-6.2, abs=0.2)
+    written = json.loads(file.read_text())
+    assert {"command", "commit", "machine", "versions"} <= set(written.pop("environment"))
+    assert written == result
+    assert written["sides"]["transformers"]["versions"]["transformers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("journal", [["--journal"], []])
+def test_the_stream_loses_nothing_with_a_journal_and_without(journal):
+    result = last_line(bench("stream", "--seconds", "0.3", "--tokens", "32", *journal))
+    assert result["journal"] == bool(journal)
+    assert result["lost"] == result["duplicated"] == 0
+    assert result["num_tokens"] > 10_000
+
+
+@pytest.mark.parametrize(
+    "slots", [pytest.param("2", marks=pytest.mark.slow), pytest.param("1", marks=pytest.mark.long)]
+)
+def test_swap_prints_the_documented_keys_and_writes_them(tmp_path, slots):
+    file = tmp_path / "swap.json"
+    options = ("--sequences", "3", "--tokens", "400", "--publishes", "5", "--slots", slots, "--json", str(file))
+    options += ("--busy-publishes", "2", "--pieces-us", "0,50")
+    result = last_line(bench("swap", *TINY, *options))
+    assert result["num_swaps"] >= 5
+    for name in ("swap_ms", "stall_ms", "forward_ms", "copy_ms"):
+        assert 0 < result[name]["p50"] <= result[name]["p99"]
+    assert result["stall_ms"]["p50"] < result["swap_ms"]["p50"]
+    across, without = result["gap_ms"]["across_swaps"]["p99"], result["gap_ms"]["without"]["p99"]
+    assert result["gap_ratio"] == pytest.approx(across / without)
+    assert result["copy_gb_s"] > 0
+    assert result["memcpy_gb_s"] > 0
+    assert result["peer_stall_ms"] is None
+    assert [busy["piece_us"] for busy in result["busy"]] == [0, 50]
+    for busy in result["busy"]:
+        assert busy["num_swaps"] >= 2
+        assert busy["gap_ms"]["across_swaps"]["p99"] > 0
+        assert busy["gap_ms"]["without"]["p50"] > 0
+    assert json.loads(file.read_text())["gap_ratio"] == result["gap_ratio"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["swap", "--peer", "vllm"], "no Python with vLLM at /no/such/python"),
+        (["swap", "--tokens", "3"], "Invalid value for '--tokens'"),
+        (["throughput", "--peer", "vllm"], "no Python with vLLM at /no/such/python; install it with `make peers`"),
+        (["throughput", "--peer", "no-such-engine"], "Invalid value for '--peer'"),
+        (["throughput", "--sequences", "1,x"], "--sequences must be one or more positive numbers"),
+        (["throughput", "--model", "/no/such/model"], "cannot load model '/no/such/model'"),
+        (["throughput", "--tokens", "9-3"], "--tokens must be a positive number or two that rise"),
+        (
+            ["throughput", "--sequences", "8,16", "--backlog", "2"],
+            "--backlog takes one number of --sequences",
+        ),
+        (["throughput", "--prompt-tokens", "0"], "--prompt-tokens must be a positive number or two that rise"),
+        (["learning", "--modes", "sync,async"], "unknown schedule 'async'; choose inflight, sync, one_step_off"),
+        (["learning", "--sequences", "4"], "--sequences must be at least one group of 8, got 4"),
+        (["learning", "--correction", "decoupled_ppo"], "is for several optimizer steps per batch"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments, message):
+    done = CliRunner().invoke(app, ["bench", *arguments], env={"PEERS_PYTHON": "/no/such/python", "COLUMNS": "160"})
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_an_interpreter_without_vllm_is_told_too(monkeypatch):
+    monkeypatch.setenv("PEERS_PYTHON", "/bin/false")
+    with pytest.raises(InflightError, match="no Python with vLLM at /bin/false"):
+        interpreter("vllm")
+
+
+def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path):
+    setup = Setup(
+        model=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        vocab_size=8,
+        max_sequences=1,
+        max_context=8,
+        kv_bytes_per_token=1,
+        threads=1,
+        seed=0,
+    )
+    with (
+        Worker("transformers", setup, tmp_path) as worker,
+        pytest.raises(
+            InflightError, match=r"(?s)transformers ended with code 1 while starting. Its log ends:\n.*Error"
+        ),
+    ):
+        worker.wait_until_ready()
+
+
+def test_every_worker_gets_the_same_prompts_all_different():
+    job = Job(sequences=50, tokens=(2, 9), prompt_tokens=(6, 8), seed=3)
+    requests = random_requests(job, 512)
+    assert requests == random_requests(job, 512)
+    assert len({tuple(ids) for ids, _ in requests}) == 50
+    assert {len(ids) for ids, _ in requests} == {6, 7, 8}
+    assert {tokens for _, tokens in requests} == set(range(2, 10))
+    assert [tokens for _, tokens in random_requests(job, 1)] == [tokens for _, tokens in requests]
+
+
+def test_a_backlog_has_groups_of_one_prompt_that_end_independently():
+    job = Job(sequences=40, tokens=(2, 90), prompt_tokens=(6, 8), seed=3, group=8)
+    requests = random_requests(job, 512)
+    groups = [requests[i : i + 8] for i in range(0, 40, 8)]
+    assert all(len({tuple(ids) for ids, _ in group}) == 1 for group in groups)
+    assert len({tuple(ids) for ids, _ in requests}) == 5
+    assert all(len({tokens for _, tokens in group}) > 1 for group in groups)
+
+
+@pytest.mark.long
+def test_throughput_of_a_backlog_counts_all_tokens():
+    options = ("--sequences", "8", "--backlog", "3", "--tokens", "2-9", "--prompt-tokens", "3-5", "--pairs", "1")
+    result = last_line(bench("throughput", *TINY, *options))
+    assert result["backlog"] == 3
+    assert result["tokens_per_s"] > 0
+    assert result["points"][0]["prefill_s"] is None

@@ -1,0 +1,39 @@
+"""`inflight bench host` times only the work of the host, by parts."""
+
+import pytest
+
+from inflight.engine.engine import Engine
+from inflight.engine.fused import FusedDecoder
+from inflight.engine.model_runner import ModelRunner
+from inflight.tools.bench import host
+from inflight.tools.bench.options import HostOptions
+
+
+@pytest.mark.parametrize("backlog", [0, 4])
+def test_passes_are_timed_without_a_device_and_a_slow_part_shows_as_its_own(monkeypatch, backlog):
+    places, submit, clock = ModelRunner._places, Engine.submit, [0]
+
+    def slow(*args):
+        clock[0] += 10_000_000
+        return places(*args)
+
+    def now_ns():
+        clock[0] += 1
+        return clock[0]
+
+    def submit_to_no_device(*args):
+        monkeypatch.setattr(FusedDecoder, "hidden", None)
+        return submit(*args)
+
+    monkeypatch.setattr(Engine, "submit", submit_to_no_device)
+    monkeypatch.setattr(ModelRunner, "_places", slow)
+    monkeypatch.setattr(host.time, "perf_counter_ns", now_ns)
+    result = host.measure(HostOptions(sequences=(8,), steps=4, prompt_tokens=(3, 40), backlog=backlog))
+    [point] = result["points"]
+    assert (point["sequences"], point["num_steps"]) == (8, 4)
+    assert host.table(result).row_count == 1
+    parts_ms = point["parts_ms"]
+    assert list(parts_ms) == list(host.PARTS)
+    assert parts_ms.pop("build batch") >= 10
+    assert max(parts_ms.values()) < 1, "and not as the forward pass's, which builds it"
+    assert result["host_ms"]["p99"] >= result["host_ms"]["p50"] > 10

@@ -1,0 +1,65 @@
+"""Files of a run are complete or absent, and a failed write ends in a one-sentence error."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE_S
+
+from inflight.core.errors import InflightError
+from inflight.tools.demo.run import _prepare
+from inflight.tools.environment import write_json
+
+
+def demo(out: Path) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        "-m",
+        "inflight.tools.cli",
+        "demo",
+        "--steps",
+        "1",
+        "--warmup-steps",
+        "0",
+        "--out",
+        str(out),
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | {"COLUMNS": "300"}
+    )
+
+
+def test_a_directory_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = demo(tmp_path / "file" / "run")
+    assert done.returncode == 2
+    assert f"error: cannot write to {tmp_path}/file/run: Not a directory; --out takes another directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_file_system_is_told_before_the_run(tmp_path):
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    with pytest.raises(InflightError, match=f"cannot write to {tmp_path}: {os.strerror(errno.ENOSPC)}"):
+        _prepare(tmp_path, keep=False)
+
+
+def test_a_new_run_removes_the_checkpoints_of_the_demo_alone(tmp_path):
+    (tmp_path / "checkpoint-000020").mkdir()
+    (tmp_path / "checkpoint-000020" / "demo.json").write_text("{}")
+    (tmp_path / "checkpoint-500").mkdir()  # as other trainers name theirs
+    _prepare(tmp_path, keep=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-500", "steps.jsonl"]
+
+
+def test_a_summary_that_does_not_fit_leaves_the_one_before(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"steps": 1})
+    (tmp_path / ".summary.partial.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        write_json(path, {"steps": 2, "long": "x" * 100_000})
+    assert json.loads(path.read_text()) == {"steps": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]

@@ -1,0 +1,77 @@
+"""The checkpoint that the demo starts from is the one that its recipe makes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from waiting import PATIENCE_S
+
+import inflight
+from inflight.core.errors import ModelLoadError
+from inflight.tools.demo.options import DemoOptions
+from inflight.tools.demo.run import held_out_accuracy, longest
+from inflight.tools.demo.start import MODEL, RECIPE, START_FILE, TASK, load_start, start_metadata, starts_from_file
+from inflight.tools.demo.tasks import gym_task
+from inflight.tools.demo.trainer import load_trainer, require_tokenizer, saved
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+def test_the_file_names_the_recipe_that_makes_it():
+    assert json.loads(start_metadata()["recipe"]) == asdict(RECIPE)
+    assert START_FILE.stat().st_size < 3_000_000
+
+
+def test_the_file_has_the_layout_of_the_model():
+    expected = {name: (p.shape, p.dtype) for name, p in load_trainer(MODEL, CPU).named_parameters()}
+    assert {name: (t.shape, t.dtype) for name, t in load_file(START_FILE).items()} == expected
+
+
+def test_the_file_is_as_accurate_as_it_says(tmp_path):
+    task, model, tokenizer = gym_task(TASK, seed=0), load_trainer(MODEL, CPU), require_tokenizer(MODEL)
+    load_start(model)
+    with (
+        saved(model, tokenizer, tmp_path / "start") as start,
+        inflight.launch(start, device="cpu", threads=1, max_context=longest(task, tokenizer)) as engine,
+    ):
+        accuracy = held_out_accuracy(engine, task, task.held_out)
+    assert accuracy == pytest.approx(float(start_metadata()["accuracy"]), abs=0.01)
+    assert 0.2 < accuracy < 0.5  # something to improve, and much left to learn
+
+
+def test_a_file_of_another_model_is_refused_by_its_names(tmp_path):
+    save_file({"model.norm.weight": torch.ones(4), "extra": torch.ones(4)}, tmp_path / "other.safetensors")
+    with pytest.raises(ModelLoadError, match=r"does not fit the model.*extra"):
+        load_start(load_trainer(MODEL, CPU), tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"real": True},
+        {"warmup_steps": 10},
+        {"warmup_steps": 0},
+        {"model": "small"},
+        {"task": "chain_sum"},
+        {"data": Path("a.jsonl")},
+    ],
+)
+def test_other_models_tasks_and_warm_ups_do_not_start_from_the_file(options):
+    assert starts_from_file(DemoOptions())
+    assert not starts_from_file(DemoOptions(**options))
+
+
+@pytest.mark.long
+def test_the_command_makes_a_file_that_the_demo_can_start_from(tmp_path):
+    made = tmp_path / "start.safetensors"
+    command = [sys.executable, "benchmarks/demo_start.py", "--out", str(made), "--steps", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(start_metadata(made)["recipe"])["steps"] == 3
+    load_start(load_trainer(MODEL, CPU), made)

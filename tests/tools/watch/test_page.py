@@ -1,0 +1,297 @@
+"""The page in a real browser: what it shows, by mouse and keys, at three widths, while its run ends and begins anew.
+
+`make test-browser` runs this; it needs Chromium."""
+
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from browser import chromium, expect
+from waiting import PATIENCE_S
+
+from inflight.observability.event_file import EventFile
+from inflight.observability.events import (
+    Began,
+    Consumed,
+    Ended,
+    Engine,
+    Event,
+    Sample,
+    Samples,
+    Step,
+    Swapped,
+    Version,
+)
+from inflight.tools.watch.server import PageServer
+from inflight.tools.watch.sources import RunDirectory
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+MEASURES = ("weight_lag_ms", "policy_age_ms", "token_age_ms", "version_lag")
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def shown(browser, tmp_path) -> "Iterator[Callable[..., Page]]":
+    """Opens the page of tmp_path / "run"; at the end its console must have been silent."""
+    complaints: list[str] = []
+    with PageServer(RunDirectory(tmp_path / "run")) as server:
+
+        def show(width: int = 1024, **context) -> "Page":
+            page = browser.new_context(viewport={"width": width, "height": 800}, **context).new_page()
+            page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(server.url)
+            return page
+
+        yield show
+        for context in browser.contexts:
+            context.close()
+    assert complaints == []
+
+
+def made_run(steps: int, *, title: str = "a made run", ended: bool = False) -> list[Event]:
+    """The events of a run whose reward rises to 1, one step a second until now."""
+    rng, began = random.Random(0), time.time() - steps
+    events: list[Event] = [Began(time=began, title=title, model="tiny", max_sequences=64)]
+    for step in range(1, steps + 1):
+        now = began + step
+        numbers = {"reward": step / steps, "ratio/ess": 0.9, "mean_length": 8.0, "stale/logprob_diff": 0.04}
+        numbers |= {"accuracy": 0.5} if step % 5 == 0 else {}
+        counts = [0] * 42
+        counts[20:22] = [600, 400]
+        spans = {"wait for rollouts": 0.3, "forward": 0.4, "optimizer step": 0.2, "wait for the publish copy": 0.1}
+        events += [
+            Step(time=now, step=step, numbers=numbers, seconds=1.0, spans=spans, mismatch=counts, stale=counts),
+            Consumed(time=now, num_tokens=9, measures={name: [1.0, 2.0, 3.0, rng.uniform(4, 9)] for name in MEASURES}),
+            Swapped(time=now, version=step, swap_ms=12.0, stall_ms=0.1),
+            Version(time=now, version=step, published=now - 0.1, drawn=900, trained=500, dropped=300),
+            Engine(
+                time=now,
+                states={"generating": 0.8, "idle": 0.2},
+                version=step,
+                num_running=40,
+                num_waiting=7,
+                num_outstanding=12,
+                num_tokens=5000 * step,
+                kv_used=0.5,
+            ),
+        ]
+    rollout = Sample(
+        prompt="abc -> ", tokens=["c", "b\n", "a"], versions=[1, 1, 2], log_ratios=[0.5, -0.25, None], reward=1.0
+    )
+    events.append(Samples(time=began + steps, trainer_version=steps, rollouts=[rollout]))
+    return [*events, Ended(time=began + steps)] if ended else events
+
+
+def scrolls(page: "Page") -> bool:
+    return page.evaluate("document.documentElement.scrollWidth > window.innerWidth")
+
+
+@pytest.mark.parametrize("width", [400, 1024, 1600])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_chart_is_drawn_and_nothing_scrolls_sideways(shown, tmp_path, width, scheme):
+    EventFile(tmp_path / "run").append(made_run(30))
+    page = shown(width, color_scheme=scheme)
+    expect(page.locator("h1")).to_have_text("a made run")
+    expect(page.locator("#status")).to_have_text("live")
+    charts = page.locator(".panel svg")
+    assert charts.count() == 18
+    expect(page.locator("svg .empty")).to_have_count(0)
+    assert page.locator("svg").evaluate_all("all => all.every((one) => one.querySelector('path, rect'))")
+    assert not scrolls(page)
+    overflowing = "all => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.id)"
+    assert page.locator(".panel, .tile, .sample").evaluate_all(overflowing) == []
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+
+
+def test_figures_are_those_of_the_run(shown, tmp_path):
+    EventFile(tmp_path / "run").append(made_run(30))
+    page = shown()
+    expect(page.locator("h1")).to_have_text("a made run")
+    tiles = page.locator(".tile").all_inner_texts()
+    values = {lines[0]: lines[1] for lines in (re.split(r"\n+", tile) for tile in tiles)}
+    assert values["swap_ms"].startswith("12")
+    assert values["Throughput"].startswith("5,000")
+    assert values["Held-out accuracy"] == "0.5"
+    assert values["Reward"] == "0.85"  # the mean of the last ten steps
+    label = page.locator("#panel-trainer-waits svg").get_attribute("aria-label")
+    assert re.search(r"trains 50 %, waits for rollouts 30 %, waits for the copy 10 %, .* does other things 10 %", label)
+    assert "generates 80 %, has no prompts 20 %" in page.locator("#panel-engine-waits svg").get_attribute("aria-label")
+    assert "trained on 500, left out 300" in page.locator("#panel-lives svg").get_attribute("aria-label")
+
+
+def test_throughput_is_that_of_the_last_seconds_of_a_long_run(shown, tmp_path):
+    began = time.time() - 600
+    events: list[Event] = [Began(time=began, title="a long run")]
+    for second in range(600):
+        counted = 100 * min(second, 589) + 5000 * max(0, second - 589)
+        events.append(Engine(time=began + second, states={"generating": 1.0}, num_tokens=counted))
+    EventFile(tmp_path / "run").append(events)
+    page = shown()
+    expect(page.locator("h1")).to_have_text("a long run")
+    tile = page.locator(".tile", has_text="Throughput")
+    expect(tile.locator(".value")).to_have_text("5,000tokens/s")
+
+
+def test_histograms_of_several_events_of_a_step_add_up(shown):
+    added = shown().evaluate(
+        """async () => {
+            const { Run } = await import("/run.js");
+            const run = new Run();
+            for (const mismatch of [[1, 2], [3, 4], undefined])
+                run.add({ kind: "step", time: 1, step: 1, numbers: {}, mismatch });
+            return run.steps.get(1).mismatch;
+        }"""
+    )
+    assert added == [4, 6]
+
+
+def test_charts_and_their_meaning_are_reached_by_keys_and_mouse(shown, tmp_path):
+    EventFile(tmp_path / "run").append(made_run(30))
+    page = shown()
+    chart, tip = page.locator("#panel-token_age_ms svg"), page.locator("#panel-token_age_ms .tip")
+    chart.focus()
+    expect(tip).to_be_hidden()
+    page.keyboard.press("ArrowLeft")
+    expect(tip).to_contain_text("median2 ms")
+    page.keyboard.press("Home")
+    expect(tip).to_contain_text("0:01")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    chart.hover()
+    expect(tip).to_be_visible()
+    why = page.locator("#panel-swap_ms .why")
+    meaning = page.locator("#why-swap_ms")
+    expect(meaning).to_be_hidden()
+    why.focus()
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Tab")
+    expect(meaning).to_be_visible()
+    expect(meaning).to_contain_text("From publish() to the first token")
+    page.locator("nav a").last.click()
+    assert page.evaluate("location.hash") == "#rollouts"
+
+
+def test_rollouts_are_coloured_by_version_and_by_ratio(shown, tmp_path):
+    EventFile(tmp_path / "run").append(made_run(30))
+    page = shown()
+    tokens = page.locator(".token")
+    expect(tokens).to_have_count(3)
+    colours = "all => all.map((one) => getComputedStyle(one).backgroundColor)"
+    by_version = tokens.evaluate_all(colours)
+    assert by_version[0] == by_version[1] != by_version[2]
+    page.locator("input[value=version]").focus()
+    page.keyboard.press("ArrowRight")
+    by_ratio = tokens.evaluate_all(colours)
+    assert len(set(by_ratio)) == 3
+    assert by_ratio[2] == "rgba(0, 0, 0, 0)"
+    page.locator(".sample").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".sample .about")).to_have_text("token 2: version 1, log ρ −0.2500")
+
+
+def test_the_page_follows_a_run_that_begins_goes_on_ends_and_begins_anew(shown, tmp_path):
+    page = shown()
+    expect(page.locator("#notice")).to_contain_text("The run is not there: there is no")
+    expect(page.locator("#status")).to_have_text("the run is not there")
+    run = tmp_path / "run"
+    first = EventFile(run)
+    first.append(made_run(5, title="first"))
+    expect(page.locator("h1")).to_have_text("first")
+    expect(page.locator("#notice")).to_be_hidden()
+    first.append([Step(time=time.time(), step=6, numbers={"reward": 0.9})])
+    expect(page.locator("#facts")).to_contain_text("step 6")
+    resumed = [Began(time=time.time(), title="first", resumed_after_step=4)]
+    first.append([*resumed, Step(time=time.time(), step=5, numbers={"reward": 0.8})])
+    expect(page.locator("#facts")).to_contain_text("step 5")
+    expect(page.locator("#panel-reward .mark")).to_have_count(1)
+    first.append([Ended(time=time.time())])
+    expect(page.locator("#status")).to_have_text("the run has ended")
+    first.path.unlink()
+    expect(page.locator("#status")).to_have_text("the run is not there")
+    expect(page.locator("h1")).to_have_text("first")  # its events stay visible
+    EventFile(run).append(made_run(20, title="second"))
+    expect(page.locator("h1")).to_have_text("second")
+    expect(page.locator("#facts")).to_contain_text("step 20")
+    expect(page.locator("#panel-reward .mark")).to_have_count(0)
+
+
+def test_a_run_that_is_killed_is_told_by_its_silence(shown, tmp_path):
+    events = made_run(30)
+    EventFile(tmp_path / "run").append([event for event in events if event.time < time.time() - 15])
+    expect(shown().locator("#status")).to_have_text(re.compile(r"no news for 0:1\d"))
+
+
+def test_choices_are_remembered(shown, tmp_path):
+    EventFile(tmp_path / "run").append(made_run(300))
+    page = shown(color_scheme="light")
+    page.select_option("#theme", "dark")
+    page.select_option("#window", "120")
+    page.reload()
+    expect(page.locator("h1")).to_have_text("a made run")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.locator("#window").input_value() == "120"
+    ticks = page.locator("#panel-reward svg text.axis").all_text_contents()
+    assert "4:00" in ticks
+    assert "0:00" not in ticks
+
+
+def test_text_of_a_rollout_is_text_and_nothing_else(shown, tmp_path):
+    nasty = '<img src=x onerror="document.title=1">'
+    rollout = Sample(prompt=nasty, tokens=[nasty], versions=[0], log_ratios=[0.0])
+    began = Began(time=time.time(), title=nasty)
+    EventFile(tmp_path / "run").append([began, Samples(time=time.time(), trainer_version=0, rollouts=[rollout])])
+    page = shown()
+    expect(page.locator("h1")).to_have_text(nasty)
+    expect(page.locator(".sample .text")).to_have_text(nasty + nasty)
+    assert page.locator("img").count() == 0
+
+
+def test_the_server_of_the_page_may_come_back(browser, tmp_path):
+    EventFile(tmp_path / "run").append(made_run(5))
+    source = RunDirectory(tmp_path / "run")
+    page = browser.new_page()
+    server = PageServer(source)
+    page.goto(server.url)
+    expect(page.locator("#status")).to_have_text("live")
+    server.close()
+    expect(page.locator("#notice")).to_contain_text("the server of this page does not answer")
+    with PageServer(source, port=server.port):
+        expect(page.locator("#notice")).to_be_hidden()
+    page.close()
+
+
+def test_the_demo_is_shown_and_the_one_after_it_takes_its_place(shown, tmp_path):
+    page, rng, data = shown(), random.Random(0), tmp_path / "letters.jsonl"
+    data.write_text("".join(f'{{"prompt": "{i} ", "answer": "{rng.choice("ab")}"}}\n' for i in range(64)))
+    sizes = ("--data", str(data), "--max-tokens", "3", "--warmup-steps", "30", "--groups-per-step", "8")
+    for steps in ("4", "6"):
+        command = [sys.executable, "-m", "inflight.tools.cli", "demo", *sizes, "--save-every", "0", "--steps", steps]
+        command += ["--web", "--web-port", "0"]
+        demo = subprocess.Popen([*command, "--out", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+        try:
+            expect(page.locator("#facts")).to_contain_text(f"step {steps}", timeout=90_000)
+            expect(page.locator("h1")).to_have_text("letters.jsonl, 0.6 M parameters, inflight")
+            output, _ = demo.communicate(timeout=PATIENCE_S)
+        finally:
+            demo.kill()
+        assert demo.returncode == 0
+        assert re.search(r"the page of this run is at http://127\.0\.0\.1:\d+", output)
+        expect(page.locator("#status")).to_have_text("the run has ended")
+        assert page.locator(".sample").count() > 0
+        for panel in ("reward", "swap_ms", "token_age_ms", "ess", "trainer-waits", "lives"):
+            expect(page.locator(f"#panel-{panel} svg .empty")).to_have_count(0)
