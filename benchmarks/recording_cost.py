@@ -26,7 +26,6 @@ from inflight.bench.staleness import engine_and_trainer
 from inflight.core import spans
 from inflight.training.config import GRPOConfig
 from inflight.training.grpo import Example, grpo
-from inflight.training.objective.loss import observers
 
 PAIRS, BLOCK, GROUPS, SAMPLES, TOKENS = 50, 2, 16, 4, 32
 ORDER = (False, True, True, False, True, False, False, True)
@@ -78,7 +77,7 @@ class Recorder(inflight.RunRecorder):
         if listens:
             spans.start_adding_up()
             self._meter.listener = self
-            observers.append(self._observe)
+            self._stream.observers.append(self._observe)
 
     def _run(self) -> None:
         super()._run()
