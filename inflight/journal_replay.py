@@ -80,10 +80,10 @@ def replay(
 
     model: a directory or a hub id, whose tokenizer makes text of tokens; None: rollouts have no text. keep: a function
     of a finished group that says whether it is replayed; None: all are. A journal has all that the engine drew, also
-    for evaluation, and does not know what was submitted with `train=False`; metadata can tell. skip_damage: go on
-    behind damaged places, which are told by warnings; StreamGapError is raised once for each, as where a live stream
-    loses frames. Raises JournalError if there is no journal, or a damaged one, and ValueError if the model has no
-    tokenizer.
+    for evaluation, and does not know what was submitted with `train=False`; metadata can tell. skip_damage:
+    continue after damaged rows, with a warning for each place; StreamGapError is raised once for each, as where a live
+    stream loses frames. Raises JournalError if there is no journal, or a damaged one, and ValueError if the model has
+    no tokenizer.
     """
     return Replay(directory, model=model, keep=keep, skip_damage=skip_damage)
 
@@ -91,11 +91,11 @@ def replay(
 def report(console: Console, directory: Path, *, num_groups: int = 0, model: str | None = None) -> dict[str, Any]:
     """Show what is in a journal and its first groups, and return the former for programs. Raises JournalError."""
     reader = JournalReader(directory, skip_damage=True)
-    num_bytes = sum(path.stat().st_size for path in reader.files)
+    num_bytes = max(1, reader.path.stat().st_size)
     with shown_on(console) as progress:
         found = summarize(reader, lambda _: progress("reading the journal", min(1.0, reader.num_bytes / num_bytes)))
     shown = new_table(str(directory), "", "", left="")
-    shown.add_row("frames", f"{found.num_frames:,} in {found.num_files} files, {found.num_bytes / 1e6:,.1f} MB")
+    shown.add_row("frames", f"{found.num_frames:,}, {found.num_bytes / 1e6:,.1f} MB")
     shown.add_row("runs, engines", f"{found.num_runs}, {found.num_engines}")
     shown.add_row("tokens", f"{found.num_tokens:,}")
     shown.add_row("groups", f"{found.num_groups:,} finished, {found.num_unfinished_groups:,} unfinished")

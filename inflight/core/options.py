@@ -159,8 +159,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """A directory in which the trainer's side keeps every frame before it acknowledges it, for `inflight.replay`. A
     disk that takes no more ends the stream with JournalError. None: no journal."""
     journal_sync: str = "rotation"
-    """When the journal is forced to the disk. rotation: whenever a file of it is full, and at the end; a process that
-    is killed loses nothing, a machine that stops may lose what came last. frame: after every frame."""
+    """When the journal is forced to the disk. rotation: after every 64 MiB and at the end; a process that is killed
+    loses nothing, a machine that stops can lose the newest frames. frame: after every frame."""
     rank_timeout_s: float = 1800.0
     """How long the ranks of a trainer wait for one another: rank 0 for the others to take their shares of a batch, the
     others for rank 0 to ask for one. A rank that takes longer raises RankLostError on all of them."""
