@@ -49,10 +49,10 @@ class ServerOptions:
         20.0, "The least time between two parts of a streamed answer, behind the first.", min=0, panel="Server"
     )
     max_body_mib: float = option(32.0, "Requests with a larger body are refused.", min=0.001, panel="Server")
-    max_connections: int = option(4096, "Connections at a time; one more is answered with 503.", min=1, panel="Server")
-    receive_timeout_s: float = option(
-        20.0, "How long a client may take to send a request, headers and body.", min=0.05, panel="Server"
+    max_connections: int = option(
+        4096, "Requests are answered with 503 while more connections are open.", min=1, panel="Server"
     )
+    receive_timeout_s: float = option(20.0, "Maximum time in which a body arrives.", min=0.05, panel="Server")
     drain_timeout_s: float = option(
         600.0,
         "Time that /pause?mode=wait, and the end by SIGTERM, wait for requests in progress.",

@@ -76,7 +76,7 @@ class JournalWriter:
 
     def append(self, data: bytes) -> None:
         """Write an encoded frame. Raises JournalError if the disk does not take it. Then no part of it is left, and
-        this writer takes no more."""
+        this writer is closed."""
         with self._mutex:
             if self._closed:
                 raise JournalError(f"the journal in {self.directory} was closed")
