@@ -172,8 +172,8 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     """Directory in which the trainer stores every frame before it acknowledges the frame, for `inflight.replay`
     (docs/stream.md#journal). A full disk ends the stream with JournalError. None: no journal."""
     journal_sync: str = "rotation"
-    """Time at which the journal is forced to the disk. rotation: when a file of the journal is full, and at the end. A
-    killed process then loses nothing; a machine that stops can lose the last frames. frame: after every frame."""
+    """Time at which the journal is forced to the disk. rotation: after every 64 MiB and at the end. A killed process
+    then loses nothing; a machine that stops can lose the last frames. frame: after every frame."""
     rank_timeout_s: float = 1800.0
     """Maximum time that ranks of a trainer wait for each other, in seconds: rank 0 waits until the others take their
     shares of a batch, and the others wait until rank 0 requests one. A slower rank raises RankLostError on all of them

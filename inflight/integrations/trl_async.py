@@ -163,7 +163,7 @@ class EngineWorker:
         warn_of_bias(params)
         self._num_pending = 0
         async with asyncio.TaskGroup() as groups:
-            for group_id, row in enumerate(self._rows()):
+            for group_id, row in enumerate(_rows(self._dataset)):
                 while 0 < self._num_held > self._args.max_inflight_tasks - n:
                     self._beat_s = time.monotonic()
                     await asyncio.sleep(_LOOK_EVERY_S)
@@ -174,14 +174,6 @@ class EngineWorker:
     def _num_held(self) -> int:
         """Samples that are drawn, scored, or waiting for the trainer."""
         return self._num_pending + self.rollout_buffer.qsize()
-
-    def _rows(self) -> Iterator[Any]:
-        while True:
-            row = None
-            for row in self._dataset:
-                yield row
-            if row is None:
-                raise ValueError("the dataset has no rows, or cannot be read a second time")
 
     def _params(self) -> SamplingParams:
         args, eos = self._args, self._tokenizer.eos_token_id
@@ -255,6 +247,16 @@ class EngineWorker:
                 "rollout/inflight": float(self._num_pending),
             }
         )
+
+
+def _rows(dataset: Any) -> Iterator[Any]:
+    """Rows of a dataset, again and again."""
+    while True:
+        row = None
+        for row in dataset:
+            yield row
+        if row is None:
+            raise ValueError("the dataset has no rows, or cannot be read a second time")
 
 
 class EngineTransfer:

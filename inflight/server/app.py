@@ -1,11 +1,10 @@
-"""The application: which path is answered by what, and who may ask."""
+"""The application: the endpoint of each path, and the access to it."""
 
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from enum import Enum
-from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,60 +14,62 @@ from starlette.routing import Route
 
 from inflight.core.messages import shorten
 from inflight.core.version import __version__
-from inflight.server import control, models, serving
+from inflight.server import control, dialects, models, serving
 from inflight.server.bodies import always
 from inflight.server.connections import is_loopback
 from inflight.server.errors import ApiError, as_api_error
-from inflight.server.served import Served
+from inflight.server.served import Endpoint, Served
 
-Endpoint = Callable[[Served, Request], Awaitable[Response]]
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
-"""Headers with which a peer on the loopback speaks for somebody else: a proxy, or a web page."""
+"""Headers with which a peer on the loopback speaks for another machine: a proxy, or a web page."""
 
 
 class Access(Enum):
-    """Who may ask for something."""
+    """Clients that an endpoint is for."""
 
     EVERYBODY = "everybody"
     CLIENTS = "clients"
-    """Who has the token, if there is one."""
+    """Clients with the token, if there is one."""
     CONTROL = "control"
-    """Who has the token; if there is none, peers on the loopback."""
+    """Clients with the token; without a token, peers on the loopback."""
+
+
+ENDPOINTS: Mapping[Access, Mapping[str, Endpoint]] = {
+    Access.EVERYBODY: {
+        "GET /health": models.health,
+        "GET /ping": models.health,
+        "GET /liveness": always({"status": "ok"}),
+    },
+    Access.CLIENTS: {
+        "GET /v1/models": models.list_models,
+        "GET /v1/models/{name:path}": models.one_model,
+        "GET /version": always({"version": __version__}),
+        "GET /metrics": models.metrics,
+        "GET /load": models.load,
+        "GET /server_info": models.server_info,
+        "GET /get_world_size": always({"world_size": 1}),  # of a pool, too
+        "POST /tokenize": models.tokenize,
+        "POST /detokenize": models.detokenize,
+        "POST /v1/completions": serving.completions,
+        "POST /v1/chat/completions": serving.chat,
+        "POST /inference/v1/generate": serving.generate,
+        "GET /weight_info": control.weight_info,
+        "GET /is_paused": control.is_paused,
+        "GET /is_sleeping": control.is_sleeping,
+        **dialects.DRAWING,
+    },
+    Access.CONTROL: {**control.ENDPOINTS, **dialects.STEERING, **dialects.REFUSED},
+}
+"""Maps methods and paths to their endpoints."""
 
 
 def make_app(served: Served) -> Starlette:
     """The application over one engine."""
-    endpoints: Mapping[Access, Mapping[str, Endpoint]] = {
-        Access.EVERYBODY: {
-            "GET /health": models.health,
-            "GET /ping": models.health,
-            "GET /liveness": always({"status": "ok"}),
-        },
-        Access.CLIENTS: {
-            "GET /v1/models": models.list_models,
-            "GET /v1/models/{name:path}": models.one_model,
-            "GET /version": always({"version": __version__}),
-            "GET /metrics": models.metrics,
-            "GET /load": models.load,
-            "GET /server_info": models.server_info,
-            "GET /get_world_size": always({"world_size": 1}),  # however many engines a pool has
-            "POST /tokenize": models.tokenize,
-            "POST /detokenize": models.detokenize,
-            "POST /v1/completions": serving.completions,
-            "POST /v1/chat/completions": serving.chat,
-            "POST /inference/v1/generate": serving.generate,
-            "POST /skyrl/v1/generate": partial(serving.generate, experts_as_lists=True),
-            "GET /weight_info": control.weight_info,
-            "GET /is_paused": control.is_paused,
-            "GET /is_sleeping": control.is_sleeping,
-        },
-        Access.CONTROL: control.ENDPOINTS,
-    }
-    routes = [
-        Route(path, _guarded(served, path, endpoint, access), methods=[method])
-        for access, all_ in endpoints.items()
-        for (method, _, path), endpoint in ((name.partition(" "), endpoint) for name, endpoint in all_.items())
-    ]
+    routes = []
+    for access, endpoints in ENDPOINTS.items():
+        for name, endpoint in endpoints.items():
+            method, _, path = name.partition(" ")
+            routes.append(Route(path, _guarded(served, path, endpoint, access), methods=[method]))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -76,19 +77,24 @@ def make_app(served: Served) -> Starlette:
             yield
 
     async def on_http_error(request: Request, error: Exception) -> Response:
-        """A path that does not exist, or a method that it does not take."""
+        """The reply to a path that does not exist, or a method that it does not take."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = ApiError(status, f"{request.method} {request.url.path[:200]}: {getattr(error, 'detail', 'failed')}")
         _log(served, request, request.url.path[:200], status, 0.0, told.message)
         return told.response()
 
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error})
+    app.state.receive_timeout_s = served.options.receive_timeout_s
+    return app
 
 
 def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
-        began_s, reason = time.monotonic(), ""
+        began_s, reason, most = time.monotonic(), "", served.connections.most
+        is_crowded = served.connections.num_open > most
         try:
+            if is_crowded:
+                raise ApiError(503, f"the server has {most} connections, as many as it takes; come back later")
             _check_access(served, request, access)
             response = await endpoint(served, request)
         except ClientDisconnect:
@@ -97,6 +103,8 @@ def _guarded(served: Served, path: str, endpoint: Endpoint, access: Access) -> C
         except Exception as error:
             told = as_api_error(error, f"a request for {path}")
             response, reason = told.response(), told.message
+        if is_crowded:
+            response.headers["Connection"] = "close"
         _log(served, request, path, response.status_code, time.monotonic() - began_s, reason)
         served.metrics.requests.labels(path, response.status_code).inc()
         return response
@@ -113,8 +121,7 @@ def _check_access(served: Served, request: Request, access: Access) -> None:
     """Raises ApiError."""
     if access is Access.EVERYBODY:
         return
-    token = served.options.token
-    if token:
+    if token := served.options.token:
         given = request.headers.get("authorization", "")
         if not secrets.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise ApiError(401, "this server has a token: send it as `Authorization: Bearer TOKEN`")
@@ -127,7 +134,7 @@ def _check_access(served: Served, request: Request, access: Access) -> None:
 
 
 def _is_local(request: Request) -> bool:
-    """Whether a program on this machine asks for itself."""
+    """True for a program on this machine that does not forward a request."""
     if request.client is None or any(name in request.headers for name in _FORWARDED):
         return False
     return is_loopback(request.client.host)

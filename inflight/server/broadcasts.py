@@ -39,7 +39,7 @@ class Broadcasts:
         self._num_met = 0
         self._lock = threading.Lock()
         """Held while one of the two above is changed: a group is joined in a thread."""
-        self.begun: Update | None = None
+        self.begun: PendingUpdate | None = None
         """The update that was begun and not finished, if there is one."""
 
     @property
@@ -77,7 +77,7 @@ class Broadcasts:
     def begin(self) -> None:
         """Begin an update, in place of one that was begun and not finished."""
         self.give_up()
-        self.begun = Update(self._updates)
+        self.begun = PendingUpdate(self._updates)
 
     def give_up(self) -> None:
         """Forget an update that was begun and not finished."""
@@ -85,7 +85,7 @@ class Broadcasts:
             self.begun.give_up()
             self.begun = None
 
-    def take_begun(self) -> "Update":
+    def take_begun(self) -> "PendingUpdate":
         """The update that was begun, which is to be finished now. Raises InvalidRequestError if there is none."""
         begun, self.begun = self._check_begun(), None
         return begun
@@ -109,7 +109,7 @@ class Broadcasts:
             raise BroadcastError("the trainer's group was left; call /init_weight_transfer_engine to meet again")
         await begun.receive(self._group, tensors)
 
-    def _check_begun(self) -> "Update":
+    def _check_begun(self) -> "PendingUpdate":
         if self.begun is None:
             raise InvalidRequestError("no update has begun; call /start_weight_update first")
         return self.begun
@@ -124,7 +124,7 @@ class Broadcasts:
         return torch.device("cuda", torch.cuda.current_device() if number is None else number)
 
 
-class Update:
+class PendingUpdate:
     """A version whose tensors come in one message or in several, or from directories. The thread that publishes reads
     the former, while the engine draws."""
 

@@ -1,14 +1,14 @@
-"""The endpoints that steer an engine: weights, adapters, pauses, sleep. Their names and bodies are those of vLLM, and
-of what prime-rl and AReaL put beside it.
+"""The endpoints that steer an engine: weights, adapters, pauses, sleep. Their names and bodies are vLLM's; `weight_dir`
+is prime-rl's, and `model_path` AReaL's.
 
-An update is staged while decoding goes on and goes live between two forward passes; the answer comes when it is live.
+An update is staged while decoding continues, and goes live between two forward passes. Its reply follows when it is
+live.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from inflight.server.bodies import always, answer
 from inflight.server.errors import ApiError, as_api_error
 from inflight.server.requests import read_body, read_fields
-from inflight.server.served import Served
+from inflight.server.served import Endpoint, Served
 from inflight.weights.nccl.library import why_not
 from inflight.weights.nccl.rendezvous import Meeting
 
@@ -32,7 +32,7 @@ _OTHER_WAYS = (
     "directory (POST /v1/load_lora_adapter), or publish from the trainer's own process (engine.publisher(model) beside "
     "engine.serve())"
 )
-_NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's way; {_OTHER_WAYS}"
+NO_NCCL = f"no tensors come over NCCL here, where no trainer was met in vLLM's way; {_OTHER_WAYS}"
 
 
 class _Pause(msgspec.Struct):
@@ -43,17 +43,15 @@ class _InitInfo(msgspec.Struct):
     init_info: dict[str, Any] = {}
 
 
-class _Update(msgspec.Struct):
-    """`weight_dir` is prime-rl's, `model_path` AReaL's, `update_info` vLLM's."""
+class _Version(msgspec.Struct):
+    weight_version: str | None = None
+    """Name of the new version in spans."""
 
+
+class _Update(_Version):
     weight_dir: str | None = None
     model_path: str | None = None
     update_info: dict[str, Any] | None = None
-    weight_version: str | None = None
-
-
-class _Finish(msgspec.Struct):
-    weight_version: str | None = None
 
 
 class _NewVersion(msgspec.Struct):
@@ -70,79 +68,72 @@ class _Abort(msgspec.Struct):
     abort_all: bool | None = None
 
 
-class _LoadAdapter(msgspec.Struct):
+class _Unload(msgspec.Struct):
     lora_name: str
+
+
+class _Load(_Unload):
     lora_path: str
     load_inplace: bool | None = None
     weight_version: str | None = None
-    """What spans call the version that brings it; ours."""
-
-
-class _UnloadAdapter(msgspec.Struct):
-    lora_name: str
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
 async def init_weight_transfer(served: Served, request: Request) -> Response:
-    """Meet a trainer that sends tensors by NCCL, unless it says that it names directories."""
+    """Meet a trainer that sends tensors by NCCL, unless it sends directories."""
     fields = await _fields(request, _InitInfo)
-    served.broadcasts.give_up()  # what a client began that ended before it finished
+    served.broadcasts.give_up()  # An earlier client did not finish its update.
     if not fields.init_info or fields.init_info.get("backend") == "directory":
         return _done("weights come from directories")
-    reason = why_not(served.engine.info.device)
-    if reason is not None:
+    if reason := why_not(served.engine.info.device):
         raise ApiError(501, f"no tensors are received: {reason}; {_OTHER_WAYS}", param="init_info")
-    with _told_once():
+    with _never_sent_again():
         await served.broadcasts.meet(read_fields(fields.init_info, Meeting))
     return _done("the trainer was met; weights come by NCCL")
 
 
-async def no_collectives(served: Served, request: Request) -> Response:
-    """Refused: AReaL's and SkyRL's own names for tensors over NCCL."""
-    raise ApiError(501, _NO_NCCL)
-
-
 async def shut_down_transfer(served: Served, request: Request) -> Response:
-    """Leave the trainer's group, and forget an update that was begun and not finished."""
+    """Leave the trainer's group, and forget an unfinished update."""
     await served.broadcasts.leave()
     return _done("weights come from directories")
 
 
 async def start_update(served: Served, request: Request) -> Response:
-    """Directories and tensors that /update_weights names in its `update_info` make a version at /finish_weight_update,
-    from now on."""
+    """Begin a version of the directories and tensors that follow. /finish_weight_update publishes it."""
     served.broadcasts.begin()
     return _done("an update has begun")
 
 
 async def update_weights(served: Served, request: Request) -> Response:
-    """Publish a checkpoint directory. Between start and finish one in `update_info`, which only a client of these three
-    steps sends, is noted for finish; so whoever began an update and ended keeps no other client from publishing.
-    Tensors that `update_info` names are received now; whoever else publishes waits until that update is finished, or
-    nothing came for two minutes."""
+    """Publish a checkpoint directory, or receive the tensors that `update_info` names.
+
+    Between start and finish a directory in `update_info` waits for finish. Other clients do not send `update_info`, so
+    they can publish even if a client that began an update has ended. While tensors arrive, other updates wait until
+    finish, or for two minutes without a message.
+    """
     fields = await _fields(request, _Update, _MOST_NAMES_BYTES)
     info = fields.update_info or {}
     if "names" in info and served.broadcasts.met:
-        with _told_once():
+        with _never_sent_again():
             await served.broadcasts.receive(info)
         return _done("the tensors are here; /finish_weight_update publishes them")
     at_once = fields.weight_dir or fields.model_path
     directory = at_once or info.get("weight_dir") or info.get("path")
     if not isinstance(directory, str):
-        raise ApiError(501 if fields.update_info else 400, _NO_NCCL, param="weight_dir")
+        raise ApiError(501 if fields.update_info else 400, NO_NCCL, param="weight_dir")
     if not at_once and served.broadcasts.begun is not None:
         served.broadcasts.begun.directories.append(directory)
         return _done("noted; /finish_weight_update publishes it")
     version = await served.updates.publish_directory(directory, fields.weight_version)
-    return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
+    return _done("the weights are live", **_version(served, version))
 
 
 @contextmanager
-def _told_once() -> Iterator[None]:
-    """What fails herein is told by a status after which no client sends the same once more, as TRL's do after 500, 502
-    and 503: a trainer broadcasts once."""
+def _never_sent_again() -> Iterator[None]:
+    """Raise failures with a status after which clients do not repeat the request. TRL does after 500, 502 and 503, but
+    a trainer broadcasts once."""
     try:
         yield
     except Exception as error:
@@ -153,49 +144,42 @@ def _told_once() -> Iterator[None]:
 
 
 async def finish_update(served: Served, request: Request) -> Response:
-    """Publish what was noted, and answer when it is live."""
-    fields = await _fields(request, _Finish)
+    """Publish the update that was begun."""
+    fields = await _fields(request, _Version)
     update = served.broadcasts.take_begun()
-    with _told_once():
+    with _never_sent_again():
         are_tensors = await update.publish_tensors(fields.weight_version)
     if not are_tensors and not update.directories and fields.weight_version is not None:
-        version = await _live_version(served)
-        served.updates.label(version, fields.weight_version)
+        served.updates.label(await _live_version(served), fields.weight_version)
     for directory in update.directories:
         await served.updates.publish_directory(directory, fields.weight_version)
-    version = await _live_version(served)
-    return _done("the weights are live", weight_version=served.updates.name_of(version), version=version)
+    return _done("the weights are live", **_version(served, await _live_version(served)))
 
 
 async def update_version(served: Served, request: Request) -> Response:
-    """Give the live version a name, which spans of weight versions have from now on."""
+    """Name the live version."""
     fields = await _fields(request, _NewVersion)
     version = await _live_version(served)
     served.updates.label(version, fields.new_version)
-    return _done(
-        f"version {version} is called {fields.new_version}", weight_version=fields.new_version, version=version
-    )
+    return _done(f"version {version} is called {fields.new_version}", **_version(served, version))
 
 
 async def weight_info(served: Served, request: Request) -> Response:
-    """The live version, and the name that it was given."""
-    version = await _live_version(served)
-    return answer({"weight_version": served.updates.name_of(version), "version": version})
+    """The live version and its name."""
+    return answer(_version(served, await _live_version(served)))
 
 
 async def weight_checker(served: Served, request: Request) -> Response:
-    """checksum: SHA-256 of every tensor that is live, under Hugging Face's names, read beside the generator. compare:
-    which of them differ from those of a baseline. reset: publish a version of zeros, so that a compare after the next
-    update shows that it has arrived."""
+    """checksum: SHA-256 of every live tensor under its Hugging Face name. compare: names of the tensors that differ
+    from a baseline. reset: publish zeros, so that a compare after the next update shows that it has arrived."""
     fields = await _fields(request, _Checker, _MOST_NAMES_BYTES)
     if fields.action == "reset":
-        version = await served.updates.publish_zeros()
-        return answer({"status": "reset", "version": version})
+        return answer({"status": "reset", "version": await served.updates.publish_zeros()})
     baseline = fields.baseline
     if fields.action == "compare" and baseline is None:
         raise ApiError(400, "compare needs a baseline: the checksums that this server told before", param="baseline")
     found = await asyncio.to_thread(served.engine.digests)
-    version = {"version": found.version, "weight_version": served.updates.name_of(found.version)}
+    version = _version(served, found.version)
     if fields.action == "checksum" or baseline is None:
         return answer({"checksums": found.tensors, **version})
     names = found.tensors.keys() | baseline.keys()
@@ -207,9 +191,8 @@ async def weight_checker(served: Served, request: Request) -> Response:
 
 
 async def load_adapter(served: Served, request: Request, *, replace: bool = False) -> Response:
-    """vLLM's: one of this name must not be there, unless `load_inplace`. replace: prime-rl's and SkyRL's, which put it
-    in the place of one of this name."""
-    fields = await _fields(request, _LoadAdapter)
+    """Load an adapter. An adapter of the same name is an error unless `load_inplace` or replace."""
+    fields = await _fields(request, _Load)
     in_place = replace or bool(fields.load_inplace)
     adapter = await served.adapters.load(
         fields.lora_name, fields.lora_path, in_place=in_place, label=fields.weight_version
@@ -218,8 +201,8 @@ async def load_adapter(served: Served, request: Request, *, replace: bool = Fals
 
 
 async def unload_adapter(served: Served, request: Request) -> Response:
-    """What is being drawn with it goes on."""
-    fields = await _fields(request, _UnloadAdapter)
+    """Unload an adapter. Its requests in progress continue."""
+    fields = await _fields(request, _Unload)
     served.adapters.unload(fields.lora_name)
     return _done(f"the adapter {fields.lora_name} is not loaded any more")
 
@@ -228,8 +211,8 @@ async def unload_adapter(served: Served, request: Request) -> Response:
 
 
 async def pause(served: Served, request: Request) -> Response:
-    """mode=keep: nothing needs to stop, and nothing does, unless the server honours pauses. wait: what is being drawn
-    ends first, within a bound. abort: it is cancelled."""
+    """mode=keep: nothing stops, unless the server honours pauses. wait: requests in progress end first, within a bound.
+    abort: they are cancelled."""
     value = await read_body(request, _MOST_BYTES) | dict(request.query_params)
     mode = read_fields(value, _Pause).mode or "abort"
     if mode not in ("keep", "wait", "abort"):
@@ -246,77 +229,69 @@ async def pause(served: Served, request: Request) -> Response:
 
 
 async def resume(served: Served, request: Request) -> Response:
-    """Go on."""
+    """End a pause."""
     await asyncio.to_thread(served.engine.resume)
     served.paused = False
     return answer({"status": "resumed"})
 
 
 async def is_paused(served: Served, request: Request) -> Response:
-    """Whether a client has paused and not resumed, or the engine is paused."""
+    """True after a client's pause, and while the engine is paused."""
     status = await asyncio.to_thread(served.engine.status)
     return answer({"is_paused": served.paused or status.paused})
 
 
 async def sleep(served: Served, request: Request) -> Response:
-    """Give the memory of the KV cache back; the weights stay, whatever the level."""
+    """Release the memory of the KV cache. The weights stay at every level."""
     await asyncio.to_thread(served.engine.sleep)
     return answer({"status": "asleep"})
 
 
 async def wake_up(served: Served, request: Request) -> Response:
-    """Take it again."""
+    """Allocate the KV cache again."""
     await asyncio.to_thread(served.engine.wake)
     return answer({"status": "awake"})
 
 
 async def is_sleeping(served: Served, request: Request) -> Response:
-    """Whether the engine sleeps."""
+    """True while the engine sleeps."""
     return answer({"is_sleeping": (await asyncio.to_thread(served.engine.status)).asleep})
 
 
 async def abort_requests(served: Served, request: Request) -> Response:
-    """Cancel requests by their ids, or all; their clients get what was drawn, with finish_reason "abort"."""
+    """Cancel requests by their ids, or all. Their clients receive the tokens so far, with finish_reason "abort"."""
     fields = await _fields(request, _Abort)
     ids = None if fields.abort_all or fields.request_ids is None else fields.request_ids
     return answer({"status": "aborted", "num_aborted": await served.abort(ids)})
 
 
-ENDPOINTS: Mapping[str, Callable[[Served, Request], Awaitable[Response]]] = {
+ENDPOINTS: Mapping[str, Endpoint] = {
     "POST /pause": pause,
     "POST /resume": resume,
-    "POST /areal_pause_generation": pause,
-    "POST /areal_continue_generation": resume,
     "POST /abort_requests": abort_requests,
     "POST /sleep": sleep,
     "POST /wake_up": wake_up,
-    # There is nothing to do: what the cache remembers is never used under weights that did not compute it.
+    # The prefix cache never serves weights other than those that computed it.
     "POST /reset_prefix_cache": always({"success": True}),
     "POST /init_weight_transfer_engine": init_weight_transfer,
     "POST /shutdown_weight_transfer_engine": shut_down_transfer,
     "POST /start_weight_update": start_update,
     "POST /update_weights": update_weights,
-    "POST /areal_update_weights": update_weights,
     "POST /finish_weight_update": finish_update,
     "POST /update_weight_version": update_version,
     "POST /weight_checker": weight_checker,
     "POST /v1/load_lora_adapter": load_adapter,
     "POST /v1/unload_lora_adapter": unload_adapter,
-    "POST /load_lora_adapter": partial(load_adapter, replace=True),
-    "POST /unload_lora_adapter": unload_adapter,
-    "POST /skyrl/v1/load_lora_adapter": partial(load_adapter, replace=True),
-    "POST /collective_rpc": no_collectives,
-    "POST /areal_init_weights_update_group": no_collectives,
-    "POST /areal_set_update_weight_meta": no_collectives,
-    "POST /areal_update_weights_xccl": no_collectives,
-    "POST /areal_set_update_weight_meta_lora": no_collectives,
-    "POST /areal_update_weights_lora_xccl": no_collectives,
 }
-"""Maps methods and paths to what answers them."""
+"""Maps methods and paths to their endpoints."""
 
 
 async def _live_version(served: Served) -> int:
     return (await asyncio.to_thread(served.engine.status)).version
+
+
+def _version(served: Served, version: int) -> dict[str, Any]:
+    return {"weight_version": served.updates.name_of(version), "version": version}
 
 
 async def _fields(request: Request, kind: type[Any], most_bytes: int = _MOST_BYTES) -> Any:

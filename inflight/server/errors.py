@@ -1,5 +1,4 @@
-"""Errors as OpenAI's clients read them: a status code, and a JSON object with a message, a type, a parameter and a
-code."""
+"""Errors as OpenAI's clients read them: a status, and a JSON object with a message, a type, a parameter and a code."""
 
 import logging
 
@@ -34,22 +33,26 @@ _ERRORS_OF: dict[int, tuple[type[Exception], ...]] = {
     503: (QueueFullError, EngineDiedError, EngineHungError, EngineBusyError, TimeoutError),
 }
 _TYPE_OF = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 413, 422), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
+    408: "timeout_error",
     409: "conflict_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
     424: "failed_dependency_error",
     501: "not_implemented_error",
     503: "service_unavailable_error",
 }
+_HEADERS_OF = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},  # The rest of the body is not read.
+    413: {"Connection": "close"},
+    503: {"Retry-After": "1"},
+}
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer."""
+    """An error response."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -57,25 +60,17 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, dict[str, str | int | None]]:
-        """The JSON object. `code` is the status where the error has no other."""
+        """The JSON object. An error without a code has its status as its code."""
         kind = _TYPE_OF.get(self.status, "server_error")
         message = shorten(self.message)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code or self.status}}
 
     def response(self) -> Response:
-        headers = {}
-        if self.status == 503:
-            headers["Retry-After"] = "1"
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        if self.status == 413:
-            headers["Connection"] = "close"  # what is left of the body is not read
-        return answer(self.body, status=self.status, headers=headers)
+        return answer(self.body, status=self.status, headers=_HEADERS_OF.get(self.status))
 
 
 def as_api_error(error: Exception, what: str) -> ApiError:
-    """What a client is told of an error of inflight's, or of one that is nobody's business, which is logged. what: that
-    which has failed."""
+    """The response for an error of inflight's, or for a bug, which is logged. what: the operation that failed."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):

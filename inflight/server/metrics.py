@@ -1,6 +1,8 @@
-"""Counters and times of a server, as Prometheus reads them. Those that clients of vLLM look for have its names too."""
+"""Counters and times of a server for Prometheus. Some have the names that vLLM gives them."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
@@ -13,7 +15,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """What one server counts, and what its engine does."""
+    """Counters of one server and of its engine."""
 
     def __init__(self, engine: ServedEngine):
         self._engine = engine
@@ -38,8 +40,14 @@ class Metrics:
         }
         self._up = Gauge("inflight_up", "Whether the engine answers.", registry=registry)
 
+    def count_reply(self, usage: Mapping[str, Any], began_s: float) -> None:
+        """Count a whole reply. usage: its object of that name. began_s: when its request arrived."""
+        self.prompt_tokens.inc(usage["prompt_tokens"])
+        self.drawn_tokens.inc(usage["completion_tokens"])
+        self.answer_s.observe(time.monotonic() - began_s)
+
     def text(self) -> bytes:
-        """The exposition format. It asks the engine, and waits for its answer."""
+        """The exposition format. Waits for the engine's counters."""
         try:
             status = self._engine.status()
         except InflightError:
@@ -74,7 +82,7 @@ _OF_STALENESS = {
     "swap_ms": ("inflight_swap_seconds", "publish() called until the first token of that version, since the start."),
     "stall_ms": ("inflight_stall_seconds", "Work and no forward pass because of a swap, since the start."),
 }
-"""Maps measures of swaps to what their quantiles are called, and to what they mean."""
+"""Maps measures of swaps to names and meanings of their quantiles."""
 _GAUGES = {
     "inflight_weight_version": ("The version of the weights that is live.", lambda s: s.version),
     "vllm:num_requests_running": ("Sequences that decode, of everybody.", lambda s: s.num_running),

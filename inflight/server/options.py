@@ -43,7 +43,7 @@ class ServerOptions:
 
     The limit is lower if the process is not allowed to open 512 more files."""
     receive_timeout_s: float = option(20.0, min=0.05, panel="Server")
-    """Maximum time until a client has sent a request with its body, in seconds."""
+    """Maximum time until the body of a request has arrived, in seconds."""
     drain_timeout_s: float = option(600.0, min=0.05, panel="Server")
     """Maximum time that /pause?mode=wait and the end by SIGTERM wait for requests in progress, in seconds."""
     keep_alive_s: float = option(75.0, min=1, panel="Server")

@@ -1,14 +1,16 @@
-"""From the text of a chat's answer to reasoning, content and tool calls, at once or part by part.
+"""From the text of a chat's reply to reasoning, content and tool calls, at once or part by part.
 
-Marks around calls and reasoning are read by `tools.py` and `reasoning.py`. Where the tokenizer has a response template
-(`tokenizer.response_template`), and for the channels of gpt-oss, Transformers' parser reads the text.
+Transformers' parser reads the text if the tokenizer has a response template (`tokenizer.response_template`), and the
+channels of gpt-oss. `tools.py` and `reasoning.py` read the formats of checkpoints without a template. They read JSON up
+to its own end; a template ends a call at its closing mark, also inside of a JSON string.
 """
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser, parse_response
@@ -24,7 +26,7 @@ Template = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Read:
-    """New parts of an answer."""
+    """New parts of a reply."""
 
     reasoning: str = ""
     content: str = ""
@@ -32,93 +34,94 @@ class Read:
     """All calls, with the last part."""
 
 
-class Reader(Protocol):
-    """Reads one answer."""
+class Reader(ABC):
+    """Reads one reply."""
+
+    def __init__(self, hidden: re.Pattern[str]):
+        """hidden: text that stays in arguments of tools alone."""
+        self._hidden = hidden
 
     def feed(self, text: str, *, last: bool) -> Read:
-        """Take more text and return the parts that are certain now. last: this text is the last one."""
-        ...
+        """Take more text, with special tokens, and return the parts that are certain. last: no text follows."""
+        read = self._feed(text, last=last)
+        read.content, read.reasoning = (self._hidden.sub("", part) for part in (read.content, read.reasoning))
+        return read
+
+    @abstractmethod
+    def _feed(self, text: str, *, last: bool) -> Read: ...
 
 
-@dataclass(slots=True)
-class Reading:
-    """How the answers to one request are read."""
-
-    reader: Callable[[], Reader]
-    """Makes a reader for the text of one answer with its special tokens."""
-    hidden: re.Pattern[str]
-    """Special tokens that are not marks of this format. They stay in arguments of tools alone."""
-
-
-class AnswerReading:
-    """How the answers of one model are read."""
+class ReplyReaders:
+    """Makes readers for the replies of one model."""
 
     def __init__(self, decoder: TextDecoder, *, split_reasoning: bool):
         self._decoder, self._split_reasoning = decoder, split_reasoning
-        self._tools = tool_format(decoder.tokenizer)
+        self._template = _response_template(decoder.tokenizer)
+        self._tools = None if self._template is not None else tool_format(decoder.tokenizer)
         self._marks = thinking_marks(decoder.tokenizer)
-        self._template = None if self._tools is not None else _response_template(decoder.tokenizer)
 
     @property
     def reads_tools(self) -> bool:
         """The format of tool calls is known."""
         return self._tools is not None or "tool_calls" in (self._template or {}).get("fields", {})
 
-    def of(self, prompt: list[int], continued: object, tools: Tools) -> Reading | None:
-        """How the answers to a prompt are read; None: their text is their content. continued: the content of a message
-        that they continue. tools: the tools that can be called."""
-        if self._template is not None:
-            template = _with_fields(self._template, reasoning=self._split_reasoning, tools=bool(tools))
-            if template is None:
-                return None
-            prefix = self._decoder.decode(prompt, skip_special_tokens=False)
-            hidden = self._decoder.special_besides(str(template).replace("\\", ""))
-            return Reading(lambda: TemplateReader(template, prefix, tools), hidden)
-        marks, thinking = "", None
-        if self._split_reasoning:
-            thinking = Thinking.after(self._decoder.end_of(prompt), continued, self._marks)
-            marks = "".join(self._marks)
-        form = self._tools if tools else None
-        if form is not None:
-            marks += form.marks
-        if thinking is None and form is None:
+    def of(
+        self, prompt: list[int], continued: object, tools: Tools, *, skip_special_tokens: bool = True
+    ) -> Callable[[], Reader] | None:
+        """A function that makes a reader for a reply to a prompt; None: the text is the content. continued: the content
+        of a message that the reply continues. tools: the tools that can be called. skip_special_tokens: only the marks
+        of the format stay text."""
+        template, form, thinking = self._template, self._tools if tools else None, None
+        if template is not None:
+            template = _with_fields(template, reasoning=self._split_reasoning, tools=bool(tools))
+            marks = str(template).replace("\\", "")
+        else:
+            marks = form.marks if form is not None else ""
+            if self._split_reasoning:
+                thinking = Thinking.after(self._decoder.end_of(prompt), continued, self._marks)
+                marks += "".join(self._marks)
+        if template is None and form is None and thinking is None:
             return None
-        return Reading(lambda: MarkReader(thinking, form, tools), self._decoder.special_besides(marks))
+        hidden = self._decoder.special_besides(marks) if skip_special_tokens else re.compile(r"(?!)")
+        if template is None:
+            return lambda: MarkReader(hidden, thinking, form, tools)
+        prefix = self._decoder.decode(prompt, skip_special_tokens=False)
+        return lambda: TemplateReader(hidden, template, prefix, tools)
 
 
-class MarkReader:
+class MarkReader(Reader):
     """Reads reasoning and tool calls by the marks around them."""
 
-    def __init__(self, thinking: Thinking | None, tool_format: ToolFormat | None, tools: Tools):
-        """thinking, tool_format: None if the answer is not searched for reasoning, or for tool calls."""
+    def __init__(
+        self, hidden: re.Pattern[str], thinking: Thinking | None, tool_format: ToolFormat | None, tools: Tools
+    ):
+        """thinking, tool_format: None if the reply is not searched for reasoning, or for tool calls."""
+        super().__init__(hidden)
         self._thinking, self._format, self._tools = thinking, tool_format, tools
         self._text = ""
         self._given = 0, 0
         """Characters of the reasoning and of the content that were given."""
 
-    def feed(self, text: str, *, last: bool) -> Read:
+    def _feed(self, text: str, *, last: bool) -> Read:
         self._text += text
-        reasoning, content, calls = self._read(whole=last)
+        reasoning, content, calls = "", self._text, []
+        if self._thinking is not None:
+            reasoning, content = self._thinking.split(content, whole=last)
+        if self._format is not None and last:
+            content, calls = self._format.split(content, self._tools)
+        elif self._format is not None:
+            content = content[: self._format.sure(content)]
         thought, said = self._given
         self._given = max(thought, len(reasoning)), max(said, len(content))
         return Read(reasoning[thought:], content[said:], calls)
 
-    def _read(self, *, whole: bool) -> tuple[str, str, list[ToolCall]]:
-        reasoning, content, calls = "", self._text, []
-        if self._thinking is not None:
-            reasoning, content = self._thinking.split(content, whole=whole)
-        if self._format is not None and whole:
-            content, calls = self._format.split(content, self._tools)
-        elif self._format is not None:
-            content = content[: self._format.sure(content)]
-        return reasoning, content, calls
 
+class TemplateReader(Reader):
+    """Reads a reply by a response template of Transformers. Text after the first tool call follows at the end: if a
+    call cannot be read, the reply is content from the first call on."""
 
-class TemplateReader:
-    """Reads an answer by a response template of Transformers. Text after the first tool call is given at the end: if a
-    call cannot be read, the answer is content from the first call on."""
-
-    def __init__(self, template: Template, prompt: str, tools: Tools):
+    def __init__(self, hidden: re.Pattern[str], template: Template, prompt: str, tools: Tools):
+        super().__init__(hidden)
         self._template, self._prompt = template, prompt
         self._tools: list[Any] = [dict(tool) for tool in tools]
         # Calls are read at the end: the parser forgets the text around a call that it cannot read.
@@ -131,7 +134,7 @@ class TemplateReader:
         """All text, and the white space before the first call."""
         self._called = False
 
-    def feed(self, text: str, *, last: bool) -> Read:
+    def _feed(self, text: str, *, last: bool) -> Read:
         self._text += text
         events = self._regions.feed(text) + (self._regions.finalize()[1] if last else [])
         read = Read()
@@ -155,7 +158,7 @@ class TemplateReader:
         return read
 
     def _calls(self) -> list[ToolCall]:
-        """All calls of the answer, or none if one cannot be read."""
+        """All calls of the reply, or none if one cannot be read."""
         try:
             message = parse_response(self._text, dict(self._template), prefix=self._prompt, tools=self._tools)
             found = [
@@ -178,14 +181,14 @@ class _Trimmed:
         self.waiting = ""
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the parser. Regions are apart by a line break."""
+        """Take an event of the parser. A line break separates regions."""
         if event["type"] == "region_chunk":
             self.waiting += event["text"]
         elif event["type"] == "region_open" and self.said:
             self.waiting = "\n"
 
     def take(self) -> str:
-        """The new text without white space that can turn out to be its end."""
+        """The new text without white space that might be its end."""
         new = self.waiting if self.said else self.waiting.lstrip()
         given = new.rstrip()
         self.waiting = new[len(given) :]
@@ -217,8 +220,8 @@ def _response_template(tokenizer: PreTrainedTokenizerBase | None) -> Template | 
 
 
 def _with_fields(template: Template, *, reasoning: bool, tools: bool) -> Template | None:
-    """The template with these fields alone; None if only the text itself is left. Reasoning stays a field where the
-    content is marked as well."""
+    """The template with these fields alone; None if only the text itself remains. Reasoning stays a field if the
+    content is marked, too."""
     fields = template["fields"]
     content = fields.get("content", {})
     marked = "open" in content or "open_pattern" in content

@@ -1,9 +1,10 @@
-"""What clients may ask for: the fields that are read, and those that are refused by name.
+"""Bodies of requests: fields that are read, and fields that are refused by name.
 
-Fields of the OpenAI API and of vLLM's extensions have their names and meanings there. A field that is not known is
-ignored, as vLLM does; one that is known and cannot be honoured is refused unless it has its neutral value.
+Names and meanings are the OpenAI API's and vLLM's. An unknown field is ignored, as by vLLM. A known field that is not
+supported is refused unless it has its neutral value.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -18,12 +19,12 @@ from inflight.server.errors import ApiError
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _THROWN_AWAY = 16
-"""Bodies of so many times the bound are read to their end; on a larger one the connection is closed."""
+"""A body of up to this many times the bound is read to its end. On a larger one the connection is closed."""
 _AS_GIVEN = (
     *("n", "max_tokens", "temperature", "top_p", "min_p", "min_tokens", "ignore_eos", "repetition_penalty"),
     *("skip_special_tokens", "cache_salt"),
 )
-"""Fields that SamplingParams has too, with the same meaning; where they are not given, its own defaults hold."""
+"""Fields of SamplingParams with the same meaning. If they are not given, its defaults hold."""
 _GUIDED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _REFUSED_BY_ALL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -60,9 +61,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
     def params(self, *, max_tokens: int, top_logprobs: int, echoed: int | None = None) -> SamplingParams:
-        """Raises ApiError for a value that is out of range. max_tokens: where the request does not say. echoed: so many
-        of the likeliest tokens are told of each token of the prompt, beside what prompt_logprobs asks for; None: none
-        are."""
+        """Raises ApiError for a value that is out of range. max_tokens: the default. echoed: number of likeliest tokens
+        that an echo needs at each token of the prompt; None: no echo."""
         if self.top_k is not None and self.top_k < -1:
             raise ApiError(400, f"top_k must be positive, or 0 or -1 for all tokens, got {self.top_k}", param="top_k")
         given: dict[str, Any] = {name: value for name in _AS_GIVEN if (value := getattr(self, name)) is not None}
@@ -176,18 +176,22 @@ _REFUSED: dict[type, dict[str, tuple[Any, ...]]] = {
 
 
 async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
-    """The JSON object of a body; none for an empty one. Raises ApiError for what is no object, and for a body that is
-    larger than that; what is beyond it is thrown away as it comes, for a while, as most clients read an answer only
-    when they have sent all."""
-    body, num_bytes = bytearray(), 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes <= most_bytes:
-            body += part
-        else:
-            body.clear()
-        if num_bytes > _THROWN_AWAY * most_bytes:
-            break
+    """The JSON object of a body; an empty one for an empty body. Raises ApiError for another value, for a larger body,
+    and for one that does not arrive in time. Most clients read a reply only after they have sent all, so a part of a
+    larger body is read and thrown away."""
+    body, num_bytes, timeout_s = bytearray(), 0, request.app.state.receive_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes <= most_bytes:
+                    body += part
+                else:
+                    body.clear()
+                if num_bytes > _THROWN_AWAY * most_bytes:
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s (receive_timeout_s)") from None
     if num_bytes > most_bytes:
         raise ApiError(
             413,
@@ -207,7 +211,7 @@ async def read_body(request: Request, most_bytes: int) -> dict[str, Any]:
 
 
 def read_fields(value: Mapping[str, Any], kind: type[Body]) -> Body:
-    """The fields of a request. Raises ApiError, naming the field that is wrong or cannot be honoured."""
+    """The fields of a request. Raises ApiError with the name of a field that is wrong or not supported."""
     _check_refused(value, kind)
     if kind is GenerateRequest and isinstance(sampling := value.get("sampling_params"), dict):
         _check_refused(sampling, TokenSampling)

@@ -1,53 +1,58 @@
-"""The engine as clients of a server see it: its names, its tokenizer, and what is being drawn for whom."""
+"""The engine as the clients of a server see it: its names, its tokenizer, and their requests in progress."""
 
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from inflight.core.sampling import SamplingParams
 from inflight.core.waiting import Wait
 from inflight.server.adapters import Adapter, Adapters
 from inflight.server.broadcasts import Broadcasts
+from inflight.server.connections import Connections, most_connections
 from inflight.server.engine import ServedEngine
 from inflight.server.errors import ApiError
 from inflight.server.generation import Bell, Generation
 from inflight.server.metrics import Metrics
 from inflight.server.options import ServerOptions
-from inflight.server.readers import AnswerReading
+from inflight.server.readers import ReplyReaders
 from inflight.server.request_log import RequestLog
 from inflight.server.text import TextDecoder
 from inflight.server.updates import Updates
 
+Endpoint = Callable[["Served", Request], Awaitable[Response]]
 _CHECK_S = 0.01
 
 
 class Served:
-    """An engine, and the requests of its HTTP clients. It is used by one event loop."""
+    """An engine and the requests of its HTTP clients. One event loop uses it."""
 
     def __init__(self, engine: ServedEngine, options: ServerOptions):
         self.engine, self.options = engine, options
-        self.names = [name for name in dict.fromkeys([options.served_model_name, engine.options.model]) if name]
-        self.names = self.names or ["inflight"]
-        self.tokenizer = copy.deepcopy(engine.tokenizer)  # which is not safe to use from several threads
+        names = [name for name in (options.served_model_name, engine.options.model) if name]
+        self.names = list(dict.fromkeys(names)) or ["inflight"]
+        self.tokenizer = copy.deepcopy(engine.tokenizer)  # A tokenizer is not safe to use from several threads.
         self.decoder = TextDecoder(self.tokenizer)
-        self.reading = AnswerReading(self.decoder, split_reasoning=options.split_reasoning)
+        self.readers = ReplyReaders(self.decoder, split_reasoning=options.split_reasoning)
         self.created = int(time.time())
         self.max_context = engine.info.max_context
         self.max_body_bytes = int(options.max_body_mib * 2**20)
+        self.connections = Connections(most_connections(options.max_connections))
         self.metrics = Metrics(engine)
         self.updates = Updates(engine)
         self.broadcasts = Broadcasts(engine, self.updates)
         self.adapters = Adapters(engine, self.updates)
         self.running: dict[Generation, str] = {}
-        """Maps what is being drawn to the id of its request."""
+        """Maps requests in progress to their ids."""
         self.log = RequestLog()
         self.ending = False
-        """No new request is accepted, as the server is about to end."""
+        """The server is about to end and accepts no request."""
         self.loop: asyncio.AbstractEventLoop
-        """The loop of the server. `open` sets it."""
         self.paused = False
         """A client has paused and not resumed."""
         self._num_submitting = 0
@@ -55,11 +60,10 @@ class Served:
         self._may_begin = asyncio.Event()
         self._may_begin.set()
         self._bell: Bell
-        """What `open` makes."""
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """While this is open, tokens are streamed."""
+        """Serve requests while this is open."""
         self.loop = asyncio.get_running_loop()
         self._bell = Bell(self.engine.stream.inbox, self.options.stream_interval_ms / 1e3)
         try:
@@ -73,7 +77,7 @@ class Served:
             await asyncio.to_thread(self.updates.close)
 
     def adapter_of(self, model: str | None) -> Adapter | None:
-        """Who draws for a request that names this model: an adapter, or None for the weights alone. Raises ApiError."""
+        """The adapter of this name; None for the model itself. Raises ApiError."""
         if not model or model in self.names:
             return None
         adapter = self.adapters.by_name.get(model)
@@ -92,7 +96,7 @@ class Served:
         request_id: str,
         priority: int | None = None,
     ) -> Generation:
-        """Have prompts drawn; whoever takes it must `end()` it. Raises what the engine raises."""
+        """Submit prompts. The caller has to `end()` the generation. Raises what the engine raises."""
         if self.ending:
             raise ApiError(503, "the server is about to end and takes no new requests")
         if self.engine.stream.state == "restarting":
@@ -118,8 +122,8 @@ class Served:
         return generation
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """Cancel the requests of these ids, or all; their clients get what was drawn. Returns how many there were. An
-        id is that of the answer, or the client's own, which follows the kind of the answer in it."""
+        """Cancel the requests with these ids, or all, and return their number. Their clients receive the tokens so far.
+        The id of a reply contains the client's own after its first "-"; both are known."""
         chosen = [
             generation
             for generation, request_id in self.running.items()
@@ -132,12 +136,12 @@ class Served:
 
     @property
     def num_open(self) -> int:
-        """Requests that the engine draws for, or is about to accept."""
+        """Requests in progress."""
         return len(self.running) + self._num_submitting
 
     async def drain(self) -> None:
-        """Pause the engine once it draws nothing more for a client of the server, whether its clients have read that
-        or not; what comes meanwhile waits. Raises ApiError if that takes too long; then everything goes on."""
+        """Pause the engine when it has drawn all requests in progress, read or not. New requests wait. Raises ApiError
+        if that takes too long; then nothing is paused."""
         self._may_begin.clear()
         try:
             wait = Wait()

@@ -1,4 +1,4 @@
-"""Weights and adapters that clients of a server have published: one publisher, in one thread."""
+"""Updates of weights and adapters that clients of a server request: one publisher, in one thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,8 +19,8 @@ _MOST_LABELS = 1000
 
 
 class Updates:
-    """Publishes for a server. An update returns once its version is live: the engine goes on meanwhile, and the version
-    goes live between two forward passes."""
+    """Publishes for a server. An update returns when its version is live. The version becomes live between two forward
+    passes of the running engine."""
 
     def __init__(self, engine: ServedEngine):
         self._engine = engine
@@ -28,13 +28,13 @@ class Updates:
         self._publisher: Publisher | None = None
         self._kind = ""
         self.labels: dict[int, str] = {}
-        """What clients call versions, where they have a name for them."""
+        """Maps versions to the names that clients gave them."""
         self.files = AdapterFiles(engine)
         """All adapters that are loaded: they are published together."""
 
     async def publish_directory(self, directory: str, label: str | None = None) -> int:
-        """Publish a checkpoint, as a version of this name. Raises WeightFileError or LayoutMismatchError, which leave
-        the weights as they are."""
+        """Publish a checkpoint as a version with this name. Raises WeightFileError or LayoutMismatchError; then the
+        weights stay as they are."""
         if not Path(directory).is_absolute():
             raise WeightFileError(f"{directory[:300]} is no absolute path; the server reads weights from its own disk")
         return await self.run(lambda: self.publish("weights", directory, label=label))
@@ -46,18 +46,29 @@ class Updates:
         return await self.run(lambda: self.publish("weights", zeros))
 
     async def publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None = None) -> int:
-        """Publish the adapters as they are after a change, or as they were if it raises."""
-        return await self.run(lambda: self._publish_adapters(change, label))
+        """Publish the adapters after a change. If it raises, they stay as they were."""
+
+        def publish() -> int:
+            self._publisher_of("adapters")  # It sets the layout that the files have to fit.
+            before = dict(self.files.tensors)
+            try:
+                change(self.files)
+                return self.publish("adapters", label=label)
+            except BaseException:
+                self.files.tensors = before
+                raise
+
+        return await self.run(publish)
 
     async def run(self, function: Callable[[], Value]) -> Value:
-        """Call it in the thread of the publisher; a client that goes away does not stop it."""
+        """Call it in the thread of the publisher. A client that leaves does not stop it."""
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, function))
 
     def publish(self, kind: str, *weights: Weights, label: str | None = None) -> int:
         """Publish weights, or the adapters, and return when they are live. It is called in the thread of the publisher.
 
-        The version is named before it goes live, so that no answer has its tokens under another name. One that is
-        refused loses its name, since another one will have its number."""
+        The version has its name before it is live, so that each reply has its tokens under that name. A refused version
+        loses its name, since another version will have its number."""
         publisher = self._publisher_of(kind)
         version = publisher.version + 1
         self.label(version, label)
@@ -68,7 +79,7 @@ class Updates:
             else:
                 self.files.note_weights(weights[0] if isinstance(weights[0], str) else "")
             self._engine.wait_for_version(published)
-        except TimeoutError:  # it goes live later, under this name
+        except TimeoutError:  # It becomes live later, under this name.
             raise
         except BaseException:
             if publisher.version < version or self._engine.status().version < version:
@@ -77,11 +88,11 @@ class Updates:
         return published
 
     def name_of(self, version: int) -> str:
-        """What clients call a version."""
+        """The name of a version, or its number."""
         return self.labels.get(version, str(version))
 
     def label(self, version: int, label: str | None) -> None:
-        """Call a version by this name from now on; None: by its number."""
+        """Name a version. None: it has its number."""
         if label is None:
             self.labels.pop(version, None)
         else:
@@ -90,24 +101,14 @@ class Updates:
             del self.labels[min(self.labels)]
 
     def label_next(self, label: str | None) -> None:
-        """Name the version whose weights `publish` is taking."""
+        """Name the version whose weights `publish` is reading."""
         assert self._publisher is not None
         self.label(self._publisher.version + 1, label)
 
     def close(self) -> None:
-        """Let the engine go. Safe to call twice."""
+        """Close the publisher. Safe to call twice."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._close_publisher()
-
-    def _publish_adapters(self, change: Callable[[AdapterFiles], object], label: str | None) -> int:
-        self._publisher_of("adapters")  # which tells the files what fits the engine
-        before = dict(self.files.tensors)
-        try:
-            change(self.files)
-            return self.publish("adapters", label=label)
-        except BaseException:
-            self.files.tensors = before
-            raise
 
     def _publisher_of(self, kind: str) -> Publisher:
         """An engine has one publisher, of weights or of adapters."""

@@ -24,11 +24,10 @@ _REST_S = 0.005
 class JournalSummary:
     """What is in a journal."""
 
-    num_files: int = 0
     num_bytes: int = 0
     """Bytes of its frames."""
     num_runs: int = 0
-    """How often a writer appended to it."""
+    """Number of writers that appended to it."""
     num_engines: int = 0
     num_frames: int = 0
     num_tokens: int = 0
@@ -59,7 +58,7 @@ def read_groups(reader: JournalReader) -> Iterator[tuple[TokenFrame | StreamGapE
 
 def summarize(reader: JournalReader, on_group: Callable[[Group], object] = lambda group: None) -> JournalSummary:
     """Read a journal to its end, and call a function with each group that comes out of it. Raises JournalError."""
-    found, finished, started = JournalSummary(num_files=len(reader.files)), set(), set()
+    found, finished, started = JournalSummary(), set(), set()
     spans: dict[str, tuple[int, int]] = {}
     versions: set[int] = set()
     for event, groups in read_groups(reader):
@@ -145,7 +144,7 @@ def _events(reader: JournalReader) -> Iterator[TokenFrame | StreamGapError]:
     for number, frame in reader.frames():
         header = frame.header
         if (number, header.engine_id) != (run, engine):
-            expected = header.sequence if run is None else 0  # a journal may lack its oldest segments
+            expected = header.sequence if run is None else 0  # a journal might lack its oldest rows
         if number != run:
             first_group, first_request = next_group, next_request
         run, engine = number, header.engine_id

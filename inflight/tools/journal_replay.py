@@ -81,7 +81,7 @@ def replay(
 
     model: a directory or a hub id with a tokenizer; None: rollouts have no text. keep: a function of a finished group
     that returns whether to replay it; None: all groups. A journal contains all groups, including those of evaluations
-    and of `submit(…, train=False)`; use metadata to separate them. skip_damage: continue after damaged places, with a
+    and of `submit(…, train=False)`; use metadata to separate them. skip_damage: continue after damaged rows, with a
     warning for each; StreamGapError is raised once for each, as in a live stream that loses frames. Raises JournalError
     for a missing or damaged journal, and ValueError if the model has no tokenizer.
     """
@@ -91,11 +91,11 @@ def replay(
 def report(console: Console, directory: Path, *, num_groups: int = 0, model: str | None = None) -> dict[str, Any]:
     """Print the content of a journal and its first groups, and return the content. Raises JournalError."""
     reader = JournalReader(directory, skip_damage=True)
-    num_bytes = sum(path.stat().st_size for path in reader.files)
+    num_bytes = max(1, reader.path.stat().st_size)
     with shown_on(console) as progress:
         found = summarize(reader, lambda _: progress("reading the journal", min(1.0, reader.num_bytes / num_bytes)))
     shown = new_table(str(directory), "", "", left="")
-    shown.add_row("frames", f"{found.num_frames:,} in {found.num_files} files, {found.num_bytes / 1e6:,.1f} MB")
+    shown.add_row("frames", f"{found.num_frames:,}, {found.num_bytes / 1e6:,.1f} MB")
     shown.add_row("runs, engines", f"{found.num_runs}, {found.num_engines}")
     shown.add_row("tokens", f"{found.num_tokens:,}")
     shown.add_row("groups", f"{found.num_groups:,} finished, {found.num_unfinished_groups:,} unfinished")

@@ -25,6 +25,7 @@ from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.config import GRPOConfig
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.rewards import mean_parts
+from inflight.training.data.rollout_stream import RolloutStream
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, Score
 from inflight.training.evaluation import Evaluation
@@ -103,7 +104,15 @@ def grpo(
             if isinstance(each, JsonLines) and progress.step:
                 each.continue_after(progress.step)
         trainer = _Trainer(
-            engine.staleness, publisher, model, optimizer, config, lr_scheduler, score_reference, progress
+            engine.stream,
+            engine.staleness,
+            publisher,
+            model,
+            optimizer,
+            config,
+            lr_scheduler,
+            score_reference,
+            progress,
         )
         schedule, limit = resolve_schedule(config.schedule), config.groups_per_step
         if schedule.batches_ahead:
@@ -166,6 +175,7 @@ class _Trainer:
 
     def __init__(
         self,
+        stream: RolloutStream,
         meter: StalenessMeter,
         publisher: WeightPublisher,
         model: nn.Module,
@@ -175,7 +185,7 @@ class _Trainer:
         score_reference: ReferenceScorer | None,
         progress: GRPOProgress,
     ):
-        self._meter, self._publisher, self._config = meter, publisher, config
+        self._stream, self._meter, self._publisher, self._config = stream, meter, publisher, config
         self._model, self._optimizer, self._lr_scheduler = model, optimizer, lr_scheduler
         self._score_reference = score_reference
         self._num_skipped, self.dropped = progress.num_skipped, Dropped(**progress.dropped)
@@ -205,6 +215,7 @@ class _Trainer:
             self._nothing_to_learn.note(charged, stacklevel=4)
         update, staleness, causes = Update(), None, None
         if batch is not None:
+            batch.observers = self._stream.observers
             causes = probe.causes(batch) if probe is not None and step % config.probe_every == 0 else None
             update = train_step(self._model, self._optimizer, batch, config, score_reference=self._score_reference)
             self._num_skipped += update.num_skipped

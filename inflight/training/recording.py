@@ -42,7 +42,6 @@ from inflight.observability.events import (
 from inflight.observability.staleness_meter import StalenessMeter, TokenStaleness
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.rollout_stream import RolloutStream
-from inflight.training.objective.loss import observers
 
 logger = logging.getLogger("inflight")
 
@@ -169,7 +168,7 @@ class RunRecorder:
             self._asker.start()
             undo.pop_all()
         self._meter.listener = self
-        observers.append(self._observe)
+        self._stream.observers.append(self._observe)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of a step, but for those that are not finite."""
@@ -345,7 +344,7 @@ class RunRecorder:
     def _stop_listening(self) -> None:
         self._meter.listener = None
         with suppress(ValueError):  # it has stopped already
-            observers.remove(self._observe)
+            self._stream.observers.remove(self._observe)
 
     def _put(self, event: Event) -> None:
         with self._lock:

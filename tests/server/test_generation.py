@@ -82,7 +82,7 @@ def test_samples_that_end_before_the_others_are_told_at_once(wire):
 
 
 def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
-    """Of two answers whose later parts come rarely: once each bell has rung, the next time is in ten minutes."""
+    """Two replies with ten minutes between later parts: each has its first part at once."""
 
     async def work():
         bell = Bell(wire.stream.inbox, 600.0)
@@ -102,35 +102,45 @@ def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
         wire.stream.expect([0, 1])
         tasks = [asyncio.create_task(follow(which)) for which in range(2)]
         one, other = (GroupStart(i, i, [1], inflight.SamplingParams()) for i in range(2))
-        while bell._num_followers < 2:
+        while bell.num_followers < 2:
             await asyncio.sleep(0.01)
+        assert bell.num_waiting == 2
         wire.send(make_frame(1, 0, groups=[one, other]))
         await until([1, 0])
-        wire.send(make_frame(2, 1))  # rings for the one that has begun for the first and last time
-        await until([2, 1])
+        assert bell.num_waiting == 1
+        wire.send(make_frame(2, 1))
+        await until([1, 1])
         wire.send(make_frame(2, 2))
         wire.send(make_frame(1, 3, finishes=[Finish(0, "stop", 4)]))
         await asyncio.wait_for(tasks[0], PATIENCE_S)
         await asyncio.sleep(0.3)
-        assert told == [[([100], ""), ([100], ""), ([100, 100], "stop")], [([101], "")]]
+        assert told == [[([100], ""), ([100, 100, 100], "stop")], [([101], "")]]
         wire.send(make_frame(2, 4, finishes=[Finish(1, "stop", 3)]))
         await asyncio.wait_for(tasks[1], PATIENCE_S)
+        assert (bell.num_followers, bell.num_waiting) == (0, 0)
         bell.close()
         return told[1]
 
     assert asyncio.run(work()) == [([101], ""), ([101, 101], "stop")]
 
 
-def test_a_frame_that_comes_while_the_first_news_are_read_wakes_again(wire):
+def test_a_frame_that_arrives_while_a_part_is_sent_wakes_the_reply_again(wire):
     async def work():
-        bell, news = Bell(wire.stream.inbox, 0.0), asyncio.Event()
-        bell.join(news)
-        bell._frame()
-        bell.has_begun(news)
-        await asyncio.wait_for(news.wait(), 60)
+        bell = Bell(wire.stream.inbox, 0.0)
+        generation = Generation(wire.stream, bell, [0], lambda *_: None)
+        wire.stream.expect([0])
+        wire.send(make_frame(1, 0, groups=[GroupStart(0, 0, [1], inflight.SamplingParams())]))
+        parts, tokens = generation.parts(), []
+        for sequence in range(1, 4):
+            _, part = await asyncio.wait_for(anext(parts), PATIENCE_S)
+            tokens += part.token_ids.tolist()
+            wire.send(make_frame(1, sequence))  # The reply is not awaited: its client reads slowly.
+            await asyncio.sleep(0.05)
+        _, part = await asyncio.wait_for(anext(parts), PATIENCE_S)
         bell.close()
+        return tokens + part.token_ids.tolist()
 
-    asyncio.run(work())
+    assert asyncio.run(work()) == [100] * 4
 
 
 def test_an_end_before_the_end_cancels(served):

@@ -100,7 +100,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(served, stream):
     wait_until(lambda: served.engine.stream.inbox._waiters == [])  # a waiter lifts bounds on what nobody has taken
 
 
-def test_half_open_connections_keep_nobody_waiting_and_are_closed(served):
+def test_half_open_connections_keep_nobody_waiting_and_half_a_body_ends(served):
     with served.engine.serve(port=0, receive_timeout_s=1.0, max_connections=220) as server:
         halves = []
         for index in range(200):
@@ -114,16 +114,20 @@ def test_half_open_connections_keep_nobody_waiting_and_are_closed(served):
         for _ in range(5):
             assert call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 4})[0] == 200
         assert served.engine.status().step > before
-        for half in halves:
-            while half.recv(4096):  # it may be told before it is closed
-                pass
+        for index, half in enumerate(halves):
+            if index % 3 == 2:
+                answer = b""
+                while part := half.recv(4096):
+                    answer += part
+                assert answer.startswith(b"HTTP/1.1 408")
+                assert b"did not arrive within 1 s" in answer
             half.close()
         assert call(server, "GET", "/health")[0] == 200
 
 
 @pytest.mark.slow
 def test_a_thousand_idle_and_half_open_connections_delay_no_forward_pass(served):
-    """Passes and streams go on while the connections are made, while they are there, and while they are closed. The
+    """Passes and streams continue while the connections are made, while they exist, and while they are closed. The
     bounds are far above what a busy machine does to a pass of a millisecond, and far below a wait for a client."""
     allow_files(4096)
     beginnings = (
@@ -155,7 +159,10 @@ def test_a_thousand_idle_and_half_open_connections_delay_no_forward_pass(served)
             ("/update_weights", {"weight_dir": "relative"}, 422),
         ):
             assert call(server, "POST", path, body)[0] == status
-        leaving_ms = pass_times_ms(served.engine, server, until=lambda round_: round_ and all(map(is_closed, halves)))
+        leaving = threading.Thread(target=lambda: [half.close() for half in halves])
+        leaving.start()
+        leaving_ms = pass_times_ms(served.engine, server, until=lambda round_: round_ and not leaving.is_alive())
+        leaving.join()
     for times_ms in (crowded_ms, leaving_ms):
         assert np.median(times_ms) < 5 * np.median(alone_ms) + 5
         assert times_ms.max() < alone_ms.max() + 1000
@@ -200,17 +207,6 @@ def is_closed(half):
     return True
 
 
-def test_a_connection_that_is_used_again_has_the_same_bound(served):
-    with served.engine.serve(port=0, receive_timeout_s=0.5) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        for _ in range(2):
-            connection.request("GET", "/health")
-            assert connection.getresponse().read() == b""
-        connection.sock.sendall(b"GET /hea")
-        assert connection.sock.recv(100) == b""
-        connection.close()
-
-
 def test_a_request_behind_another_one_has_the_same_bound(served):
     with (
         served.engine.serve(port=0, receive_timeout_s=0.5) as server,
@@ -223,6 +219,7 @@ def test_a_request_behind_another_one_has_the_same_bound(served):
         while part := both.recv(4096):
             answer += part
         assert answer.startswith(b"HTTP/1.1 200")
+        assert answer.count(b"HTTP/1.1 408") == 1
 
 
 def test_a_client_that_reads_nothing_holds_back_no_pause(served):
@@ -274,19 +271,6 @@ def test_connections_far_beyond_the_bound_are_closed_at_once(served):
             for _ in range(4 + 64 + 8)
         ]
         wait_until(lambda: sum(map(is_closed, halves)) == 8)
-
-
-def test_strangers_leave_connections_to_the_machine_itself(served, monkeypatch):
-    monkeypatch.setattr(connections, "is_loopback", lambda host: host != "127.0.0.2")
-    with served.engine.serve(port=0, max_connections=16) as server, ExitStack() as crowd:
-        strangers = [
-            crowd.enter_context(
-                socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=("127.0.0.2", 0))
-            )
-            for _ in range(14 + 64 + 8)
-        ]
-        wait_until(lambda: sum(map(is_closed, strangers)) == 8)
-        assert call(server, "GET", "/health")[0] == 200
 
 
 def test_connections_leave_files_to_the_rest_of_the_process(monkeypatch):

@@ -169,7 +169,7 @@ def test_the_log_says_why_a_stream_failed(served, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr("inflight.server.shapes.CompletionShape.delta", fail)
+    monkeypatch.setattr("inflight.server.replies.CompletionReply.delta", fail)
     with pytest.raises(openai.APIError, match="its log says why"):
         list(served.client.completions.create(model="policy", prompt="<answer>", max_tokens=4, stream=True))
     assert "a streamed answer failed" in caplog.text

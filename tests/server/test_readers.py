@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_tokenizers import byte_level
 
-from inflight.server.readers import AnswerReading
+from inflight.server.readers import ReplyReaders
 from inflight.server.text import TextDecoder
 
 TOOLS = [
@@ -42,14 +42,15 @@ def reading(chat_template, *, split_reasoning=False, response_template=None, too
     tokenizer.chat_template = chat_template
     if response_template is not None:
         tokenizer.response_template = response_template
-    how = AnswerReading(TextDecoder(tokenizer), split_reasoning=split_reasoning)
-    assert how.reads_tools
-    return how.of(tokenizer(prompt)["input_ids"], None, tools)
+    readers = ReplyReaders(TextDecoder(tokenizer), split_reasoning=split_reasoning)
+    assert readers.reads_tools
+    # The texts are cut inside of special tokens, which a decoder does not do.
+    return readers.of(tokenizer(prompt)["input_ids"], None, tools, skip_special_tokens=False)
 
 
 def read(how, parts):
     """(reasoning, content, calls) of a text that arrives in these parts."""
-    reader, reasoning, content, calls = how.reader(), "", "", []
+    reader, reasoning, content, calls = how(), "", "", []
     for index, part in enumerate(parts):
         new = reader.feed(part, last=index == len(parts) - 1)
         reasoning, content, calls = reasoning + new.reasoning, content + new.content, calls + new.calls
@@ -143,3 +144,18 @@ def test_a_response_template_reads_what_no_known_mark_does():
     assert reading("", tools=[], **options) is None
     opened = reading("", split_reasoning=True, response_template=QWEN_TEMPLATE, prompt="assistant:<think>")
     assert both(opened, "Hm.</think>Yes.") == ("Hm.", "Yes.", [])
+
+
+def test_a_response_template_counts_before_known_marks_and_ends_a_call_at_a_mark_in_a_string():
+    """So formats without a template keep their own reader, which does not."""
+    hermes = {**QWEN_TEMPLATE, "fields": dict(QWEN_TEMPLATE["fields"])}
+    hermes["fields"]["tool_calls"] = {**hermes["fields"]["tool_calls"], "open": "<tool_call>", "close": "</tool_call>"}
+    options = {"response_template": hermes, "prompt": "user: hi assistant:"}
+    plain, quoted = (
+        f"<tool_call>{json.dumps({'name': 'find', 'arguments': arguments}, ensure_ascii=False)}</tool_call>"
+        for arguments in (FIND, QUOTED)
+    )
+    assert both(reading("<tool_call>", **options), plain) == ("", "", [("find", FIND)])
+    assert both(reading("<tool_call>", **options), quoted) == ("", quoted, [])
+    assert both(reading("<tool_call>"), quoted) == ("", "", [("find", QUOTED)])
+    assert both(reading("<tool_call>", response_template=QWEN_TEMPLATE, prompt="assistant:"), plain)[2] == []

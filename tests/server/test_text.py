@@ -7,7 +7,7 @@ from tiny_tokenizers import CHARACTER, TOKENIZERS
 
 from inflight.core.sampling import SamplingParams
 from inflight.engine.shapes import EOS_TOKEN_ID, byte_tokenizer
-from inflight.server.text import AnswerText, TextDecoder, TextRules
+from inflight.server.text import SampleText, TextDecoder
 
 DECODER = TextDecoder(byte_tokenizer())
 TEXTS = ["Grüße, 世界! 🙂 end", "aaaaab", "\ufffd broken", "", "🙂"]
@@ -15,7 +15,7 @@ TEXTS = ["Grüße, 世界! 🙂 end", "aaaaab", "\ufffd broken", "", "🙂"]
 
 def parts(ids, reason, rng, *, decoder=DECODER, prompt=(), **rules):
     """The text of each part of these tokens."""
-    text = AnswerText(decoder, TextRules(**{"params": SamplingParams(), **rules}), prompt)
+    text = SampleText(decoder, **{"params": SamplingParams(), "prompt": prompt, **rules})
     found, left = [], list(ids)
     while True:
         count = rng.randint(0, 4)
@@ -69,7 +69,7 @@ def test_a_text_that_was_cut_in_a_character_ends_with_a_mark():
 
 
 def test_without_a_tokenizer_there_is_no_text():
-    text = AnswerText(TextDecoder(None), TextRules(SamplingParams()))
+    text = SampleText(TextDecoder(None), SamplingParams())
     assert text.push([1, 2]) + text.push([3], "stop") == ""
 
 

@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from made_batches import make_rollouts
+from made_batches import make_batch, make_rollouts
 from tiny_models import VOCABULARY, make_model
 
 import inflight
@@ -228,6 +228,20 @@ def test_advantages_follow_the_settings_of_a_run(engine, monkeypatch):
     model = make_model("qwen3")
     run(engine, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1, scale_advantages=False, advantage_ddof=1)
     assert seen == [{"scale": False, "ddof": 1}]
+
+
+def test_losses_of_another_loop_in_the_process_are_not_heard(engine):
+    heard, other = [], make_batch()
+    other_heard = other.observers
+    engine.stream.observers.append(lambda batch, rows, log_ratios: heard.append(batch.rollouts[0].group_id))
+    other_heard.append(lambda batch, rows, log_ratios: heard.append("other"))
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    try:
+        reports = run(engine, model, optimizer, steps=2, on_step=lambda step: policy_loss(model, other.select([0])))
+    finally:
+        engine.stream.observers.clear()
+    assert heard == [reports[0].rollouts[0].group_id, "other", reports[1].rollouts[0].group_id, "other"]
 
 
 def test_a_run_takes_a_function_of_its_own_for_advantages_and_one_sample_of_a_prompt(engine):

@@ -37,7 +37,7 @@ from inflight.training import recording
 from inflight.training.data.scored_groups import ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.staleness_filter import StalenessRule
 from inflight.training.model.forward import token_logprobs
-from inflight.training.objective.loss import observers, policy_loss
+from inflight.training.objective.loss import policy_loss
 from inflight.training.recording import RunRecorder, _percentiles
 
 MS = 1_000_000
@@ -52,7 +52,10 @@ class MadeEngine:
         self.info = SimpleNamespace(max_sequences=8)
         self.staleness = StalenessMeter()
         self.stream = SimpleNamespace(
-            state="generating", outstanding=[3, 4], text_of_tokens=lambda ids: [f"<{token}>" for token in ids]
+            state="generating",
+            outstanding=[3, 4],
+            observers=[],
+            text_of_tokens=lambda ids: [f"<{token}>" for token in ids],
         )
         self.seconds: dict[str, float] = {}
         self.error: Exception | None = None
@@ -77,6 +80,12 @@ def recorded(tmp_path):
 
     yield engine, recorder, events
     recorder.close()
+
+
+def made_batch_of(engine):
+    batch = make_batch()
+    batch.observers = engine.stream.observers
+    return batch
 
 
 def test_a_run_begins_with_its_name_and_ends(recorded):
@@ -125,8 +134,8 @@ def test_a_step_has_its_numbers_and_the_time_of_this_threads_spans(recorded):
 
 
 def test_ratios_are_counted_by_cause(recorded):
-    _, recorder, events = recorded
-    batch = make_batch()
+    engine, recorder, events = recorded
+    batch = made_batch_of(engine)
     model = make_model("qwen3")
     policy_loss(model, batch)  # of a trainer whose version is not known
     recorder.log(1, {})
@@ -153,8 +162,8 @@ def test_log_ratios_lie_in_the_bins_that_are_documented(recorded):
 
 
 def test_rollouts_show_their_own_ratios_also_in_micro_batches(recorded):
-    _, recorder, events = recorded
-    batch = make_batch()
+    engine, recorder, events = recorded
+    batch = made_batch_of(engine)
     batch.trainer_version = 3
     model = make_model("qwen3")
     parts = batch.micro_batches(60)
@@ -252,10 +261,10 @@ def test_a_recorder_that_cannot_go_on_leaves_nothing_open(recorded, tmp_path, mo
 
 
 def test_log_ratios_that_are_not_finite_are_left_out(recorded):
-    _, recorder, events = recorded
+    engine, recorder, events = recorded
     batch = make_batch()
     batch.trainer_version = 0
-    [observer] = observers
+    [observer] = engine.stream.observers
     observer(batch, batch.drawn[:4], torch.tensor([float("nan"), float("inf"), -float("inf"), 0.05]))
     recorder.log(1, {})
     [step] = events(Step)
@@ -268,6 +277,7 @@ def test_what_fails_in_the_recorder_ends_its_listening_and_not_the_run(recorded,
     engine.staleness.taken(np.array([1]), np.array([1]))
     engine.staleness.taken(np.array([1]), np.array([1]))
     assert engine.staleness.listener is None
+    assert engine.stream.observers == []
     assert caplog.text.count("ZeroDivisionError") == 1
     recorder.log(1, {"reward": 1.0})
     assert [event.step for event in events(Step)] == [1]

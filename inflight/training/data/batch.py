@@ -1,7 +1,7 @@
 """Rollouts packed into one batch: sequences (prompt and answer) one after another. T tokens, B sequences, G groups."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -60,6 +60,9 @@ class PackedBatch:
     optimizer steps that were not published it is the next version. No token has it."""
     rollouts: Sequence[Rollout] = ()
     """B, what the sequences were made of: text, rewards and metadata."""
+    observers: "list[LossObserver]" = field(default_factory=list)
+    """Functions that every loss of this batch and of its micro-batches calls. A batch of a stream shares the stream's
+    list."""
 
     def __post_init__(self) -> None:
         if self.drawn is None:
@@ -142,6 +145,9 @@ class PackedBatch:
         return {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
 
 
+LossObserver = Callable[[PackedBatch, torch.Tensor, torch.Tensor], None]
+"""A function of a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n]. The
+loss calls it right after it has copied its statistics from the device, where the tensors remain."""
 _NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn")
 _QUADRATIC = 1 / 8192
 """Attention's share of the cost of a sequence of n tokens: n + n² · this. Linear work is about 24 h² operations per

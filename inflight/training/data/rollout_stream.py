@@ -22,7 +22,7 @@ from inflight.stream.held_groups import Group
 from inflight.stream.inbox import MEMORY_BYTES, SILENCE_S, FrameSource, Inbox
 from inflight.stream.journal import JournalWriter
 from inflight.training.data.advantages import Advantages, resolve_advantages
-from inflight.training.data.batch import PackedBatch
+from inflight.training.data.batch import LossObserver, PackedBatch
 from inflight.training.data.nothing_to_learn import NothingToLearn
 from inflight.training.data.scored_groups import Dropped, ScoredGroups, measure_consumed, measure_taken
 from inflight.training.data.scoring import GroupScorer, GroupScoring, Score
@@ -94,6 +94,8 @@ class RolloutStream:
         """What `batches` has left out so far, and why."""
         self.last_reward = float("nan")
         """Mean reward of the batch that `batches` yielded last."""
+        self.observers: list[LossObserver] = []
+        """Functions that every loss of a batch of this stream calls."""
         self._nothing_to_learn = NothingToLearn()
 
     @property
@@ -214,7 +216,9 @@ class RolloutStream:
         RankLostError is raised, naming a rank that has ended or does not take its share.
         """
         batches = self._whole_batches(rollouts, score, staleness, advantages)
-        return batches if self.sharing is None else self.sharing.shares(batches, self)
+        for batch in batches if self.sharing is None else self.sharing.shares(batches, self):
+            batch.observers = self.observers
+            yield batch
 
     def _whole_batches(
         self,
@@ -252,7 +256,7 @@ class RolloutStream:
             left_out += scored.dropped
             if scored.groups:
                 self.last_reward = scored.mean_reward
-            self._nothing_to_learn.note(scored)
+            self._nothing_to_learn.note(scored, stacklevel=4)
             if batch is not None:
                 num_batches += 1
                 yield batch
@@ -351,7 +355,7 @@ def _warn_of_no_batch(left_out: Dropped, num_greedy: int) -> None:
         reason = "nothing was submitted for training; call engine.submit() before, and again before each next batch"
     else:
         reason = f"all that was submitted was left out: {left_out}"
-    warnings.warn(f"batches() ended without a batch: {reason}", stacklevel=3)
+    warnings.warn(f"batches() ended without a batch: {reason}", stacklevel=4)
 
 
 def _named(group_ids: Collection[int]) -> str:

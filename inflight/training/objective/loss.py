@@ -1,7 +1,6 @@
 """The policy loss: log-probabilities of the drawn tokens under the trainer's model, corrected and summed."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +18,6 @@ from inflight.training.objective.tokens import LOG_RATIO_BOUND, DrawnTokens
 
 CLIPPED_TOLERANCE = 1e-4
 """A token counts as clipped if its gradient differs from that without bounds by more than this share."""
-Observer = Callable[[PackedBatch, torch.Tensor, torch.Tensor], None]
-"""Is called with a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n], on
-the device that computed the loss and right after it was read from there."""
-
-observers: list[Observer] = []
-"""Who looks at the ratios of every loss of this process, beside those who asked for it."""
 
 
 @named({"correction": "objective", "loss": "objective", "loss_type": "objective"})
@@ -179,7 +172,7 @@ def _statistics(
     # Bounds can hide a log-probability of −∞ from the loss: a clipped ratio is finite.
     if not (math.isfinite(total) and math.isfinite(ratios.sum_abs_log)):
         raise NonFiniteLossError(_what_is_not_finite(batch, rows, tokens))
-    for observer in tuple(observers):  # of which one may leave
+    for observer in tuple(batch.observers):  # An observer that fails removes itself.
         observer(batch, rows, tokens.log_behavior_ratios)
     return LossStats(
         loss=total,

@@ -1,0 +1,348 @@
+"""The reply to one drawing request: its JSON at once, or event by event.
+
+A reply has a choice for each sample. `Choice` takes the new tokens of a sample; the `Reply` of an endpoint turns them
+into JSON.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from starlette.responses import StreamingResponse
+
+from inflight.core.rollout import Rollout
+from inflight.core.sampling import SamplingParams
+from inflight.server.answers import (
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    finish_reason,
+    kept_tokens,
+    new_id,
+    npy,
+    prompt_logprobs,
+    usage,
+    usage_of,
+    version_spans,
+)
+from inflight.server.bodies import LAST_EVENT, event
+from inflight.server.errors import ApiError, as_api_error
+from inflight.server.generation import Generation
+from inflight.server.readers import Read, Reader
+from inflight.server.requests import GenerateRequest, OpenAIFields, StreamOptions
+from inflight.server.served import Served
+from inflight.server.text import SampleText
+
+_MOST_ENTRIES, _MOST_ECHOED = 1 << 18, 1 << 22
+"""Maximum number of log-probabilities of prompt tokens, and of tokens of echoed prompts, in one reply. No other client
+is served while a reply is put together."""
+
+
+class Choice:
+    """One sample of a reply, with its newest part."""
+
+    rollout: Rollout
+    """The new tokens."""
+    finish_reason: str | None
+    text: str
+    """The new text."""
+
+    def __init__(self, reply: "Reply", index: int):
+        self.index, self.prompt = index, reply.prompts[index // reply.params.n]
+        self.reader = None if reply.reader is None else reply.reader()
+        self._sample_text = SampleText(
+            reply.served.decoder,
+            reply.params,
+            self.prompt,
+            include_stop=reply.include_stop,
+            skip_special_tokens=reply.skip_special_tokens,
+        )
+        self._versions: list[int] = []
+        self.num_parts = 0
+        self.num_characters = 0
+        """Length of the texts of the tokens in earlier parts of a completion."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.num_parts == 1
+
+    def push(self, rollout: Rollout) -> None:
+        """Take the next part of the sample. Raises ApiError for a sample that failed."""
+        self.num_parts += 1
+        self.rollout, self.finish_reason = rollout, finish_reason(rollout.finish_reason)
+        self.text = self._sample_text.push(rollout.token_ids.tolist(), rollout.finish_reason)
+        self._versions += rollout.weight_versions.tolist()
+
+    def chat_logprobs(self, reply: "Reply") -> dict[str, Any] | None:
+        return chat_logprobs(self.rollout, reply.served.decoder, as_ids=reply.as_ids) if reply.with_logprobs else None
+
+    def fields(self, reply: "Reply") -> dict[str, Any]:
+        """The fields that the choices of all endpoints have."""
+        fields: dict[str, Any] = {
+            "finish_reason": self.finish_reason,
+            "stop_reason": self._sample_text.stop_reason,
+        }
+        if reply.with_versions and self.finish_reason is not None:
+            fields["weight_versions"] = version_spans(self._versions, reply.served.updates.labels)
+        if reply.with_ids:
+            fields["token_ids"] = self.rollout.token_ids.tolist()
+        mask = kept_tokens(self.rollout.sampling_mask)
+        return fields if mask is None else fields | {"sampling_mask": mask}
+
+
+class Reply(ABC):
+    """The reply to one request."""
+
+    kind: str
+    """Prefix of its id."""
+    object: str
+    chunk: str
+    """`object` of its events."""
+    scores_choices = False
+    """Each choice contains the log-probabilities of the prompt, and not the reply."""
+
+    def __init__(
+        self,
+        served: Served,
+        fields: OpenAIFields | GenerateRequest,
+        params: SamplingParams,
+        prompts: list[list[int]],
+        *,
+        logprobs: bool,
+    ):
+        self.served, self.request, self.params, self.prompts = served, fields, params, prompts
+        sampling = fields.sampling_params if isinstance(fields, GenerateRequest) else fields
+        self.include_stop, self.skip_special_tokens = (
+            bool(sampling.include_stop_str_in_output),
+            params.skip_special_tokens,
+        )
+        self.reader: Callable[[], Reader] | None = None
+        self.with_logprobs, self.with_ids, self.with_versions, self.as_ids = logprobs, True, True, True
+        if isinstance(fields, OpenAIFields):
+            self.with_ids = bool(fields.return_token_ids)
+            self.with_versions = bool(fields.return_weight_versions)
+            self.as_ids = served.options.tokens_as_ids or bool(fields.return_tokens_as_token_ids)
+        self.num_likely = sampling.prompt_logprobs
+        """Number of likeliest tokens at each token of the prompt; None: the prompt is not scored."""
+        self.prompt_ids = {"prompt_token_ids": prompts[0]} if self.with_ids else {}
+        self.began_s = time.monotonic()
+        self.id = ""
+        self._choices: dict[int, Choice] = {}
+
+    @abstractmethod
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """The JSON of a whole choice."""
+
+    @abstractmethod
+    def delta(self, choice: Choice) -> dict[str, Any] | None:
+        """The JSON of the newest part of a choice; None if it has nothing for the client."""
+
+    def beginning(self) -> Iterator[dict[str, Any]]:
+        """Events before the first token."""
+        yield from ()
+
+    def check(self) -> None:
+        """Raises ApiError for a reply that would contain too much of its prompts."""
+        if (top := self.params.prompt_logprobs) is None:
+            return
+        entries = (self.params.n if self.scores_choices else 1) * (top + 1) * sum(map(len, self.prompts))
+        if entries > _MOST_ENTRIES:
+            raise ApiError(
+                400,
+                f"the answer would hold {entries:,} log-probabilities of prompt tokens, and {_MOST_ENTRIES:,} are the "
+                "most: ask for fewer of them, with n: 1, or in several requests",
+                param="prompt_logprobs",
+            )
+
+    async def begin(self, header_id: str | None) -> Generation:
+        """Submit the prompts. header_id: the request's X-Request-Id. The caller ends the generation. Raises what the
+        engine raises."""
+        fields = self.request
+        if fields.stream and self.params.prompt_logprobs is not None:
+            raise ApiError(
+                400, "prompt_logprobs, and echo with logprobs, are there without stream alone", param="stream"
+            )
+        adapter = self.served.adapter_of(fields.model)
+        self.id = new_id(self.kind, fields.request_id or header_id)
+        self.check()
+        self.began_s = time.monotonic()
+        return await self.served.begin(self.prompts, self.params, adapter, request_id=self.id, priority=fields.priority)
+
+    def whole(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """The JSON of the reply, of all samples."""
+        choices = [self.choice(self._pushed(index, rollout)) for index, rollout in enumerate(rollouts)]
+        used = usage(rollouts)
+        self.served.metrics.count_reply(used, self.began_s)
+        whole = self._head(self.object) | {"choices": choices, "usage": used}
+        if self.scores_choices:  # and each choice has its prompt
+            return whole
+        return whole | self.prompt_ids | _scores(self, rollouts[0])
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The reply part by part. A failure on the way is an event, too."""
+        options, head = self.request.stream_options or StreamOptions(), self._head(self.chunk)
+        num_prompt, drawn, cached = sum(map(len, self.prompts)), 0, {}
+        try:
+            for beginning in self.beginning():
+                yield event(head | beginning)
+            async for index, rollout in generation.parts():
+                if not drawn:
+                    self.served.metrics.first_token_s.observe(time.monotonic() - self.began_s)
+                drawn += len(rollout.token_ids)
+                cached[index // self.params.n] = rollout.prefix_tokens
+                if (delta := self.delta(self._pushed(index, rollout))) is None:
+                    continue
+                chunk = head | {"choices": [delta]}
+                if options.continuous_usage_stats:
+                    chunk["usage"] = usage_of(num_prompt, drawn, sum(cached.values()))
+                yield event(chunk)
+            used = usage_of(num_prompt, drawn, sum(cached.values()))
+            self.served.metrics.count_reply(used, self.began_s)
+            if options.include_usage:
+                yield event(head | {"choices": [], "usage": used})
+        except Exception as error:
+            yield event(as_api_error(error, "a streamed answer").body)
+        yield LAST_EVENT
+
+    # ---- helpers --------------------------------------------------------------------------------------------------
+
+    def _pushed(self, index: int, rollout: Rollout) -> Choice:
+        if index not in self._choices:
+            self._choices[index] = Choice(self, index)
+        self._choices[index].push(rollout)
+        return self._choices[index]
+
+    def _head(self, object: str) -> dict[str, Any]:
+        model = self.request.model or self.served.names[0]
+        return {"id": self.id, "request_id": self.id, "object": object, "created": int(time.time()), "model": model}
+
+
+def _scores(reply: Reply, rollout: Rollout) -> dict[str, Any]:
+    """The log-probabilities of the prompt of a sample, if the request asked for them."""
+    if reply.num_likely is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs(rollout, reply.served.decoder, reply.num_likely)}
+
+
+class CompletionReply(Reply):
+    """The reply of /v1/completions."""
+
+    kind, object, chunk = "cmpl", "text_completion", "text_completion"
+    scores_choices = True
+
+    def __init__(self, *args: Any, echo: bool, top: int, **kwargs: Any):
+        """echo: the text of each choice begins with its prompt. top: number of likeliest tokens at each token."""
+        super().__init__(*args, **kwargs)
+        self._echo, self._top = echo, top
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        text, decoder = choice.text, self.served.decoder
+        if self._echo and choice.is_first:
+            text = decoder.decode(choice.prompt, skip_special_tokens=self.params.skip_special_tokens) + text
+        json = {"index": choice.index, "text": text, "logprobs": None} | choice.fields(self)
+        if self.with_logprobs:
+            before: dict[str, list[Any]] = {}
+            if self._echo:  # A request with echo and logprobs has one part.
+                before = echoed_logprobs(choice.rollout, decoder, self._top, as_ids=self.as_ids)
+                choice.num_characters = sum(map(len, before["tokens"]))
+            drawn = completion_logprobs(choice.rollout, decoder, as_ids=self.as_ids, offset=choice.num_characters)
+            choice.num_characters += sum(map(len, drawn["tokens"]))
+            json["logprobs"] = {name: [*before.get(name, ()), *values] for name, values in drawn.items()}
+        if self.with_ids and choice.is_first:
+            json["prompt_token_ids"] = choice.prompt
+        return json | _scores(self, choice.rollout)
+
+    delta = choice
+
+    def check(self) -> None:
+        super().check()
+        if self._echo and self.params.n * sum(map(len, self.prompts)) > _MOST_ECHOED:
+            raise ApiError(400, f"n echoes of the prompts are more than {_MOST_ECHOED:,} tokens", param="echo")
+
+
+class ChatReply(Reply):
+    """The reply of /v1/chat/completions."""
+
+    kind, object, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *args: Any, reader: Callable[[], Reader] | None, **kwargs: Any):
+        """reader: makes a reader for each choice; None if the text of a choice is its content."""
+        super().__init__(*args, **kwargs)
+        self.reader, self.skip_special_tokens = reader, self.skip_special_tokens and reader is None
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        read = self._read(choice)
+        message: dict[str, Any] = {"role": "assistant", "content": read.content or (None if read.calls else "")}
+        message |= _reasoned(read.reasoning)
+        if read.calls:
+            message["tool_calls"] = [call.body for call in read.calls]
+        return self._json(choice, "message", message, read)
+
+    def beginning(self) -> Iterator[dict[str, Any]]:
+        for index in range(self.params.n):
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+            yield {"choices": [choice]} | self.prompt_ids
+
+    def delta(self, choice: Choice) -> dict[str, Any] | None:
+        read = self._read(choice)
+        delta: dict[str, Any] = _reasoned(read.reasoning) | ({"content": read.content} if read.content else {})
+        if read.calls:
+            delta["tool_calls"] = [call.body | {"index": i} for i, call in enumerate(read.calls)]
+        if not delta and choice.finish_reason is None and not self.with_logprobs and not self.with_ids:
+            return None
+        return self._json(choice, "delta", delta, read)
+
+    def _json(self, choice: Choice, name: str, message: dict[str, Any], read: Read) -> dict[str, Any]:
+        json = {"index": choice.index, name: message, "logprobs": choice.chat_logprobs(self)} | choice.fields(self)
+        return json | {"finish_reason": "tool_calls"} if read.calls and choice.finish_reason == "stop" else json
+
+    def _read(self, choice: Choice) -> Read:
+        """The new parts of a choice."""
+        if choice.reader is None:
+            return Read(content=choice.text)
+        return choice.reader.feed(choice.text, last=choice.finish_reason is not None)
+
+
+def _reasoned(reasoning: str) -> dict[str, str]:
+    """Reasoning under both names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+
+
+class TokenReply(Reply):
+    """The reply of vLLM's /inference/v1/generate: token ids, always with prompt and versions."""
+
+    kind, object, chunk = "gen", "inference.generate", "inference.generate"
+
+    def __init__(self, *args: Any, experts_as_lists: bool, **kwargs: Any):
+        """experts_as_lists: SkyRL's form of routed experts; otherwise a NumPy file in base64, as in vLLM."""
+        super().__init__(*args, **kwargs)
+        self._experts_as_lists = experts_as_lists
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        experts = choice.rollout.routed_experts
+        as_lists = experts.tolist() if self._experts_as_lists and experts is not None else None
+        json = {"index": choice.index, "logprobs": choice.chat_logprobs(self), "sampling_mask": None}
+        return json | choice.fields(self) | {"routed_experts": as_lists or npy(experts)}
+
+    delta = choice
+
+
+class EventStream(StreamingResponse):
+    """The events of a reply. Its generation is cancelled if they cannot be sent."""
+
+    def __init__(self, reply: Reply, generation: Generation):
+        self._generation, self._served = generation, reply.served
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(reply.events(generation), media_type="text/event-stream", headers=headers)
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            await super().__call__(*args)
+        except asyncio.CancelledError:  # The server ends, and the client does not read.
+            if not self._served.ending:
+                raise
+        finally:
+            self._generation.end()
