@@ -43,9 +43,9 @@ from inflight.engine.loading import load_model
 from inflight.observability.plots import new_table
 from inflight.observability.progress import Progress, untold
 from inflight.stream.reader import StreamReader
-from inflight.weights.link import EngineEndpoint
-from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import default_directory
+from inflight.weights.trainer.engine_link import EngineEndpoint
+from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports.slots import Slots
 
 QUIET_PASSES = 16

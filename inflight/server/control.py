@@ -20,7 +20,7 @@ from inflight.server.errors import ApiError, as_api_error
 from inflight.server.requests import read_body, read_fields
 from inflight.server.served import Served
 from inflight.weights.nccl.library import why_not
-from inflight.weights.nccl.rendezvous import Meeting
+from inflight.weights.nccl.rendezvous import Rendezvous
 
 logger = logging.getLogger("inflight.server")
 
@@ -95,7 +95,7 @@ async def init_weight_transfer(served: Served, request: Request) -> Response:
     if reason is not None:
         raise ApiError(501, f"no tensors are received: {reason}; {_OTHER_WAYS}", param="init_info")
     with _told_once():
-        await served.broadcasts.meet(read_fields(fields.init_info, Meeting))
+        await served.broadcasts.meet(read_fields(fields.init_info, Rendezvous))
     return _done("the trainer was met; weights come by NCCL")
 
 

@@ -34,7 +34,7 @@ from inflight.observability.loggers import JsonLines
 from inflight.observability.plots import save_figure
 from inflight.run import _Clock, _File, _write
 from inflight.stream.journal import JournalWriter
-from inflight.weights.version_file import write_version
+from inflight.weights.transports.version_file import write_version
 
 LONG = "x" * 10_000
 

@@ -18,9 +18,9 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import LayoutMismatchError, ModelLoadError, UnsupportedModelError, WeightFileError
-from inflight.weights.adapter_files import AdapterFiles
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import layout_of
+from inflight.weights.trainer.adapter_files import AdapterFiles
 
 PARAMS = inflight.SamplingParams(max_tokens=12, ignore_eos=True, seed=3, n=2)
 MOST = 1e-4

@@ -10,7 +10,7 @@ import torch
 
 from inflight.core.errors import BroadcastError, InvalidRequestError
 from inflight.weights.nccl.library import DTYPES, Nccl
-from inflight.weights.nccl.rendezvous import Meeting
+from inflight.weights.nccl.rendezvous import Rendezvous
 
 _POLL_S = 0.0005
 _LEAVING_S = 1.0
@@ -20,7 +20,7 @@ _MORE_S = 2.0
 _TRAINER = 0
 
 
-class Tensors(msgspec.Struct, frozen=True):
+class TensorList(msgspec.Struct, frozen=True):
     """What a trainer is about to send: `update_info` of /update_weights."""
 
     names: list[str]
@@ -63,7 +63,7 @@ class Announced(msgspec.Struct, frozen=True):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def buffers(tensors: Tensors, limit_bytes: int) -> Iterator[list[Announced]]:
+def buffers(tensors: TensorList, limit_bytes: int) -> Iterator[list[Announced]]:
     """The tensors of each packed buffer: the trainer closes one once it holds more than so many bytes."""
     together: list[Announced] = []
     held = 0
@@ -77,10 +77,10 @@ def buffers(tensors: Tensors, limit_bytes: int) -> Iterator[list[Announced]]:
         yield together
 
 
-class Group:
+class NcclGroup:
     """Receives tensors, in the order in which the trainer announces them."""
 
-    def __init__(self, library: Nccl, meeting: Meeting, device: torch.device, *, timeout_s: float):
+    def __init__(self, library: Nccl, meeting: Rendezvous, device: torch.device, *, timeout_s: float):
         """Joins the trainer. timeout_s: bound for that, and then for every buffer. Raises BroadcastError if the trainer
         does not come, and InvalidRequestError for what it says of the group."""
         self._library, self._meeting, self._device, self._timeout_s = library, meeting, device, timeout_s
@@ -106,7 +106,7 @@ class Group:
         one = torch.zeros(1, dtype=torch.float32, device=device)
         self._bounded(lambda: self._launch(lambda stream: library.sum(one, self._comm, stream)), "nobody answered")
 
-    def receive(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, tensors: TensorList) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors on the device, as they come. All have to be taken: the trainer sends them whatever becomes
         of them. Raises BroadcastError."""
         packed = self._meeting.packed if tensors.packed is None else tensors.packed
@@ -114,13 +114,13 @@ class Group:
             return self._one_by_one(tensors)
         return self._packed(tensors, tensors.packed_buffer_size_bytes or self._meeting.packed_buffer_size_bytes)
 
-    def _one_by_one(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _one_by_one(self, tensors: TensorList) -> Iterator[tuple[str, torch.Tensor]]:
         for one in tensors.each():
             tensor = torch.empty(one.shape, dtype=one.dtype, device=self._device)
             self._receive(tensor)
             yield one.name, tensor
 
-    def _packed(self, tensors: Tensors, limit_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _packed(self, tensors: TensorList, limit_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         for together in buffers(tensors, limit_bytes):
             sizes = [one.num_bytes for one in together]
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)

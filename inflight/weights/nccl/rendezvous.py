@@ -26,7 +26,7 @@ _MAKER = ("_ctypes", "_unpickle")
 DEFAULT_BUFFER_BYTES = 1 << 30
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """What a trainer says of the group that it makes: `init_info` of /init_weight_transfer_engine."""
 
     master_address: str | None = None
