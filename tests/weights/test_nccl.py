@@ -251,9 +251,9 @@ def test_buffers_cut_otherwise_are_told(stand_in):
 
 def test_a_trainer_that_sends_nothing_is_left_after_the_bound(stand_in):
     trainer, group = met(stand_in, timeout_s=1)
-    with pytest.raises(BroadcastError, match="8 bytes that were announced did not come within 1 s"):
+    with pytest.raises(BroadcastError, match="8 announced bytes did not arrive within 1 s"):
         list(group.receive(described([("a", torch.zeros(2))])))
-    with pytest.raises(BroadcastError, match="has to be met again"):
+    with pytest.raises(BroadcastError, match="join it again"):
         list(group.receive(described([("a", torch.zeros(2))])))
     trainer.close()
 

@@ -31,10 +31,11 @@ from inflight.engine.shapes import shape_config
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.weights.trainer import engine_link
 from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
 from inflight.weights.trainer.published_model import classify
 from inflight.weights.trainer.sources import ModelSource
-from inflight.weights.transports import base, slots
+from inflight.weights.transports import base
 from inflight.weights.transports.broadcast import BroadcastGroup
 from inflight.weights.transports.files import FileOrigin
 from inflight.weights.transports.version_file import write_version
@@ -206,7 +207,9 @@ def test_two_publishers_at_once(engine, transport):
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), base)])
+@pytest.mark.parametrize(
+    ("transport", "where"), [(inflight.Slots(checksum=True), engine_link), (inflight.Broadcast(), base)]
+)
 def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeypatch, transport, where):
     """And the old version serves on, until the next one comes."""
     before = engine.status()
