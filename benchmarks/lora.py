@@ -25,8 +25,9 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
-from inflight.weights.lora import PeftSource
 from inflight.weights.tensors import slot_views
+from inflight.weights.trainer.lora import PeftSource
+from inflight.weights.trainer.published_model import classify
 
 RANK, SEQUENCES, PROMPT, TOKENS, PAIRS, PUBLISHES = 8, 32, 32, 128, 7, 20
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True, seed=1)
@@ -97,7 +98,7 @@ def measure_throughput(dtype: torch.dtype) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {"with_adapter": [], "without": []}
     with Engine(options) as engine:
         assert engine.adapters is not None
-        source = PeftSource(make_model(dtype, adapters=True))
+        source = PeftSource(classify(make_model(dtype, adapters=True)))
         slot_table = engine.adapters.slot_table
         source.offer_to(slot_table.layout)
         source.fill(slot_views(slot_table.slots[slot_table.live or 0].buffer, slot_table.layout), 0)

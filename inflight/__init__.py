@@ -42,8 +42,8 @@ _HOME = {
         "inflight.training.data.staleness_filter": "StalenessRule",
         "inflight.training.objective.statistics": "LossStats",
         "inflight.training.step": "clip_and_step",
-        "inflight.weights.publisher": "Publisher",
-        "inflight.weights.sharded": "ShardSender",
+        "inflight.weights.trainer.publisher": "Publisher",
+        "inflight.weights.trainer.sharded": "ShardSender",
         "inflight.weights.transports.broadcast": "Broadcast",
         "inflight.weights.transports.files": "Files",
         "inflight.weights.transports.slots": "Slots",
@@ -95,8 +95,8 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.training.objective.statistics import LossStats as LossStats
     from inflight.training.recording import RunRecorder as RunRecorder
     from inflight.training.step import clip_and_step as clip_and_step
-    from inflight.weights.publisher import Publisher as Publisher
-    from inflight.weights.sharded import ShardSender as ShardSender
+    from inflight.weights.trainer.publisher import Publisher as Publisher
+    from inflight.weights.trainer.sharded import ShardSender as ShardSender
     from inflight.weights.transports.broadcast import Broadcast as Broadcast
     from inflight.weights.transports.files import Files as Files
     from inflight.weights.transports.slots import Slots as Slots

@@ -26,9 +26,9 @@ from inflight.supervisor import Snapshot
 from inflight.training.random_state import random_state, restore_random_state
 
 if TYPE_CHECKING:
-    from inflight.weights.named import Weights
-    from inflight.weights.publisher import Publisher
-    from inflight.weights.sharded import ShardSender
+    from inflight.weights.trainer.publisher import Publisher
+    from inflight.weights.trainer.sharded import ShardSender
+    from inflight.weights.trainer.state_dict_source import Weights
 
 logger = logging.getLogger("inflight")
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from inflight.ranks.meeting import Outside
     from inflight.server.http_server import HttpServer
     from inflight.training.data.rollout_stream import RolloutStream
-    from inflight.weights.link import EngineEndpoint
-    from inflight.weights.named import Weights
-    from inflight.weights.publisher import Publisher
-    from inflight.weights.sources import Source
+    from inflight.weights.trainer.engine_link import EngineEndpoint
+    from inflight.weights.trainer.publisher import Publisher
+    from inflight.weights.trainer.sources import WeightSource
+    from inflight.weights.trainer.state_dict_source import Weights
     from inflight.weights.transports.base import Transport
 
 logger = logging.getLogger("inflight")
@@ -278,7 +278,7 @@ class RunningEngine:
     @property
     def address(self) -> "EngineEndpoint":
         """What a Publisher to several engines needs to know of this one."""
-        from inflight.weights.link import EngineEndpoint
+        from inflight.weights.trainer.engine_link import EngineEndpoint
 
         return EngineEndpoint(
             self._launcher.client.endpoint,
@@ -296,7 +296,7 @@ class RunningEngine:
     @named()
     def publisher(
         self,
-        model: "nn.Module | Source | Weights | Callable[[], Weights] | None" = None,
+        model: "nn.Module | WeightSource | Weights | Callable[[], Weights] | None" = None,
         *,
         transport: "Transport | None" = None,
         check_finite: bool = False,
@@ -312,7 +312,7 @@ class RunningEngine:
         naming the tensors that differ, PublisherConflictError, EngineDiedError, or ValueError for a transport that
         needs the memory of an engine that another process launched.
         """
-        from inflight.weights.publisher import Publisher
+        from inflight.weights.trainer.publisher import Publisher
 
         with self._changing:
             transport = transport or self._own_transport

@@ -26,7 +26,7 @@ from inflight.stream.held_groups import HeldGroup
 from inflight.stream.inbox import Inbox
 
 if TYPE_CHECKING:
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.trainer.publisher import Publisher
 
 logger = logging.getLogger("inflight")
 

@@ -21,7 +21,7 @@ from inflight.core.layout import WeightLayout
 from inflight.core.options import EngineOptions
 from inflight.engine.attention.backend import AttentionBackend, GraphBackend
 from inflight.engine.device import reachable
-from inflight.weights.slot_table import SlotTable, make_slot
+from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import dtype_name
 
 SLOTS = 2

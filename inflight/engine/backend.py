@@ -24,8 +24,8 @@ from inflight.engine.clocks import StallClock
 from inflight.engine.requests import Requests, Schedules
 from inflight.engine.sequence import Sequence
 from inflight.engine.verbs import verb
-from inflight.weights.comparison import Asked
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.comparison import ChecksumRequest
+from inflight.weights.engine.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Backend(ABC):
 
     @verb()
     @abstractmethod
-    def checksums(self, asked: Asked) -> list[Digests]:
+    def checksums(self, asked: ChecksumRequest) -> list[Digests]:
         """Checksums of the weights, or nothing yet: ask again. Raises BackendError if the backend has none."""
 
     # ---- what the process asks ----------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from inflight.engine.scheduler import Scheduler
 from inflight.engine.shapes import SHAPES
 from inflight.engine.stopping import StopCondition
 from inflight.engine.warm_up import warm_up
-from inflight.weights.slot_table import SlotTable, make_slot
+from inflight.weights.engine.slot_table import SlotTable, make_slot
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")

@@ -23,7 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 
 from inflight.core.errors import ModelLoadError
-from inflight.weights.named import unwrapped
+from inflight.weights.trainer.state_dict_source import unwrapped
 
 logger = logging.getLogger("inflight.engine")
 

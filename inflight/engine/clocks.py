@@ -3,7 +3,7 @@
 from collections import Counter
 
 from inflight.core.clock import now_ns
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.engine.slot_table import SlotTable
 
 GENERATING = "generating"
 

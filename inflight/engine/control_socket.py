@@ -1,41 +1,55 @@
-"""The engine's end of the control socket: what comes is bounded, and so is what a client may leave unread."""
+"""The engine's end of the control socket. It bounds incoming messages, the time to answer them, and unread answers."""
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import zmq
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, TooManyClientsError
-from inflight.core.messages import MAX_MESSAGE_BYTES, Done, Failed, FromEngine, encode, shorten
+from inflight.core.errors import InflightError, ProtocolError, TooManyClientsError
+from inflight.core.messages import (
+    MAX_MESSAGE_BYTES,
+    Done,
+    Failed,
+    FromEngine,
+    ToEngine,
+    decode_to_engine,
+    encode,
+    shorten,
+)
 
 logger = logging.getLogger("inflight.engine")
 
 _MAX_WIRE_BYTES = 2 * MAX_MESSAGE_BYTES
-"""ZeroMQ receives nothing of a larger message and disconnects its sender. Up to here the sender is told why its message
-is refused."""
+"""ZeroMQ drops a larger message and disconnects its sender. The sender of a smaller one that is still too large gets an
+error."""
 _MAX_UNREAD = 16
-"""Messages of one client that wait here to be read; more wait in the client."""
+"""Messages of one client that wait here. More wait in the client."""
 _MAX_UNSENT = 10_000
-"""Answers that a client may leave unread; more are dropped."""
-_LOOK_EVERY_NS = 100_000_000
-"""How often clients are looked for that are gone, which takes a message to each."""
+"""Answers that a client can leave unread. More are dropped."""
+_CHECK_EVERY_NS = 100_000_000
+"""Interval of checks for clients that have gone. A check sends a message to each client."""
+_MESSAGES_PER_STEP = 16
+
+Handlers = Mapping[type, Callable[[bytes, Any], FromEngine | None]]
+"""Maps a type of message to a function of the sender's address and the message. It returns the answer, if there is one
+now, or raises InflightError to refuse the message."""
 
 
 class ControlSocket:
-    """Messages of any number of clients, each with the address of its sender. Only `wake` may be called from another
-    thread than the one that reads."""
+    """Messages of any number of clients, each with the address of its sender. Only `wake` is safe in other threads."""
 
     def __init__(self, endpoint: str, *, max_clients: int = 1024, context: zmq.Context | None = None):
-        """context: another one than that of the process."""
+        """context: ZeroMQ's context, if it is not that of the process."""
         self._max_clients = max_clients
         self._clients: set[bytes] = set()
-        """Addresses of clients, of which some may be gone."""
-        self._looked_ns = 0
+        """Addresses of clients, some of which might have gone."""
+        self._checked_ns = 0
         self._socket = (context or zmq.Context.instance()).socket(zmq.ROUTER)
         self._socket.sndhwm, self._socket.rcvhwm, self._socket.maxmsgsize = _MAX_UNSENT, _MAX_UNREAD, _MAX_WIRE_BYTES
-        self._socket.router_mandatory = True  # a client that is gone is an error, so that a publisher's end is seen
+        self._socket.router_mandatory = True  # Sending to a client that has gone fails, so that its end is noticed.
         self._socket.linger = 2000
         self._socket.bind(endpoint)
         self._woken = os.eventfd(0)
@@ -45,11 +59,11 @@ class ControlSocket:
         self.num_refused = 0
 
     def listen(self, bind: Callable[[zmq.Socket], str]) -> str:
-        """Have `bind` bind the socket to another endpoint, which is returned."""
+        """Call `bind` to bind the socket to another endpoint, and return that endpoint."""
         return bind(self._socket)
 
     def wait(self, timeout_ms: int) -> None:
-        """Return when a message is there or `wake` was called, at the latest after so long."""
+        """Wait for a message or for `wake`, with a bound."""
         if self._woken in dict(self._poller.poll(timeout_ms)):
             os.eventfd_read(self._woken)
 
@@ -57,34 +71,73 @@ class ControlSocket:
         """End a wait. From any thread."""
         os.eventfd_write(self._woken, 1)
 
+    def serve(
+        self, handlers: Handlers, brings_work: Callable[[ToEngine], bool], *, limit_ns: float, wait_ms: int = 0
+    ) -> None:
+        """Answer waiting messages; wait for the first one if `wait_ms` is not 0.
+
+        brings_work: returns whether a message gives the generator work. All other messages together, refused ones
+        included, get `limit_ns` nanoseconds beyond the first, so that a flood of them does not stop the generator.
+        """
+        if wait_ms:
+            self.wait(wait_ms)
+        for _ in range(_MESSAGES_PER_STEP):
+            received = self.receive()
+            if received is None:
+                break
+            began_ns = now_ns()
+            if not self._serve_one(*received, handlers, brings_work):
+                limit_ns -= now_ns() - began_ns
+            if limit_ns < 0 and not wait_ms:
+                break
+
+    def _serve_one(
+        self, sender: bytes, parts: list[bytes], handlers: Handlers, brings_work: Callable[[ToEngine], bool]
+    ) -> bool:
+        """Answer one message. Return whether it was accepted and gives the generator work."""
+        ticket, brought_work = 0, False
+        try:
+            if len(parts) != 1:
+                raise ProtocolError(f"a control message has one part, got {len(parts)}")
+            message = decode_to_engine(parts[0])
+            ticket = message.ticket
+            self._admit(sender)
+            answer = handlers[type(message)](sender, message)
+            brought_work = brings_work(message)
+        except InflightError as error:
+            answer = self.refusal(ticket, error)
+        if answer is not None:
+            self.send(sender, answer)
+        return brought_work
+
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The address of a sender and the parts of its message; None if no message is there."""
+        """Return the address of a sender and the parts of its message; None if no message waits."""
         if not self._socket.poll(0):
             return None
         sender, *parts = self._socket.recv_multipart()
         return sender, parts
 
-    def admit(self, sender: bytes) -> None:
-        """Count a sender among the clients. Raises TooManyClientsError if there are as many as there may be already."""
+    def _admit(self, sender: bytes) -> None:
+        """Add a sender to the clients. Raises TooManyClientsError at the maximum."""
         if sender in self._clients:
             return
-        if len(self._clients) >= self._max_clients and now_ns() - self._looked_ns > _LOOK_EVERY_NS:
-            self._looked_ns = now_ns()
+        if len(self._clients) >= self._max_clients and now_ns() - self._checked_ns > _CHECK_EVERY_NS:
+            self._checked_ns = now_ns()
             self._clients = {client for client in self._clients if self.reaches(client)}
         if len(self._clients) >= self._max_clients:
             raise TooManyClientsError(
-                f"the engine has {self._max_clients} clients, as many as it may have; close one of them, or launch "
-                "with a larger max_clients"
+                f"the engine has {self._max_clients} clients, its maximum; close one of them, or launch with a larger "
+                "max_clients"
             )
         self._clients.add(sender)
 
     def reaches(self, client: bytes) -> bool:
-        """Whether a client is there. It is sent a message for that which it ignores."""
+        """Return whether a client exists. This sends it a message that it ignores."""
         return self.send(client, Done())
 
     def send(self, to: bytes, message: FromEngine) -> bool:
-        """Returns False if the receiver is gone. One that reads nothing misses what is beyond some thousands of
-        messages."""
+        """Send a message. Return False if the receiver has gone. A receiver that reads nothing loses messages beyond
+        its queue."""
         try:
             self._socket.send_multipart([to, encode(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -96,7 +149,7 @@ class ControlSocket:
         return True
 
     def refusal(self, ticket: int, error: InflightError) -> Failed:
-        """Count a message that is refused, and return the answer that tells why."""
+        """Count a refused message and return the answer with the error."""
         self.num_refused += 1
         text = shorten(str(error))
         logger.warning("refused a message: %s", text)

@@ -24,9 +24,9 @@ from inflight.engine.prompt_scores import Scores, score_prompts
 from inflight.engine.sampler import Samples
 from inflight.engine.sequence import Schedule
 from inflight.engine.verbs import verb
-from inflight.weights.comparison import Asked
-from inflight.weights.digests import Digester
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.comparison import ChecksumRequest
+from inflight.weights.engine.digests import Digester
+from inflight.weights.engine.slot_table import SlotTable
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Engine(Parts, Backend):
         return self._digester.ask(min(least, self.slot_table.version))  # the newest version may be one of adapters
 
     @verb()
-    def checksums(self, asked: Asked) -> list[Digests]:
+    def checksums(self, asked: ChecksumRequest) -> list[Digests]:
         if self.slot_table.live is None:  # and no publisher is attached that could fill the slot
             raise BackendError(
                 "the engine cannot compare weights: its only slot was given to a publisher that has ended. "

@@ -1,41 +1,40 @@
 """The order of scheduling: one function of a sequence.
 
-A function of one's own is named in `EngineOptions.schedule_order`, and imported by the engine's process.
+`EngineOptions.schedule_order` names it, and the engine's process imports it.
 """
 
 import math
 from collections.abc import Callable
 
-from inflight.core.by_name import load_by_name
+from inflight.core.by_name import resolve_by_name
 from inflight.core.errors import InvalidRequestError, ModelLoadError
 from inflight.engine.sequence import Sequence
 
 Order = Callable[[Sequence], float]
-"""Sequences with smaller numbers are admitted first and preempted last; among equal ones those that came first. It is
-called whenever a sequence starts to wait or to run."""
+"""Sequences with smaller numbers are admitted first and preempted last, equal ones in order of arrival. It is called
+whenever a sequence starts to wait or to run."""
 
 
 def first_come_first_served(sequence: Sequence) -> float:
-    """The same number for all, so that the order of arrival decides."""
+    """Return the same number for all, so that the order of arrival decides."""
     return 0
 
 
 def load_order(name: str) -> Order:
-    """The function of this name, as `load_by_name` takes it. Raises ModelLoadError if there is none."""
+    """Return the function of this name. Raises ModelLoadError if there is none."""
     try:
-        return load_by_name(name)
-    except Exception as error:  # a module of the user's may raise anything
+        return resolve_by_name(name, {"first_come_first_served": first_come_first_served}, "schedule_order")
+    except ValueError as error:
         raise ModelLoadError(
-            f"schedule_order={name!r} names no function that the engine can import ({error!r}); "
-            'write it as "module:function" or "path/to/file.py:function"'
+            f'{error}; the engine imports it from "module:function" or "path/to/file.py:function"'
         ) from error
 
 
 def check_order(name: str, order: Order, sequence: Sequence) -> None:
-    """Raises InvalidRequestError, which calls the prompt `name`, if the order cannot place it."""
+    """Raise InvalidRequestError, which calls the prompt `name`, if the order fails or gives no number."""
     try:
         place = order(sequence)
-    except Exception as error:  # a function of the user's may raise anything
+    except Exception as error:  # A user's function can raise anything.
         raise InvalidRequestError(
             f"the order of scheduling failed on {name}: {type(error).__name__}: {error}"
         ) from error

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import zmq
 from inflight_kernels import _cpu
 
 from inflight.core.clock import now_ns
-from inflight.core.errors import InflightError, ProtocolError
+from inflight.core.errors import InflightError
 from inflight.core.messages import (
     PROTOCOL,
     Call,
@@ -25,17 +26,16 @@ from inflight.core.messages import (
     ToEngine,
     Welcome,
     check_same_version,
-    decode_to_engine,
 )
 from inflight.core.options import EngineOptions, Startup
 from inflight.core.version import PACKAGE, __version__
 from inflight.engine.admission import may_begin
 from inflight.engine.backend import Backend
 from inflight.engine.clocks import GENERATING, StateClock
-from inflight.engine.control_socket import ControlSocket
+from inflight.engine.control_socket import ControlSocket, Handlers
 from inflight.engine.directory import alive_lock
 from inflight.engine.door import opened
-from inflight.engine.publishing import PublisherService
+from inflight.engine.publishing import FromPublisher, PublisherService
 from inflight.engine.verbs import Verbs, verb
 from inflight.observability.trace import Recorder
 from inflight.stream.writer import StreamWriter
@@ -45,9 +45,8 @@ from inflight.weights.transports import AcceptedTransports
 logger = logging.getLogger("inflight.engine")
 
 _IDLE_POLL_MS = 50
-_MESSAGES_PER_STEP = 16
 _SHARE_OF_STEP = 0.1
-"""Questions between two forward passes, beyond the first, may take this share of the time of a pass."""
+"""Maximum share of a pass for messages that bring no work, beyond the first."""
 
 
 class EngineProcess:
@@ -73,6 +72,11 @@ class EngineProcess:
         self._publishing = PublisherService(engine, control, self._publisher_lock, transports)
         self._recorder = Recorder("inflight engine", directory)
         self._verbs = Verbs(engine, self)
+        self._handlers: Handlers = {
+            **dict.fromkeys(get_args(FromPublisher), self._publishing.handle),
+            Call: lambda sender, call: self._verbs.answer(call),
+            Hello: self._hello,
+        }
         self._step_ns = 0
         self._states = StateClock(engine.state)
         self.stopping = False
@@ -144,48 +148,16 @@ class EngineProcess:
     # ---- control ------------------------------------------------------------------------------------------------
 
     def _answer(self, *, wait: bool) -> None:
-        """Answer the messages that wait; with `wait`, give the first one a while to come. A flood of questions, or of
-        messages that are refused, takes no more than a share of the generator's time."""
-        if wait:
-            self._control.wait(_IDLE_POLL_MS)
-        left_ns = self._step_ns * _SHARE_OF_STEP
-        for _ in range(_MESSAGES_PER_STEP):
-            received = self._control.receive()
-            if received is None:
-                break
-            began_ns = now_ns()
-            if not self._answer_one(*received):
-                left_ns -= now_ns() - began_ns
-            if left_ns < 0 and not wait:
-                break
+        """Answer waiting messages; with `wait`, wait a while for the first one."""
+        limit_ns, wait_ms = self._step_ns * _SHARE_OF_STEP, _IDLE_POLL_MS if wait else 0
+        self._control.serve(self._handlers, self._brings_work, limit_ns=limit_ns, wait_ms=wait_ms)
 
-    def _answer_one(self, sender: bytes, parts: list[bytes]) -> bool:
-        """Returns whether the message brought the generator something to do."""
-        ticket, brought_work = 0, False
-        try:
-            if len(parts) != 1:
-                raise ProtocolError(f"a control message has one part, got {len(parts)}")
-            message = decode_to_engine(parts[0])
-            ticket = message.ticket
-            self._control.admit(sender)
-            reply = self._handle(sender, message)
-            if isinstance(message, Call):
-                brought_work = self._verbs.brings_work(message)
-            else:
-                brought_work = not isinstance(message, Hello)
-        except InflightError as error:
-            reply = self._control.refusal(ticket, error)
-        if reply is not None:
-            self._control.send(sender, reply)
-        return brought_work
+    def _brings_work(self, message: ToEngine) -> bool:
+        return self._verbs.brings_work(message) if isinstance(message, Call) else not isinstance(message, Hello)
 
-    def _handle(self, sender: bytes, message: ToEngine) -> FromEngine | None:
-        if isinstance(message, Call):
-            return self._verbs.answer(message)
-        if isinstance(message, Hello):
-            check_same_version(message.version, message.protocol, message.package, who="who says Hello")
-            return self._welcome(message.ticket)
-        return self._publishing.handle(sender, message)
+    def _hello(self, sender: bytes, message: Hello) -> FromEngine:
+        check_same_version(message.version, message.protocol, message.package, who="who says Hello")
+        return self._welcome(message.ticket)
 
     def _welcome(self, ticket: int) -> Welcome:
         engine = self._engine

@@ -15,7 +15,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.sampler import sample_seed
 from inflight.engine.sequence import Sequence
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.engine.slot_table import SlotTable
 
 MAX_REQUESTS_PER_SUBMIT = 65536
 """One prompt may ask for as many. Accepting them takes about a second, in which there is no forward pass."""

@@ -24,8 +24,7 @@ from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.running_engine import RunningEngine
-from inflight.weights.lora import is_peft
-from inflight.weights.tensors import unwrap
+from inflight.weights.tensors import is_peft, unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from inflight.integrations.trl import check_ended, encode, warn_of_bias
 from inflight.running_engine import RunningEngine
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.scoring import Scorer
-from inflight.weights.publisher import Publisher
+from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports.base import Transport
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from inflight.pool.member import Member
 from inflight.stream.inbox import SILENCE_S
 from inflight.stream.reader import StreamReader
 from inflight.supervisor import wait_for_version
-from inflight.weights.link import EngineEndpoint
+from inflight.weights.trainer.engine_link import EngineEndpoint
 
 if TYPE_CHECKING:
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.trainer.publisher import Publisher
 
 logger = logging.getLogger("inflight.pool")
 

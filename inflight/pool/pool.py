@@ -21,8 +21,8 @@ from inflight.running_engine import RunningEngine
 from inflight.session import LaunchedEngine, on_every_rank
 
 if TYPE_CHECKING:
-    from inflight.weights.link import EngineEndpoint
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.trainer.engine_link import EngineEndpoint
+    from inflight.weights.trainer.publisher import Publisher
 
 _CLOSE_S = 2.0
 Engine = TypeVar("Engine", bound=RunningEngine)

@@ -29,8 +29,9 @@ from inflight.ranks.meeting import CARD, SOCKET, WAITS_FOR_ROLLOUTS, Card, Joine
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share
-from inflight.weights.named import Weights
-from inflight.weights.sharded import ShardSender, is_sharded
+from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sharded import ShardSender
+from inflight.weights.trainer.state_dict_source import Weights
 
 _CHECK_S = 0.1
 _LEAVE_S = 5.0
@@ -120,7 +121,7 @@ class AttachedEngine:
         if self.rank is None:
             raise InflightError("a process that is no rank of the trainer does not publish")
         index, self._num_publishers = self._num_publishers, self._num_publishers + 1
-        if isinstance(model, nn.Module) and is_sharded(model):
+        if isinstance(model, nn.Module) and classify(model).is_sharded:
             self._publishers.append(ShardSender(model))
             return self._publishers[-1]
         wait = Wait()

@@ -17,9 +17,9 @@ from inflight.server.errors import ApiError
 from inflight.server.requests import read_fields
 from inflight.server.updates import Updates
 from inflight.weights.cuda_ipc import number_of
-from inflight.weights.nccl.group import Group, Tensors
+from inflight.weights.nccl.group import NcclGroup, TensorList
 from inflight.weights.nccl.library import load
-from inflight.weights.nccl.rendezvous import Meeting
+from inflight.weights.nccl.rendezvous import Rendezvous
 
 Value = TypeVar("Value")
 _MEETING_S = 300.0
@@ -35,7 +35,7 @@ class Broadcasts:
 
     def __init__(self, engine: ServedEngine, updates: Updates):
         self._engine, self._updates = engine, updates
-        self._group: Group | None = None
+        self._group: NcclGroup | None = None
         self._num_met = 0
         self._lock = threading.Lock()
         """Held while one of the two above is changed: a group is joined in a thread."""
@@ -47,14 +47,14 @@ class Broadcasts:
         """A trainer was met."""
         return self._group is not None
 
-    async def meet(self, meeting: Meeting) -> None:
+    async def meet(self, meeting: Rendezvous) -> None:
         """Join the group of a trainer, in place of the one before: one that was started anew is met anew. Raises
         BackendError, BroadcastError or InvalidRequestError."""
         await self.leave()
         turn = self._num_met
 
         def join() -> None:
-            group = Group(load(), meeting, self._device(), timeout_s=_MEETING_S)
+            group = NcclGroup(load(), meeting, self._device(), timeout_s=_MEETING_S)
             with self._lock:
                 is_late = turn != self._num_met
                 if not is_late:
@@ -95,7 +95,7 @@ class Broadcasts:
         InvalidRequestError for what cannot be received, BroadcastError if they do not come; and if they do not fit what
         the publisher raises, once they are here."""
         try:
-            begun, tensors = self._check_begun(), read_fields(info, Tensors)
+            begun, tensors = self._check_begun(), read_fields(info, TensorList)
             tensors.check(_MOST_OF_LAYOUT * self._engine.info.layout.total_bytes)
         except (ApiError, InvalidRequestError):
             # The trainer sends it all the same, and what it sends next would be read as what comes after.
@@ -136,12 +136,12 @@ class PendingUpdate:
         """Something was announced, and not taken."""
         self._published: asyncio.Future[int] | None = None
         """The version that the tensors will be, once some were announced."""
-        self._messages: queue.SimpleQueue[tuple[Tensors, Future[None]] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[TensorList, Future[None]] | None] = queue.SimpleQueue()
         self._label: str | None = None
         self._given_up = False
         self._refused: Exception | None = None
 
-    async def receive(self, group: Group, tensors: Tensors) -> None:
+    async def receive(self, group: NcclGroup, tensors: TensorList) -> None:
         """Return when these are here, which the trainer sends now."""
         if self._published is None:
             self._published = asyncio.ensure_future(self._updates.run(lambda: self._publish(group)))
@@ -171,7 +171,7 @@ class PendingUpdate:
         if self._published is not None:
             self._published.add_done_callback(lambda given_up: given_up.cancelled() or given_up.exception())
 
-    def _publish(self, group: Group) -> int:
+    def _publish(self, group: NcclGroup) -> int:
         """The version that was made of names and tensors as they come. Raises what the publisher raises, once nothing
         more comes, since a trainer sends what it has announced whatever becomes of it; and BroadcastError if it does
         not."""
@@ -185,7 +185,7 @@ class PendingUpdate:
                     pass
             raise
 
-    def _pairs(self, group: Group) -> Iterator[tuple[str, torch.Tensor]]:
+    def _pairs(self, group: NcclGroup) -> Iterator[tuple[str, torch.Tensor]]:
         while (message := self._next_message(group)) is not None:
             tensors, arrived = message
             try:
@@ -201,7 +201,7 @@ class PendingUpdate:
         if self._refused is None:
             self._updates.label_next(self._label)
 
-    def _next_message(self, group: Group) -> "tuple[Tensors, Future[None]] | None":
+    def _next_message(self, group: NcclGroup) -> "tuple[TensorList, Future[None]] | None":
         try:
             message = self._messages.get(timeout=_MOST_BETWEEN_S)
         except queue.Empty:

@@ -20,7 +20,7 @@ from inflight.server.errors import ApiError, as_api_error
 from inflight.server.requests import read_body, read_fields
 from inflight.server.served import Endpoint, Served
 from inflight.weights.nccl.library import why_not
-from inflight.weights.nccl.rendezvous import Meeting
+from inflight.weights.nccl.rendezvous import Rendezvous
 
 logger = logging.getLogger("inflight.server")
 
@@ -90,7 +90,7 @@ async def init_weight_transfer(served: Served, request: Request) -> Response:
     if reason := why_not(served.engine.info.device):
         raise ApiError(501, f"no tensors are received: {reason}; {_OTHER_WAYS}", param="init_info")
     with _never_sent_again():
-        await served.broadcasts.meet(read_fields(fields.init_info, Meeting))
+        await served.broadcasts.meet(read_fields(fields.init_info, Rendezvous))
     return _done("the trainer was met; weights come by NCCL")
 
 

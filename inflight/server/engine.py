@@ -8,7 +8,7 @@ from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.training.data.rollout_stream import RolloutStream
-from inflight.weights.publisher import Publisher
+from inflight.weights.trainer.publisher import Publisher
 
 
 class ServedEngine(Protocol):

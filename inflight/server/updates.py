@@ -10,9 +10,9 @@ import torch
 
 from inflight.core.errors import WeightFileError
 from inflight.server.engine import ServedEngine
-from inflight.weights.adapter_files import AdapterFiles
-from inflight.weights.named import Weights
-from inflight.weights.publisher import Publisher
+from inflight.weights.trainer.adapter_files import AdapterFiles
+from inflight.weights.trainer.publisher import Publisher
+from inflight.weights.trainer.state_dict_source import Weights
 
 Value = TypeVar("Value")
 _MOST_LABELS = 1000

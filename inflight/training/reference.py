@@ -17,8 +17,7 @@ from inflight.training.data.scored_groups import ScoredGroups
 from inflight.training.model.forward import token_logprobs
 from inflight.training.objective.kl import kl_estimate
 from inflight.training.objective.objective import Objective
-from inflight.weights.lora import is_peft
-from inflight.weights.tensors import unwrap
+from inflight.weights.tensors import is_peft, unwrap
 
 ReferenceScorer = Callable[[PackedBatch], torch.Tensor]
 """A function that computes the log-probabilities f32[n] of a batch's drawn tokens, without gradient."""

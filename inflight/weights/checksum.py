@@ -1,11 +1,11 @@
-"""A checksum that CPUs and GPUs compute alike, at the speed of memory."""
+"""A checksum that CPUs and GPUs compute alike, at memory speed."""
 
 import torch
 import torch.nn.functional as F
 
 _WORDS = 1 << 18
 _BLOCKS = {"cpu": 1, "cuda": 64}
-"""Blocks of _WORDS words that are summed at once: one stays in a CPU's cache, many keep launches on a GPU few."""
+"""Blocks of _WORDS words per sum: one fits into a CPU's cache; many need few launches on a GPU."""
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # as an i64
 
 
@@ -13,7 +13,7 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64  # as an i64
 def checksum(buffer: torch.Tensor) -> int:
     """Return 64 bits for u8[n]: the sum of its words times odd weights that differ from place to place.
 
-    Any change of one word, and nearly any of several, changes it; it is no protection against forgery.
+    Any change of one word, and nearly any of several, changes it. It does not protect against forgery.
     """
     buffer = F.pad(buffer, (0, -len(buffer) % 8)) if len(buffer) % 8 else buffer
     words = buffer.view(torch.int64)

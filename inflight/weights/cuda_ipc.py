@@ -13,7 +13,7 @@ from inflight.core.errors import DeviceMemoryError, ProtocolError
 from inflight.core.messages import CudaIpcDescriptor
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Both hold options of PyTorch's allocator, as NAME:VALUE with commas between them; the second is the older name."""
+"""Variables with options of PyTorch's allocator (NAME:VALUE, …); the second is the older name."""
 _EXPANDABLE = re.compile(r"\s*expandable_segments\s*:\s*True\s*", re.IGNORECASE)
 
 
@@ -42,8 +42,8 @@ class CudaSlot:
 
     @staticmethod
     def attach(descriptor: CudaIpcDescriptor) -> torch.Tensor:
-        """Map a slot of another process, u8[nbytes], on any GPU of this machine; copies may then go from GPU to GPU.
-        Raises ProtocolError if this process cannot see that GPU, or may not map its memory."""
+        """Map a slot of another process, u8[nbytes], on any GPU of this machine. Raises ProtocolError if this process
+        cannot see that GPU or map its memory."""
         uuid, nbytes, handle, storage_bytes, offset, *events = msgspec.structs.astuple(descriptor)
         view = torch.Tensor, (nbytes,), (1,), 0
         device = number_of(uuid)
@@ -63,8 +63,7 @@ class CudaSlot:
             ) from error
 
     def descriptor(self) -> CudaIpcDescriptor:
-        """Export the slot. Each export may be attached to once. Raises ProtocolError if the driver does not let this
-        process share its memory."""
+        """Export the slot for one `attach`. Raises ProtocolError if the driver forbids sharing."""
         try:
             args: Any = reduce_tensor(self.buffer)[1]
         except RuntimeError as error:
@@ -74,7 +73,7 @@ class CudaSlot:
                 "transport=inflight.Broadcast() there"
             ) from error
         *_, handle, _, offset, _, counter, counter_offset, event, sync = args
-        offset += self.buffer.storage_offset()  # what is exported is the storage, of which a split slot is a part
+        offset += self.buffer.storage_offset()  # The storage is exported; a split slot is a part of it.
         uuid, nbytes = uuid_of(self.buffer.device), len(self.buffer)
         return CudaIpcDescriptor(uuid, nbytes, handle, nbytes, offset, counter, counter_offset, event, sync)
 
@@ -87,12 +86,11 @@ class CudaSlot:
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same variables, but for the option of PyTorch's allocator whose memory CUDA IPC cannot share; its other
-    options stay."""
+    """Return the variables without expandable_segments of PyTorch's allocator, whose memory CUDA IPC cannot share."""
     left = dict(environment)
     for name in ALLOCATOR_VARIABLES:
         if name in left:
-            options = re.split(r",(?![^\[]*\])", left.pop(name))  # commas between brackets belong to one option
+            options = re.split(r",(?![^\[]*\])", left.pop(name))  # Commas between brackets belong to one option.
             kept = [option for option in options if not _EXPANDABLE.fullmatch(option)]
             if any(option.strip() for option in kept):
                 left[name] = ",".join(kept)
@@ -100,19 +98,19 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
 
 
 def use_own_stream(device: torch.device) -> None:
-    """On a GPU, give the calling thread a stream of its own: else all threads share the default one, and whoever waits
-    for a result waits for all that the trainer, or the engine, has put there."""
+    """On a GPU, give the calling thread its own stream. On the shared default stream a thread that waits for a result
+    would also wait for all other queued work."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return the name of a GPU, which is the same in every process whatever its number there; "" for a CPU."""
+    """Return the UUID of a GPU, which is the same in every process; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def number_of(uuid: str) -> int | None:
-    """Return the number that a GPU of this name has in this process; None if it is not seen here."""
+    """Return the number of a GPU in this process; None if this process does not see it."""
     numbers = range(torch.cuda.device_count())
     return next((number for number in numbers if uuid_of(torch.device("cuda", number)) == uuid), None)

@@ -1,10 +1,10 @@
-"""What changed between two versions of a slot, bit for bit.
+"""Bit-exact difference between two versions of a slot.
 
-A slot is read as words of 16 bits. Of each word that changed, a delta holds the distance from the one before (u8) and
-the difference of the two numbers (i8), which for bf16 is the number of steps that the weight moved; longer distances
-and larger differences take more. Adding it to the old version gives the new one exactly.
+A slot is read as 16-bit words. For each changed word a delta holds the distance from the previous one (u8) and the
+difference of the two numbers (i8), which for bf16 is the number of representable steps; longer distances and larger
+differences take more bytes. Adding the delta to the old version gives exactly the new one.
 
-A step of Adam at 1e-6 moves some four of a hundred bf16 weights, so that a delta is a twentieth of the whole.
+A step of Adam at 1e-6 changes about 4 % of bf16 weights; a delta then has about 5 % of the bytes.
 """
 
 import torch
@@ -13,9 +13,9 @@ from inflight.core.errors import ProtocolError
 
 _WORDS_PER_PART = 1 << 24
 _FAR = 255
-"""A distance of so many words leads to a word that did not change."""
+"""An entry with this distance leads to an unchanged word."""
 _ESCAPE = -128
-"""Stands for a difference that comes with the large ones, in their order."""
+"""Marks a difference that is in the list of large ones, in their order."""
 
 
 @torch.no_grad()
@@ -34,8 +34,8 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, limit: float = 0.5) -> torch
 
 @torch.no_grad()
 def apply(slot: torch.Tensor, delta: torch.Tensor) -> None:
-    """Turn the old version in `slot`, u8[n], into the new one. Raises ProtocolError for what `encode` did not make;
-    the slot holds anything then."""
+    """Turn the old version in `slot`, u8[n], into the new one. Raises ProtocolError for invalid deltas and leaves the
+    slot undefined."""
     for words in slot.view(torch.int16).split(_WORDS_PER_PART):
         if len(delta) < 16:
             raise ProtocolError("the delta ends too early")
@@ -53,10 +53,10 @@ def apply(slot: torch.Tensor, delta: torch.Tensor) -> None:
 def _encode_part(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return two counts (i64), distances (u8), steps (i8), large differences (i16)."""
     where = (old != new).nonzero()[:, 0]
-    difference = new[where] - old[where]  # wraps around, as adding it will
+    difference = new[where] - old[where]  # It wraps around, and so does the addition.
     distance = torch.diff(where, prepend=where.new_tensor([-1]))
     num_far = (distance - 1) // _FAR
-    ends = torch.cumsum(num_far + 1, 0) - 1  # of the entries, those that change a word
+    ends = torch.cumsum(num_far + 1, 0) - 1  # Entries that change a word.
     entries = int(ends[-1]) + 1 if len(ends) else 0
     distances = torch.full((entries,), _FAR, dtype=torch.uint8, device=old.device)
     steps = torch.zeros(entries, dtype=torch.int8, device=old.device)

@@ -1,8 +1,8 @@
-"""Slots in memory that processes of one machine share.
+"""Slots in memory shared by processes of one machine.
 
-A slot is a file in the shared-memory file system, mapped by engine and publisher. Its pages are reserved when it is
-made, so a full /dev/shm is an error at start and not a bus error in the middle of a run. The engine holds a lock on
-each of its files; the kernel drops the lock when the engine dies, and the next engine to start removes such orphans.
+A slot is a file in the shared-memory file system that engine and publisher map. Its pages are reserved at creation, so
+that a full /dev/shm is an error at start and not a bus error later. The engine locks each of its files. The kernel
+drops the lock when the engine dies, and the next engine that starts removes such orphans.
 """
 
 import errno
@@ -20,18 +20,18 @@ from inflight.core.errors import ProtocolError, SharedMemoryError
 from inflight.core.messages import SharedMemoryDescriptor
 
 if TYPE_CHECKING:
-    import torch  # which a process that only launches engines need not load
+    import torch  # A process that only launches engines does not load it.
 
 logger = logging.getLogger("inflight.weights")
 
 _PREFIX = "inflight-slot-"
 _SHM = Path("/dev/shm")
 _own: set[Path] = set()
-"""Paths of slots that this process made and that still have a name."""
+"""Paths of slots of this process that still have a name."""
 
 
 def default_directory() -> Path:
-    """Return /dev/shm where it exists and can be written to, else the directory for temporary files, maybe a disk."""
+    """Return /dev/shm if it is writable, else the directory for temporary files, which might be on a disk."""
     return _SHM if _SHM.is_dir() and os.access(_SHM, os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -54,7 +54,7 @@ class SharedMemorySlot:
         remove_orphans(directory)
         file, path = _make_locked_file(directory)
         try:
-            if nbytes > bytes_left(directory):  # told before anything is reserved
+            if nbytes > bytes_left(directory):  # An error before anything is reserved.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(file, 0, nbytes)
             memory = _map(file, nbytes)
@@ -68,7 +68,7 @@ class SharedMemorySlot:
                 "or launch with slots=1 or a smaller dtype"
             ) from error
         _own.add(path)
-        unlink = weakref.finalize(memory, _remove, path, file, os.getpid())  # the file's lock says that we live
+        unlink = weakref.finalize(memory, _remove, path, file, os.getpid())  # The open file keeps the lock.
         return cls(path, torch.frombuffer(memory, dtype=torch.uint8), unlink)
 
     @staticmethod
@@ -78,7 +78,7 @@ class SharedMemorySlot:
 
         try:
             file = os.open(descriptor.path, os.O_RDWR | os.O_CLOEXEC)
-        except (OSError, ValueError) as error:  # ValueError: no file can be called that
+        except (OSError, ValueError) as error:  # ValueError: an impossible file name.
             raise ProtocolError(f"the engine's slot {descriptor.path} cannot be opened: {error}") from error
         try:
             size = os.fstat(file).st_size
@@ -108,36 +108,36 @@ class SharedMemorySlot:
 
 
 def _map(file: int, nbytes: int) -> mmap.mmap:
-    """Map all pages at once: else the first publish and the first forward pass would fault in page by page."""
+    """Map a file with all its pages, so that the first publish and the first pass cause no page faults."""
     return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 def _remove(path: Path, file: int, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # not in a process forked from the owner
+    if os.getpid() == owner_pid:  # Not in a forked process.
         _own.discard(path)
         path.unlink(missing_ok=True)
         os.close(file)
 
 
 def remove_own() -> None:
-    """Remove the names of all slots that this process made, as it is about to end without more ado."""
+    """Remove the names of all slots of this process, which ends without cleanup."""
     for path in list(_own):
         path.unlink(missing_ok=True)
 
 
 def remove_orphans(directory: Path) -> int:
-    """Remove slots whose engine is dead: those that nobody holds a lock on. Returns how many those were."""
+    """Remove slots without a lock, whose engine is dead. Return their number."""
     removed = 0
     for path in directory.glob(_PREFIX + "*"):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # another user's, or gone by now
+        except OSError:  # Another user's, or removed since.
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             removed += 1
-        except BlockingIOError:  # its engine lives
+        except BlockingIOError:  # Its engine lives.
             continue
         finally:
             os.close(file)
@@ -145,7 +145,7 @@ def remove_orphans(directory: Path) -> int:
 
 
 def _make_locked_file(directory: Path) -> tuple[int, Path]:
-    """Make a file that we hold the lock on; it is made again if an engine that starts now took it for an orphan."""
+    """Make a locked file. Try again if another engine removed it as an orphan before it was locked."""
     while True:
         file, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -155,6 +155,6 @@ def _make_locked_file(directory: Path) -> tuple[int, Path]:
 
 
 def bytes_left(directory: Path) -> int:
-    """Return how many bytes a file system has left for this user."""
+    """Return the number of free bytes for this user in a file system."""
     stats = os.statvfs(directory)
     return stats.f_bavail * stats.f_frsize

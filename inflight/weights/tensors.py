@@ -1,6 +1,6 @@
-"""Between a model and its layout: which tensors a model publishes, and views of a slot as those tensors."""
+"""Tensors of a model that are published, their layout, and views of a slot as these tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from inflight_kernels import copy_all
@@ -8,10 +8,12 @@ from torch import nn
 
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import DTYPE_BYTES, WeightLayout
-from inflight.weights.pace import Pace
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}
-"""Classes that hold a model as their `module`, told by name, so that deepspeed need not be imported."""
+"""Names of classes that hold a model as their `module`. Names suffice, so that deepspeed need not be imported."""
+
+CopyTensors = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+"""Copies every tensor of the second sequence into the tensor at the same place of the first, with a cast."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -33,6 +35,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def is_peft(model: nn.Module) -> bool:
+    """Return whether a model is a PeftModel with adapters that can be switched off."""
+    model = unwrap(model)
+    return hasattr(model, "peft_config") and hasattr(model, "base_model") and hasattr(model, "disable_adapter")
+
+
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers under the model's own names, in the model's order, tied tensors once."""
     model = unwrap(model)
@@ -42,9 +50,12 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def layout_of(model: nn.Module) -> WeightLayout:
-    """Return the layout of a slot for this model in its own dtypes. What ZeRO-3 spreads is empty: `ds_shape` tells."""
-    tensors = published_tensors(model)
+def layout_of(model: nn.Module | Mapping[str, torch.Tensor]) -> WeightLayout:
+    """Return the layout of a slot for a model, or for its published tensors, in its own dtypes.
+
+    ZeRO-3 leaves a tensor empty and keeps its shape as `ds_shape`.
+    """
+    tensors = published_tensors(model) if isinstance(model, nn.Module) else model
     return WeightLayout.build(
         (name, tuple(getattr(t, "ds_shape", t.shape)), dtype_name(t.dtype)) for name, t in tensors.items()
     )
@@ -61,7 +72,6 @@ def slot_views(buffer_bytes: torch.Tensor, layout: WeightLayout) -> dict[str, to
 
 
 @torch.no_grad()
-def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], pace: Pace | None = None) -> None:
-    """Copy every tensor into its view, cast to the view's dtype; with a pace in pieces, which are waited for."""
-    copy = copy_all if pace is None else pace.copy
+def fill(views: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], copy: CopyTensors = copy_all) -> None:
+    """Copy every tensor into its view, cast to the view's dtype."""
     copy(list(views.values()), [tensors[name].detach() for name in views])

@@ -36,6 +36,7 @@ from inflight.core.errors import (
     UnsupportedModelError,
 )
 from inflight.core.messages import SlotReady
+from inflight.weights.trainer import engine_link
 
 pytestmark = pytest.mark.slow
 
@@ -410,7 +411,7 @@ def test_versions_that_do_not_fit_are_refused_and_the_old_one_serves(engine, tra
     trainer.load_state_dict(state)
     assert engine.status().version == live
     with engine.publisher(trainer) as publisher, monkeypatch.context() as patch:
-        patch.setattr("inflight.weights.link.SlotReady", lambda **fields: SlotReady(**(fields | {"checksum": 1})))
+        patch.setattr(engine_link, "SlotReady", lambda **fields: SlotReady(**(fields | {"checksum": 1})))
         with pytest.raises(ChecksumError, match="does not hold version"):
             engine.wait_for_version(publisher.publish(), timeout_s=20)
     assert engine.status().version == live

@@ -51,9 +51,9 @@ from inflight.stream.assembler import Assembler
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
 from inflight.weights import cuda_ipc
-from inflight.weights.comparison import Asked
-from inflight.weights.publisher import Publisher
+from inflight.weights.comparison import ChecksumRequest
 from inflight.weights.shared_memory import SharedMemorySlot, default_directory
+from inflight.weights.trainer.publisher import Publisher
 
 
 @pytest.fixture(scope="module")
@@ -482,7 +482,7 @@ def test_cancelled_requests_arrive_while_the_only_slot_is_lent(make_engine):
 
 def test_an_engine_whose_only_slot_is_lent_has_no_weights_to_compare(make_engine):
     engine = make_engine(slots=1)
-    asked = Asked(first=8, dtypes={})
+    asked = ChecksumRequest(first=8, dtypes={})
     wait_until(lambda: engine.checksums(asked))
     engine.step()
     engine.slot_table.request()

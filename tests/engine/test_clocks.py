@@ -6,7 +6,7 @@ import pytest
 
 from inflight.core.layout import WeightLayout
 from inflight.engine.clocks import StallClock, StateClock
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.engine.slot_table import SlotTable
 
 WEIGHTS, ADAPTERS = (SlotTable(WeightLayout.build([]), []) for _ in range(2))
 

@@ -44,12 +44,14 @@ from inflight.core.messages import (
 from inflight.engine import directory
 from inflight.engine.control_socket import ControlSocket
 from inflight.engine.process import EngineProcess
-from inflight.engine.publishing import PublisherSeat
+from inflight.engine.publishing import PublisherLease
 from inflight.engine.shapes import shape_config
 from inflight.stream.writer import StreamWriter
-from inflight.weights.link import TOKEN_BYTES, EngineLink, _lock
-from inflight.weights.slot_table import MAX_VERSIONS_AT_ONCE
-from inflight.weights.sources import ModelSource
+from inflight.weights.engine.slot_table import MAX_VERSIONS_AT_ONCE
+from inflight.weights.trainer.engine_link import EngineLink
+from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.publisher_lock import TOKEN_BYTES, take_lock
+from inflight.weights.trainer.sources import ModelSource
 from inflight.weights.transports import AcceptedTransports
 
 SLOTS = inflight.Slots.name()
@@ -285,10 +287,10 @@ def test_one_client_too_many_is_refused_until_another_one_leaves_and_changes_not
 
 @pytest.mark.parametrize("version", [2**63 - 1, 2**63, 2**64 - 1])
 def test_a_version_beyond_all_measure_is_refused_so_that_others_can_follow(engine, version):
-    link = EngineLink(engine.address, ModelSource(tiny()), transport=inflight.Files.name(), timeout_s=10)
+    link = EngineLink(engine.address, ModelSource(classify(tiny())), transport=inflight.Files.name(), timeout_s=10)
     slot = link.acquire(10)
     ready = SlotReady(slot=slot, version=version, fingerprint=link.layout.fingerprint, published_ns=0)
-    link.send(ready)
+    link.messages.send(ready)
     with pytest.raises(ProtocolError, match=f"is more than {MAX_VERSIONS_AT_ONCE} above version|cannot be read"):
         link.acquire(10)
     link.detach()
@@ -343,29 +345,29 @@ def test_a_publisher_on_another_machine_keeps_its_place_while_it_is_there(engine
 
 def test_the_place_is_free_when_its_holder_is_gone(tmp_path):
     reachable = {b"a"}
-    seat = PublisherSeat(tmp_path / "lock", lambda holder: holder in reachable)
-    assert seat.take(b"a", "") is None
+    lease = PublisherLease(tmp_path / "lock", lambda holder: holder in reachable)
+    assert lease.take(b"a", "") is None
     with pytest.raises(PublisherConflictError):
-        seat.take(b"b", "")
+        lease.take(b"b", "")
     reachable.clear()
-    assert seat.take(b"b", "") == b"a"
-    seat.leave(b"a")
-    assert seat.holder == b"b"
-    seat.check(b"b")
+    assert lease.take(b"b", "") == b"a"
+    lease.leave(b"a")
+    assert lease.holder == b"b"
+    lease.check(b"b")
     with pytest.raises(ProtocolError, match="not attached"):
-        seat.check(b"a")
-    seat.leave(b"b")
-    assert seat.holder is None
+        lease.check(b"a")
+    lease.leave(b"b")
+    assert lease.holder is None
 
 
 def test_a_publisher_takes_its_place_where_the_disk_is_full(tmp_path, monkeypatch):
     """The engine has made room for what the publisher writes, so that overwriting it takes no new block."""
     path = tmp_path / "lock"
-    seat = PublisherSeat(path, lambda holder: True)
+    lease = PublisherLease(path, lambda holder: True)
     assert path.stat().st_size == TOKEN_BYTES
-    file, token = _lock(str(path))
+    file, token = take_lock(str(path))
     assert len(token) == TOKEN_BYTES == path.stat().st_size
-    assert seat.take(b"a", token) is None
+    assert lease.take(b"a", token) is None
     os.close(file)
 
     def full(*_):
@@ -373,18 +375,18 @@ def test_a_publisher_takes_its_place_where_the_disk_is_full(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(InflightError, match=r"cannot be written into .*lock.*No space left"):
-        _lock(str(path))
-    seat = PublisherSeat(path, lambda holder: True)  # that an engine starts does not depend on it
+        take_lock(str(path))
+    lease = PublisherLease(path, lambda holder: True)  # that an engine starts does not depend on it
     monkeypatch.undo()
-    file, token = _lock(str(path))  # nobody holds it
-    assert seat.take(b"a", token) is None
+    file, token = take_lock(str(path))  # nobody holds it
+    assert lease.take(b"a", token) is None
     os.close(file)
 
 
 def test_a_publisher_that_lost_its_place_learns_it_at_once(engine):
     first = engine.publisher(tiny())
     engine.wait_for_version(first.publish())
-    first._target._engine.unlock()  # as if somebody had removed the lock
+    first._target._engine.lock.unlock()  # as if somebody had removed the lock
     with engine.publisher(tiny()) as second:
         with pytest.raises(PublisherConflictError, match="took this one's place"):
             repeat(first.check)

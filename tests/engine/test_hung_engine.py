@@ -20,7 +20,7 @@ from inflight.core import waiting
 from inflight.core.errors import EngineBusyError, EngineDiedError, EngineHungError, NonFiniteWeightsError
 from inflight.core.messages import LIVE_VERSION, SlotRequest
 from inflight.engine.shapes import shape_config
-from inflight.weights.link import EngineLink
+from inflight.weights.trainer.engine_link import EngineLink
 
 BOUND_S = 1.0
 LONG = inflight.SamplingParams(max_tokens=200, ignore_eos=True)
@@ -209,7 +209,7 @@ def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine(crossing, by, mo
         publisher = engine.publisher(tiny(), timeout_s=BOUND_S, transport=transport)
         engine.wait_for_version(publisher.publish())
         if crossing:
-            monkeypatch.setattr(EngineLink, "_hear_all", lambda link: None)
+            monkeypatch.setattr(EngineLink, "_take_all", lambda link: None)
             monkeypatch.setattr(EngineLink, "acquire", ask_and_give_up)
         with nullcontext() if crossing else stopped(engine):
             publisher.publish()
@@ -222,7 +222,7 @@ def test_one_slot_that_nobody_writes_to_goes_back_to_the_engine(crossing, by, mo
 
 def ask_and_give_up(link: EngineLink, timeout_s: float, setting: str) -> int:
     """The engine has lent its slot by the time that the publisher leaves, which it does not know."""
-    link.send(SlotRequest())
+    link.messages.send(SlotRequest())
     time.sleep(1)
     raise EngineHungError("the engine has said nothing")
 

@@ -19,8 +19,9 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.stream.assembler import Assembler
-from inflight.weights.lora import PeftSource
 from inflight.weights.tensors import slot_views
+from inflight.weights.trainer.lora import PeftSource
+from inflight.weights.trainer.published_model import classify
 
 PROMPT = [(7 * i) % VOCABULARY for i in range(50)]
 """Three blocks of 16 tokens and two tokens more."""
@@ -229,7 +230,7 @@ def test_pinned_requests_share_with_requests_of_the_same_pin_alone(make_engine):
 def test_adapters_share_across_their_own_versions_alone(make_engine):
     engine = make_engine(prefix_across_versions=1, lora_rank=4, adapters=("one", "two"))
     bank, model = engine.adapters, with_adapters("qwen3", "one", "two")
-    source = PeftSource(model)
+    source = PeftSource(classify(model))
     source.offer_to(bank.layout)
 
     def publish_adapters() -> None:

@@ -13,8 +13,8 @@ from inflight.engine.control_socket import ControlSocket
 from inflight.engine.process import EngineProcess
 from inflight.stream.writer import StreamWriter
 from inflight.weights import cuda_ipc
-from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports import AcceptedTransports
 
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inflight.core.errors import BackendError, UnsupportedModelError
 from inflight.engine.on_vllm import agreement
-from inflight.engine.on_vllm.agreement import Drawn, check_logits
-from inflight.engine.on_vllm.shadow import Computed, Load, Parameter, Shadow, Unmappable, copy_of
+from inflight.engine.on_vllm.agreement import DrawnPrompt, check_logits
+from inflight.engine.on_vllm.shadow import Computed, LoaderCall, Parameter, Shadow, Unmappable, copy_of
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -34,7 +34,7 @@ class StandIn:
         return [True]
 
     @torch.no_grad()
-    def draw(self, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[Drawn]:
+    def draw(self, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[DrawnPrompt]:
         drawn = []
         for prompt in prompts:
             ids, columns, logprobs = list(prompt), [], []
@@ -45,7 +45,7 @@ class StandIn:
                 columns.append(torch.cat([torch.tensor([token]), top]))
                 logprobs.append(row[columns[-1]])
                 ids.append(token)
-            drawn.append(Drawn(ids, torch.stack(columns), torch.stack(logprobs)))
+            drawn.append(DrawnPrompt(ids, torch.stack(columns), torch.stack(logprobs)))
         return drawn
 
 
@@ -151,7 +151,7 @@ def test_a_loader_that_computes_is_run_for_every_version(in_place):
     views = [slot[16:32].view(torch.float32) for slot in slots]
     live, following = torch.zeros(4), torch.zeros(4)
     seen = live.view(2, 2)
-    call = Load(load, "param", {"loaded_weight": views[0]})
+    call = LoaderCall(load, "param", {"loaded_weight": views[0]})
     computed = Computed.of(call, torch.nn.Parameter(torch.zeros(4)), slots[0])
     shadow = Shadow(slots, [Parameter("A", live, following, [], [computed], in_place=in_place)])
     assert shadow.reads() == [(16, 32)]
@@ -166,7 +166,7 @@ def test_a_loader_that_computes_is_run_for_every_version(in_place):
 
 
 def test_a_loader_that_is_given_something_else_than_a_part_of_a_slot_is_unmappable():
-    call = Load(print, "param", {"loaded_weight": torch.zeros(4)})
+    call = LoaderCall(print, "param", {"loaded_weight": torch.zeros(4)})
     with pytest.raises(Unmappable):
         Computed.of(call, torch.zeros(4), torch.zeros(64, dtype=torch.uint8))
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import inflight
-from inflight.weights.sharded import ShardGroup
 from inflight.weights.tensors import published_tensors
+from inflight.weights.trainer.sharded import ShardGroup
 
 VERSIONS = 3
 LATE_S = 0.3

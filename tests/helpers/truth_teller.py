@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from inflight.weights.publisher import Publisher
-from inflight.weights.staging import StagingBuffer
-from inflight.weights.transports.broadcast import Broadcast, Group
+from inflight.weights.trainer.publisher import Publisher
+from inflight.weights.trainer.staging import StagingBuffer
+from inflight.weights.transports.broadcast import Broadcast, BroadcastGroup
 from inflight.weights.transports.files import Files
 from inflight.weights.transports.slots import Slots
 
@@ -151,16 +151,16 @@ def _die_during_a_copy(publisher: Publisher, rng: random.Random) -> None:
 
 def _die_during_a_broadcast(rng: random.Random) -> None:
     """SIGKILL this process after some of the buckets of its first, second or third broadcast."""
-    whole, left = Group.broadcast, [rng.randrange(3)]
+    whole, left = BroadcastGroup.broadcast, [rng.randrange(3)]
 
-    def torn(group: Group, buffer: torch.Tensor, bucket_bytes: int) -> None:
+    def torn(group: BroadcastGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
         if not left[0]:
             whole(group, buffer[: rng.randrange(len(buffer) // bucket_bytes + 1) * bucket_bytes], bucket_bytes)
             os.kill(os.getpid(), signal.SIGKILL)
         left[0] -= 1
         whole(group, buffer, bucket_bytes)
 
-    Group.broadcast = torn
+    BroadcastGroup.broadcast = torn
 
 
 def _publish_until_killed(endpoints: str, pipe: int, rng: random.Random, device: str, transport: str) -> None:

@@ -26,7 +26,7 @@ from trl_trainers import CHAT, TEXT, logged, make_trainer, train
 from inflight.integrations import trl as integration
 from inflight.integrations.transformers import PublishCallback
 from inflight.integrations.trl import EngineRollouts, behavior_ratio
-from inflight.weights.publisher import Publisher
+from inflight.weights.trainer.publisher import Publisher
 
 
 @pytest.fixture(scope="module")

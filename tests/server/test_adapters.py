@@ -15,7 +15,7 @@ from waiting import wait_until
 import inflight
 from inflight.core.errors import WeightFileError
 from inflight.server.updates import Updates
-from inflight.weights.adapter_files import read_adapter
+from inflight.weights.trainer.adapter_files import read_adapter
 
 MOST = 2e-4
 

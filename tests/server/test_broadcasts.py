@@ -19,7 +19,7 @@ from truth_teller import make_truth_teller, teach
 import inflight
 from inflight.server import broadcasts
 from inflight.weights.nccl import library
-from inflight.weights.nccl.group import Group
+from inflight.weights.nccl.group import NcclGroup
 from inflight.weights.tensors import published_tensors
 
 BUFFER = 200_000
@@ -329,14 +329,14 @@ def test_memory_that_runs_out_while_tensors_come_leaves_the_group(truth, stand_i
     before = engine.status().version
     trainer = meet(server, stand_in, beside, packed=False)
     call(server, "POST", "/start_weight_update", {})
-    receive, num_received = Group._receive, iter(range(100))
+    receive, num_received = NcclGroup._receive, iter(range(100))
 
     def receive_some(group, tensor):
         if next(num_received) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         receive(group, tensor)
 
-    monkeypatch.setattr(Group, "_receive", receive_some)
+    monkeypatch.setattr(NcclGroup, "_receive", receive_some)
     tensors = taught(model, before + 1)
     beside(trainer.send, tensors, None)
     status, answer = call(server, "POST", "/update_weights", {"update_info": announced(tensors)})

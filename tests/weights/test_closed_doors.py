@@ -14,12 +14,13 @@ import inflight
 from inflight.core.errors import BroadcastError, WeightFileError
 from inflight.core.messages import Fill
 from inflight.weights.checksum import checksum
-from inflight.weights.link import EngineLink
-from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
-from inflight.weights.transports.broadcast import Group, Join, make_store
+from inflight.weights.trainer.engine_link import EngineLink
+from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.transports.broadcast import BroadcastGroup, Join, make_store
 from inflight.weights.transports.files import FileOrigin
-from inflight.weights.version_file import read_version, write_version
+from inflight.weights.transports.version_file import read_version, write_version
 
 
 def listening_addresses(pid: int | str) -> set[str]:
@@ -79,10 +80,10 @@ def test_the_ranks_of_a_broadcast_listen_where_they_reach_its_host_alone():
     """Another address of the loopback stands for that of a network."""
     store = make_store("127.0.0.3", 10)
     joins = [Join("name", "gloo", "127.0.0.3", store.port, rank, 2, 10.0) for rank in (0, 1)]
-    groups: dict[int, Group] = {}
+    groups: dict[int, BroadcastGroup] = {}
 
     def join(rank: int) -> None:
-        groups[rank] = Group(joins[rank], torch.device("cpu"), store if rank == 0 else None)
+        groups[rank] = BroadcastGroup(joins[rank], torch.device("cpu"), store if rank == 0 else None)
 
     other = threading.Thread(target=join, args=(1,))
     other.start()
@@ -115,14 +116,16 @@ def test_an_engine_that_takes_a_broadcast_listens_on_no_other_address(engine):
 def test_an_engine_that_is_told_to_read_a_pipe_generates_on(engine, tmp_path):
     pipe, device = tmp_path / "pipe", Path("/dev/zero")
     os.mkfifo(pipe)
-    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), transport=inflight.Files.name(), timeout_s=10)
+    link = EngineLink(
+        engine.address, ModelSource(classify(make_model("qwen3"))), transport=inflight.Files.name(), timeout_s=10
+    )
     slot = link.acquire(10)
     for path in (pipe, device):
         origin = msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
-        numbers = {"ticket": link.ticket(), "slot": slot, "version": link.version + 1, "checksum": 0}
-        answer = link.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=origin, base=None))
+        numbers = {"ticket": link.messages.ticket(), "slot": slot, "version": link.version + 1, "checksum": 0}
+        answer = link.messages.send(Fill(**numbers, fingerprint=link.layout.fingerprint, origin=origin, base=None))
         with pytest.raises(WeightFileError, match="cannot be read: it is no regular file"):
-            link.wait_for(answer, 10)
+            link.messages.wait_for(answer, 10)
         engine.generate([[1, 2, 3]], inflight.SamplingParams(max_tokens=20, ignore_eos=True))
     link.detach()
 
@@ -136,7 +139,7 @@ def layout_and_slot():
 
 
 def test_a_file_is_read_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr("inflight.weights.version_file._CHUNK_BYTES", 1000)  # tensors in many parts
+    monkeypatch.setattr("inflight.weights.transports.version_file._CHUNK_BYTES", 1000)  # tensors in many parts
     layout, slot = layout_and_slot()
     path = write_version(tmp_path, layout, 7, slot)
     read = torch.zeros_like(slot)

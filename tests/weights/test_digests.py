@@ -13,10 +13,10 @@ import inflight
 from inflight.core.errors import ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import SlotReady
-from inflight.weights import digests
-from inflight.weights.digests import Digester
+from inflight.weights.engine import digests
+from inflight.weights.engine.digests import Digester
+from inflight.weights.engine.slot_table import SlotTable
 from inflight.weights.shared_memory import SharedMemorySlot
-from inflight.weights.slot_table import SlotTable
 from inflight.weights.tensors import fill, published_tensors, slot_views
 
 DTYPES = ("float32", "bfloat16", "float16", "int64", "uint8", "bool")

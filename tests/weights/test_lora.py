@@ -30,9 +30,9 @@ from inflight.core.errors import (
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import adapter_layout
 from inflight.server.http_server import HttpServer
-from inflight.weights.adapter_files import AdapterFiles
 from inflight.weights.comparison import EngineWeights
 from inflight.weights.tensors import layout_of
+from inflight.weights.trainer.adapter_files import AdapterFiles
 
 PROMPT = [5, 6, 7, 8, 9, 1, 2, 3]
 PARAMS = inflight.SamplingParams(max_tokens=12, ignore_eos=True, seed=3, n=2)

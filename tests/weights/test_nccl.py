@@ -20,8 +20,8 @@ from waiting import PATIENCE_S
 
 from inflight.core.errors import BackendError, BroadcastError, InvalidRequestError
 from inflight.weights.nccl import library, rendezvous
-from inflight.weights.nccl.group import Group, Tensors, buffers
-from inflight.weights.nccl.rendezvous import Meeting, read_unique_id
+from inflight.weights.nccl.group import NcclGroup, TensorList, buffers
+from inflight.weights.nccl.rendezvous import Rendezvous, read_unique_id
 
 ID = bytes(range(128))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -44,7 +44,7 @@ def tensors_of(seed, count=40):
 
 
 def described(tensors, **more):
-    return msgspec.convert({**announced(tensors), **more}, Tensors)
+    return msgspec.convert({**announced(tensors), **more}, TensorList)
 
 
 # ---- the id ---------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_what_cannot_be_met_is_refused_at_once(fields, message, stand_in):
     given = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, **fields}
     began = time.monotonic()
     with pytest.raises(InvalidRequestError, match=message):
-        Group(library.Nccl(stand_in), Meeting(**given), torch.device("cpu"), timeout_s=30)
+        NcclGroup(library.Nccl(stand_in), Rendezvous(**given), torch.device("cpu"), timeout_s=30)
     assert time.monotonic() - began < 10
 
 
@@ -169,7 +169,7 @@ def test_buffers_are_cut_as_the_trainer_cuts_them(limit):
 )
 def test_what_cannot_be_received_is_refused_before_it_is_waited_for(info, message):
     with pytest.raises(InvalidRequestError, match=message):
-        msgspec.convert(info, Tensors).check(1 << 20)
+        msgspec.convert(info, TensorList).check(1 << 20)
 
 
 # ---- a group --------------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def met(stand_in, *, by_id=False, timeout_s=20.0, **more):
     where = {"nccl_unique_id_b64": base64.b64encode(trainer.unique_id).decode()}
     if not by_id:
         where = {"master_address": "127.0.0.1", "master_port": trainer.port}
-    meeting = Meeting(rank_offset=1, world_size=2, **where, **more)
-    group = Group(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=timeout_s)
+    meeting = Rendezvous(rank_offset=1, world_size=2, **where, **more)
+    group = NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=timeout_s)
     thread.join(10)
     assert not thread.is_alive()
     return trainer, group
@@ -251,17 +251,17 @@ def test_buffers_cut_otherwise_are_told(stand_in):
 
 def test_a_trainer_that_sends_nothing_is_left_after_the_bound(stand_in):
     trainer, group = met(stand_in, timeout_s=1)
-    with pytest.raises(BroadcastError, match="8 bytes that were announced did not come within 1 s"):
+    with pytest.raises(BroadcastError, match="8 announced bytes did not arrive within 1 s"):
         list(group.receive(described([("a", torch.zeros(2))])))
-    with pytest.raises(BroadcastError, match="has to be met again"):
+    with pytest.raises(BroadcastError, match="join it again"):
         list(group.receive(described([("a", torch.zeros(2))])))
     trainer.close()
 
 
 def test_a_trainer_that_does_not_come_is_not_waited_for_for_ever(stand_in):
-    meeting = Meeting(master_address="127.0.0.1", master_port=nccl_trainer.free_port(), rank_offset=1, world_size=2)
+    meeting = Rendezvous(master_address="127.0.0.1", master_port=nccl_trainer.free_port(), rank_offset=1, world_size=2)
     with pytest.raises(BroadcastError, match=r"the trainer's store .*(was not met|did not answer) within"):
-        Group(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=1)
+        NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=1)
 
 
 def test_a_group_is_left_while_it_receives(stand_in):
@@ -279,8 +279,8 @@ def test_a_trainer_that_is_killed_is_told(stand_in):
     port, number = listening.getsockname()[1], listening.fileno()
     command = [sys.executable, nccl_trainer.__file__, stand_in, str(number)]
     with listening, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[number]) as process:
-        meeting = Meeting(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2)
-        group = Group(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=30)
+        meeting = Rendezvous(master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2)
+        group = NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=30)
         assert process.stdout is not None
         assert process.stdout.readline() == "met\n"
         threading.Timer(0.3, process.kill).start()
@@ -338,11 +338,11 @@ def test_vllms_own_code_is_understood(stand_in, limit):
     """Its rendezvous, its id, its binding of the library and its packing."""
     port = nccl_trainer.free_port()
     with subprocess.Popen([str(PEERS), "-c", _VLLM, stand_in, str(port), str(limit)]) as process:
-        meeting = Meeting(
+        meeting = Rendezvous(
             master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, packed=True,
             packed_buffer_size_bytes=limit,
         )  # fmt: skip
-        group = Group(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=120)
+        group = NcclGroup(library.Nccl(stand_in), meeting, torch.device("cpu"), timeout_s=120)
         kinds = [torch.float32, torch.bfloat16, torch.uint8]
         sent = [(f"t{i}", torch.full((i % 7 + 1, 3), i).to(kinds[i % 3])) for i in range(50)]
         for (name, mine), (_, theirs) in zip(group.receive(described(sent)), sent, strict=True):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
 import inflight
@@ -14,12 +15,13 @@ from inflight.core.errors import (
     EngineDiedError,
     EngineHungError,
     InflightError,
+    LayoutMismatchError,
     NonFiniteWeightsError,
 )
-from inflight.weights import publisher as publisher_module
-from inflight.weights.link import EngineEndpoint, Published
 from inflight.weights.tensors import layout_of, slot_views
-from inflight.weights.transports import slots
+from inflight.weights.trainer import publisher as publisher_module
+from inflight.weights.trainer.chunked_copy import ChunkedCopy
+from inflight.weights.trainer.engine_link import EngineEndpoint, PublishedVersion
 
 
 class StandIn:
@@ -31,8 +33,10 @@ class StandIn:
         self.address = EngineEndpoint("stand-in")
         self.attached = SimpleNamespace(aliases=[])
         self.matches = None
+        self.messages = SimpleNamespace(give_up=lambda: None)
+        self.lock = SimpleNamespace(unlock=lambda: None)
         self.welcome = SimpleNamespace(num_slots=num_slots, layout=self.layout)
-        self.announced: list[Published] = []
+        self.announced: list[PublishedVersion] = []
         self.wants: list[str] = []
         self.ended = False
         self.refuses: list[Exception] = []
@@ -48,11 +52,14 @@ class StandIn:
                 raise EngineBusyError("it lends none")
             return self._free.pop()
 
-    def announce(self, slot: int, record: Published, checksum: int | None = None) -> None:
+    def announce(self, slot: int, record: PublishedVersion, checksum: int | None = None) -> None:
         with self._condition:
             self.announced.append(record)
             self.version = record.version
             self._condition.notify_all()
+
+    def map_slots(self) -> list[torch.Tensor]:
+        return list(self.buffers)
 
     def give_back(self, slot: int) -> None:
         with self._condition:
@@ -66,7 +73,7 @@ class StandIn:
     def listen(self) -> None:
         pass
 
-    check = give_up = unlock = release = listen
+    check = release = listen
 
     def detach(self) -> None:
         self.ended = True
@@ -84,7 +91,6 @@ def engine(model, monkeypatch):
 
 def stand_in(monkeypatch, engine: StandIn) -> StandIn:
     monkeypatch.setattr(publisher_module, "EngineLink", lambda *_, **__: engine)
-    monkeypatch.setattr(slots, "map_slots", lambda engine: list(engine.buffers))
     return engine
 
 
@@ -112,12 +118,30 @@ def test_a_version_is_copied_in_pieces_as_it_is_at_once(engine, model):
         for version in (1, 2):  # the first one measures
             publisher.publish()
             engine.wait_for(version)
-            pace = publisher._source.pace
-            assert pace is not None
-            assert pace.bytes_per_s > 0
+            copy = publisher._source.copy
+            assert isinstance(copy, ChunkedCopy)
+            assert copy.bytes_per_s > 0
     for buffer in engine.buffers:
         views = slot_views(buffer, engine.layout)
         assert all(torch.equal(view, dict(model.named_parameters())[name]) for name, view in views.items())
+
+
+def test_a_parameter_that_replaces_another_one_is_published(engine, model):
+    with inflight.Publisher("nowhere", model) as publisher:
+        publisher.publish()
+        engine.wait_for(1)
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach() + 1)
+        publisher.publish()
+        engine.wait_for(2)
+    views = slot_views(engine.buffers[0], engine.layout)  # Slots are borrowed from the last to the first.
+    assert torch.equal(views["model.norm.weight"], model.model.norm.weight)
+
+
+def test_a_model_that_gets_adapters_needs_a_new_publisher(engine, model):
+    with inflight.Publisher("nowhere", model) as publisher:
+        get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+        with pytest.raises(LayoutMismatchError, match="was 'full' when its publisher was made, and is 'peft' now"):
+            publisher.publish()
 
 
 def test_when_publishing_outruns_an_engine_the_latest_version_wins(engine, model):

@@ -13,8 +13,9 @@ from torch import nn
 from waiting import PATIENCE_S
 
 from inflight.core.errors import LayoutMismatchError
-from inflight.weights.sharded import ShardGroup, is_sharded
 from inflight.weights.tensors import layout_of
+from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sharded import ShardGroup
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "sharded_trainer.py"
 
@@ -66,16 +67,16 @@ def as_zero3_leaves_it(**part_attributes: object) -> nn.Module:
 
 def test_what_zero3_leaves_empty_on_one_rank_is_published_whole(alone):
     layer = as_zero3_leaves_it()
-    assert is_sharded(layer)
+    assert classify(layer).is_sharded
     assert {spec.name: spec.shape for spec in layout_of(layer).tensors} == {"weight": (2, 3), "bias": (2,)}
     views = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
-    ShardGroup(layer).receive(views)
+    ShardGroup(classify(layer)).receive(views)
     assert torch.equal(views["weight"].flatten(), layer.weight.ds_tensor)
     assert torch.equal(views["bias"], layer.bias)
 
 
 def test_ranks_wait_for_the_next_version_longer_than_a_step_takes_and_not_so_long_for_its_parts(alone):
-    group = ShardGroup(nn.Linear(3, 2))
+    group = ShardGroup(classify(nn.Linear(3, 2)))
     control, data = (g._get_backend(torch.device("cpu")).options._timeout for g in (group._control, group._data))
     assert control == timedelta(days=1)
     assert data == timedelta(minutes=30)
@@ -84,9 +85,9 @@ def test_ranks_wait_for_the_next_version_longer_than_a_step_takes_and_not_so_lon
 def test_any_optimizer_may_step_what_zero3_spreads_but_only_its_own_steps_fsdp2(alone):
     plain = nn.Linear(3, 2)
     another = torch.optim.SGD([nn.Parameter(torch.zeros(6))])
-    assert ShardGroup(as_zero3_leaves_it()).is_changed_by(another)
-    assert not ShardGroup(plain).is_changed_by(another)
-    assert ShardGroup(plain).is_changed_by(torch.optim.SGD(plain.parameters()))
+    assert ShardGroup(classify(as_zero3_leaves_it())).is_changed_by(another)
+    assert not ShardGroup(classify(plain)).is_changed_by(another)
+    assert ShardGroup(classify(plain)).is_changed_by(torch.optim.SGD(plain.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_any_optimizer_may_step_what_zero3_spreads_but_only_its_own_steps_fsdp2(
 )
 def test_parts_that_are_not_in_memory_as_trained_are_refused(alone, attributes, message):
     with pytest.raises(LayoutMismatchError, match=message):
-        ShardGroup(as_zero3_leaves_it(**attributes))
+        ShardGroup(classify(as_zero3_leaves_it(**attributes)))
 
 
 @pytest.mark.parametrize(

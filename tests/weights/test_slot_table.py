@@ -10,7 +10,7 @@ from inflight.core.errors import ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import SlotReady
 from inflight.weights.cuda_ipc import CudaSlot
-from inflight.weights.slot_table import SlotState, SlotTable
+from inflight.weights.engine.slot_table import SlotState, SlotTable
 
 LAYOUT = WeightLayout.build([("w", (4,), "float32")])
 

@@ -30,14 +30,15 @@ from inflight.core.messages import Fill
 from inflight.engine.shapes import shape_config
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
-from inflight.weights.link import EngineLink, Published
-from inflight.weights.sources import ModelSource
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
-from inflight.weights.transports import base, slots
-from inflight.weights.transports.broadcast import Group
+from inflight.weights.trainer import engine_link
+from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
+from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sources import ModelSource
+from inflight.weights.transports import base
+from inflight.weights.transports.broadcast import BroadcastGroup
 from inflight.weights.transports.files import FileOrigin
-from inflight.weights.transports.slots import map_slots
-from inflight.weights.version_file import write_version
+from inflight.weights.transports.version_file import write_version
 
 
 @contextmanager
@@ -102,9 +103,9 @@ def test_each_engine_over_its_own_transport(model_dir, tmp_path):
 def test_an_engine_that_fails_in_the_middle_of_a_broadcast(model_dir, monkeypatch, how):
     """The others get the version, the trainer is not held up, and the engine that takes its place catches up."""
     victims: list[int] = []
-    broadcast = Group.broadcast
+    broadcast = BroadcastGroup.broadcast
 
-    def fail_halfway(group: Group, buffer: torch.Tensor, bucket_bytes: int) -> None:
+    def fail_halfway(group: BroadcastGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
         half = len(buffer) // bucket_bytes // 2 * bucket_bytes
         if half and victims:
             broadcast(group, buffer[:half], bucket_bytes)
@@ -112,7 +113,7 @@ def test_an_engine_that_fails_in_the_middle_of_a_broadcast(model_dir, monkeypatc
             buffer = buffer[half:]
         broadcast(group, buffer, bucket_bytes)
 
-    monkeypatch.setattr(Group, "broadcast", fail_halfway)
+    monkeypatch.setattr(BroadcastGroup, "broadcast", fail_halfway)
     transport = inflight.Broadcast(bucket_bytes=1 << 14, timeout_s=3, delta=True)
     with engines(model_dir("qwen3"), 3) as launched:
         model = make_model("qwen3")
@@ -206,7 +207,9 @@ def test_two_publishers_at_once(engine, transport):
 # ---- what is refused --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transport", "where"), [(inflight.Slots(checksum=True), slots), (inflight.Broadcast(), base)])
+@pytest.mark.parametrize(
+    ("transport", "where"), [(inflight.Slots(checksum=True), engine_link), (inflight.Broadcast(), base)]
+)
 def test_a_slot_that_does_not_hold_what_was_published_is_refused(engine, monkeypatch, transport, where):
     """And the old version serves on, until the next one comes."""
     before = engine.status()
@@ -243,7 +246,9 @@ def test_a_slot_that_one_of_several_engines_refuses_is_told_of(engine, model_dir
 
 @pytest.fixture
 def link(engine) -> Iterator[EngineLink]:
-    link = EngineLink(engine.address, ModelSource(make_model("qwen3")), transport=inflight.Files.name(), timeout_s=10)
+    link = EngineLink(
+        engine.address, ModelSource(classify(make_model("qwen3"))), transport=inflight.Files.name(), timeout_s=10
+    )
     yield link
     link.detach()
 
@@ -329,15 +334,15 @@ def refuse_file(engine, link, directory, kind, message, *, change=None, damage=N
         load(path)
     assert (engine.status().version, engine.status().num_swaps) == (before.version, before.num_swaps)
     load(write_version(directory, layout, version, slot))
-    link.announce(target, Published(version, 0))
+    link.announce(target, PublishedVersion(version, 0))
     engine.wait_for_version(version)
 
 
 def fill_slot(link, slot, version, path, *, base=None, checksum=0):
-    ticket, origin = link.ticket(), msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
+    ticket, origin = link.messages.ticket(), msgspec.Raw(msgspec.msgpack.encode(FileOrigin(str(path))))
     fingerprint = link.layout.fingerprint
     message = Fill(slot=slot, version=version, fingerprint=fingerprint, origin=origin, base=base, checksum=checksum)
-    link.wait_for(link.send(msgspec.structs.replace(message, ticket=ticket)), 10)
+    link.messages.wait_for(link.messages.send(msgspec.structs.replace(message, ticket=ticket)), 10)
 
 
 def test_a_delta_whose_base_the_engine_does_not_hold(engine, link):
@@ -371,7 +376,7 @@ def test_a_full_disk(engine, tmp_path):
 
 def test_a_disk_that_is_too_small_is_told_with_sizes(tmp_path, monkeypatch):
     layout = layout_of(make_model("qwen3"))
-    monkeypatch.setattr("inflight.weights.version_file.bytes_left", lambda directory: 1 << 10)
+    monkeypatch.setattr("inflight.weights.transports.version_file.bytes_left", lambda directory: 1 << 10)
     with pytest.raises(WeightFileError, match=r"it needs 0.\d MiB and 0.0 MiB are left"):
         write_version(tmp_path, layout, 1, torch.zeros(layout.total_bytes, dtype=torch.uint8))
 
@@ -437,15 +442,18 @@ def test_a_small_step_sends_a_twentieth(tmp_path):
 def test_a_checked_version_that_is_not_newer_is_refused(engine):
     """And the engine lives on."""
     link = EngineLink(
-        engine.address, ModelSource(make_model("qwen3", seed=4)), transport=inflight.Slots.name(), timeout_s=10
+        engine.address,
+        ModelSource(classify(make_model("qwen3", seed=4))),
+        transport=inflight.Slots.name(),
+        timeout_s=10,
     )
-    mapped = map_slots(link)
+    mapped = link.map_slots()
     free = link.acquire(10)
     mapped[free].copy_(slot_of(make_model("qwen3", seed=4), link.layout))
     version = link.version
-    link.announce(free, Published(version, 0), checksum(mapped[free]))  # not newer than what serves
+    link.announce(free, PublishedVersion(version, 0), checksum(mapped[free]))  # not newer than what serves
     with pytest.raises(ProtocolError, match="is not newer than version"):
         link.acquire(10)
-    link.announce(free, Published(version + 1, 0), checksum(mapped[free]))
+    link.announce(free, PublishedVersion(version + 1, 0), checksum(mapped[free]))
     engine.wait_for_version(version + 1)
     link.detach()

@@ -46,7 +46,7 @@ _GAIN = 1.5
 _PREPARE_S = 600.0
 
 
-class Drawn(NamedTuple):
+class DrawnPrompt(NamedTuple):
     """A sequence that vLLM has computed."""
 
     token_ids: list[int]
@@ -57,13 +57,13 @@ class Drawn(NamedTuple):
     """f32[T, K]: their log-probabilities."""
 
 
-Draw = Callable[[list[list[int]], int, int], list[Drawn]]
+DrawTokens = Callable[[list[list[int]], int, int], list[DrawnPrompt]]
 """Has vLLM continue prompts by this many tokens, with the log-probabilities of this many most likely ones."""
 
 
 def check_logits(
     core: Any,
-    draw: Draw,
+    draw: DrawTokens,
     config: PretrainedConfig,
     layout: WeightLayout,
     slot: torch.Tensor,
@@ -107,7 +107,7 @@ class _Reference:
         self._coarse = self.model.dtype.itemsize < 4 or slot.is_cuda
 
     @torch.inference_mode()
-    def compare(self, draw: Draw, prompts: list[list[int]], weights: str) -> None:
+    def compare(self, draw: DrawTokens, prompts: list[list[int]], weights: str) -> None:
         """Raise UnsupportedModelError if vLLM computes something else."""
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         drawn = draw(prompts, _DRAWN, min(_TOP, vocabulary))
@@ -131,7 +131,7 @@ class _Reference:
             )
 
     def _precise(
-        self, drawn: list[Drawn], own: list[torch.Tensor]
+        self, drawn: list[DrawnPrompt], own: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], float] | tuple[None, None]:
         """Log-probabilities in the next higher precision over the same weights, and how far Transformers is off, if
         the model runs in it."""
@@ -158,7 +158,7 @@ def _error(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     return float(differences.quantile(_QUANTILE))
 
 
-def _logprobs(model: PreTrainedModel, drawn: Drawn) -> torch.Tensor:
+def _logprobs(model: PreTrainedModel, drawn: DrawnPrompt) -> torch.Tensor:
     """[T, K] of the same tokens, from a full forward pass over the sequence."""
     ids = torch.tensor(drawn.token_ids, device=model.device)
     logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, -len(drawn.columns) :]

@@ -36,16 +36,16 @@ from inflight.engine.checkpoints import compare_checkpoint
 from inflight.engine.device import memory_left, resolve_device
 from inflight.engine.loading import context_limit, eos_token_ids, load_tokenizer, read_config, resolve_dtype
 from inflight.engine.on_vllm import worker
-from inflight.engine.on_vllm.agreement import Drawn, check_logits
+from inflight.engine.on_vllm.agreement import DrawnPrompt, check_logits
 from inflight.engine.on_vllm.columns import UNRECORDED
 from inflight.engine.on_vllm.staged_slots import StagedSlots
-from inflight.engine.on_vllm.worker import Attached, Attachment, Way
+from inflight.engine.on_vllm.worker import Attachment, SharedSlots, UpdatePath
 from inflight.engine.own_columns import load_columns
 from inflight.engine.sequence import Sequence
 from inflight.engine.shapes import SHAPES
 from inflight.models.twin import first_line
+from inflight.weights.engine.slot_table import make_slot
 from inflight.weights.shared_memory import SharedMemorySlot
-from inflight.weights.slot_table import make_slot
 from inflight.weights.tensors import layout_of, slot_views
 
 logger = logging.getLogger("inflight.engine")
@@ -295,12 +295,12 @@ def _attach(
     vocab_size: int,
     weights: StagedSlots,
     adapters: StagedSlots | None,
-) -> list[Way]:
+) -> list[UpdatePath]:
     """Have the workers map the slots, and find out how versions get from there into the model."""
 
-    def described(table: StagedSlots) -> Attached:
+    def described(table: StagedSlots) -> SharedSlots:
         worker.own_slots[table.layout.fingerprint] = [slot.buffer for slot in table.slots]
-        return Attached(
+        return SharedSlots(
             table.layout, [slot.descriptor() if isinstance(slot, SharedMemorySlot) else None for slot in table.slots]
         )
 
@@ -320,7 +320,9 @@ def _attach(
         generator = torch.Generator(adapters.slots[0].buffer.device).manual_seed(0)
         for view in slot_views(adapters.slots[0].buffer, adapters.layout).values():
             view.normal_(generator=generator)  # by which it shows where each of them goes
-    ways = [msgpack_decoder(Way).decode(way) for way in core.collective_rpc("inflight_attach", args=(attachment,))]
+    ways = [
+        msgpack_decoder(UpdatePath).decode(way) for way in core.collective_rpc("inflight_attach", args=(attachment,))
+    ]
     if adapters is not None:
         adapters.slots[0].buffer.zero_()
     return ways
@@ -338,7 +340,7 @@ def _warm_up(core: Any) -> None:
             core.get_output()
 
 
-def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[Drawn]:
+def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: int) -> list[DrawnPrompt]:
     """Continue prompts, all at once, with log-probabilities."""
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
 
@@ -365,7 +367,7 @@ def _draw(core: Any, prompts: list[list[int]], num_tokens: int, num_logprobs: in
     drawn = []
     for prompt, own in zip(prompts, rows.values(), strict=True):
         columns, logprobs = torch.tensor([ids for ids, _ in own]), torch.tensor([values for _, values in own])
-        drawn.append(Drawn(prompt + columns[:, 0].tolist(), columns, logprobs))
+        drawn.append(DrawnPrompt(prompt + columns[:, 0].tolist(), columns, logprobs))
     return drawn
 
 

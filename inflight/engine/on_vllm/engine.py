@@ -22,15 +22,15 @@ from inflight.core.spans import span
 from inflight.engine.backend import Backend, Execution, Load
 from inflight.engine.on_vllm.build import Started, start
 from inflight.engine.on_vllm.columns import Columns
-from inflight.engine.on_vllm.line import Line
 from inflight.engine.on_vllm.sampling import request_arguments
 from inflight.engine.on_vllm.staged_slots import StagedSlots
+from inflight.engine.on_vllm.vllm_scheduler import VllmScheduler
 from inflight.engine.outputs import token_columns
 from inflight.engine.requests import Requests
 from inflight.engine.sequence import Sequence
 from inflight.engine.stopping import StopCondition
 from inflight.engine.verbs import verb
-from inflight.weights.comparison import Asked
+from inflight.weights.comparison import ChecksumRequest
 from inflight.weights.tensors import slot_views
 
 logger = logging.getLogger("inflight.engine")
@@ -66,7 +66,7 @@ class VllmEngine(Backend):
             kv_cache_bytes=started.kv_cache_bytes,
             kv_cache_tokens=started.kv_blocks * started.block_tokens,
         )
-        self.scheduler: Line = Line(self.max_sequences, records_columns=started.records_columns)
+        self.scheduler: VllmScheduler = VllmScheduler(self.max_sequences, records_columns=started.records_columns)
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
@@ -128,7 +128,7 @@ class VllmEngine(Backend):
         )
 
     @verb()
-    def checksums(self, asked: Asked) -> list[Digests]:
+    def checksums(self, asked: ChecksumRequest) -> list[Digests]:
         """Of the slot from which vLLM loaded the live version. Raises BackendError if it holds another one by now, or
         vLLM's weights are in no slot."""
         table = self.slot_table

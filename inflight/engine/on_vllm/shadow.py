@@ -115,14 +115,14 @@ class Parameter:
 class Computed:
     """A call of a loader of vLLM's that computes a parameter from parts of a slot, such as −exp(A_log) from A_log."""
 
-    call: "Load"
+    call: "LoaderCall"
     made_for: torch.Tensor
     """The parameter as the loader takes it."""
     parts: dict[str, Part]
     """Those of the call's arguments that are parts of a slot."""
 
     @classmethod
-    def of(cls, call: "Load", made_for: torch.Tensor, slot: torch.Tensor) -> "Computed":
+    def of(cls, call: "LoaderCall", made_for: torch.Tensor, slot: torch.Tensor) -> "Computed":
         """Raises Unmappable if an argument is a tensor that is no part of the slot."""
         tensors = {name: value for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
         return cls(call, made_for, {name: Part.of(tensor, slot) for name, tensor in tensors.items()})
@@ -260,7 +260,7 @@ Key = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Load:
+class LoaderCall:
     """A call of a loader, without its target."""
 
     loader: Callable[..., Any]
@@ -276,7 +276,7 @@ class Load:
 
 def _trace(
     model: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> tuple[dict[Key, list[Load]], dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
+) -> tuple[dict[Key, list[LoaderCall]], dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
     """Have vLLM load these tensors without loading anything: which loader it calls for which parameter with what. Also
     each parameter as it is before vLLM processes it, without values, and as it is now."""
     from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
@@ -288,7 +288,7 @@ def _trace(
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors  # pyright: ignore[reportMissingImports]
 
-    calls: dict[Key, list[Load]] = {}
+    calls: dict[Key, list[LoaderCall]] = {}
     metas: dict[Key, torch.Tensor] = {}
     lives: dict[Key, torch.Tensor] = {}
     original: list[tuple[Any, Any]] = []
@@ -300,7 +300,7 @@ def _trace(
         def note(*args: Any, **kwargs: Any) -> bool:
             bound = signature.bind(*args, **kwargs).arguments
             del bound[parameter]
-            calls.setdefault(key, []).append(Load(loader, parameter, bound))
+            calls.setdefault(key, []).append(LoaderCall(loader, parameter, bound))
             return True  # those of experts say whether it was one of this rank's
 
         return note
@@ -354,7 +354,7 @@ def copy_of(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> C
     return Copy(part, tuple(target.shape), target.stride(), int(target.storage_offset()))
 
 
-def _noted(load: Load, parameter: torch.Tensor, slot: torch.Tensor) -> list[Copy]:
+def _noted(load: LoaderCall, parameter: torch.Tensor, slot: torch.Tensor) -> list[Copy]:
     """The copies that a loader makes to a parameter. Raises Unmappable if something does not come out of the slot."""
     with NoteCopies() as noted, torch.no_grad():
         load(parameter)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import SlotReady
-from inflight.weights.slot_table import Slot, SlotState, SlotTable
+from inflight.weights.engine.slot_table import Slot, SlotState, SlotTable
 
 
 class StagedSlots(SlotTable):

@@ -27,7 +27,7 @@ own_slots: dict[str, list[torch.Tensor]] = {}
 """Maps fingerprints of layouts to their slots on the device of a worker that runs in the engine's process."""
 
 
-class Attached(msgspec.Struct, frozen=True):
+class SharedSlots(msgspec.Struct, frozen=True):
     """The slots of weights, or of adapters."""
 
     layout: WeightLayout
@@ -43,18 +43,18 @@ class Attached(msgspec.Struct, frozen=True):
 class Attachment(msgspec.Struct, frozen=True):
     """What the workers need to know."""
 
-    weights: Attached
+    weights: SharedSlots
     aliases: list[Alias]
     cores: list[int]
     """CPU cores on which a version may be prepared."""
     columns: tuple[str, ...] = ()
     """The functions of a user's own, as `EngineOptions` has them."""
     vocab_size: int = 0
-    adapters: Attached | None = None
+    adapters: SharedSlots | None = None
     adapter_names: tuple[str, ...] = ()
 
 
-class Way(msgspec.Struct, frozen=True):
+class UpdatePath(msgspec.Struct, frozen=True):
     """How a worker takes a version."""
 
     reload_reason: str
@@ -90,7 +90,7 @@ class StagedWeights:
                 targets[name].copy_(tensor)
 
     def inflight_attach(self, attachment: bytes) -> bytes:
-        """Find out how a version gets from a slot into the model. Returns a Way."""
+        """Find out how a version gets from a slot into the model. Returns a UpdatePath."""
         attached = self._inflight_map_slots(attachment)
         runner = self.model_runner
         self._inflight_thread: threading.Thread | None = None
@@ -120,7 +120,7 @@ class StagedWeights:
         functions = load_columns(attached.columns, vocab_size=attached.vocab_size, device=runner.device)
         self._inflight_recorder = ColumnRecorder(runner, functions) if can_record(runner) else None
         weights, adapters = self._inflight_shadow, self._inflight_adapters
-        way = Way(
+        way = UpdatePath(
             reload_reason=reason,
             reads=[] if weights is None else weights.reads(),
             adapter_reads=[] if adapters is None else adapters.reads(),

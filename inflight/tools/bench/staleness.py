@@ -23,7 +23,7 @@ from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import resolve_schedule
-from inflight.weights.publisher import Publisher
+from inflight.weights.trainer.publisher import Publisher
 
 GROUP_SIZE = 4
 WARM_UP_STEPS = 3

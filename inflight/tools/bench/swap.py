@@ -43,9 +43,9 @@ from inflight.tools.bench.spread import p50_and_p99, spread
 from inflight.tools.demo.trainer import torch_threads
 from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
-from inflight.weights.link import EngineEndpoint
-from inflight.weights.publisher import Publisher
 from inflight.weights.shared_memory import default_directory
+from inflight.weights.trainer.engine_link import EngineEndpoint
+from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports.slots import Slots
 
 QUIET_PASSES = 16

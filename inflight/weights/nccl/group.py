@@ -1,4 +1,4 @@
-"""A group of a trainer, which is rank 0 and broadcasts, and of this process, which receives."""
+"""A group of a trainer, rank 0, which broadcasts, and this process, which receives."""
 
 import threading
 import time
@@ -10,28 +10,28 @@ import torch
 
 from inflight.core.errors import BroadcastError, InvalidRequestError
 from inflight.weights.nccl.library import DTYPES, Nccl
-from inflight.weights.nccl.rendezvous import Meeting
+from inflight.weights.nccl.rendezvous import Rendezvous
 
 _POLL_S = 0.0005
 _LEAVING_S = 1.0
-"""Bound for a collective to see that the group is left, before it is ended from without."""
+"""Bound for a collective to notice that the group is closed, before it is aborted."""
 _MORE_S = 2.0
-"""For what has the same bound of its own, and then says more."""
+"""Extra time for calls with the same bound of their own, whose errors say more."""
 _TRAINER = 0
 
 
-class Tensors(msgspec.Struct, frozen=True):
-    """What a trainer is about to send: `update_info` of /update_weights."""
+class TensorList(msgspec.Struct, frozen=True):
+    """Tensors that a trainer will send: `update_info` of /update_weights."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     packed: bool | None = None
-    """Trainers for vLLM before 0.28 say here, and not when they are met, how they send them."""
+    """Trainers for vLLM before 0.28 set this here and not in the rendezvous."""
     packed_buffer_size_bytes: int | None = None
 
     def check(self, most_bytes: int) -> None:
-        """Raise InvalidRequestError for what cannot be received."""
+        """Raise InvalidRequestError for tensors that cannot be received."""
         if not len(self.names) == len(self.dtype_names) == len(self.shapes):
             raise InvalidRequestError(
                 f"update_info has {len(self.names)} names, {len(self.dtype_names)} dtype_names and {len(self.shapes)} "
@@ -52,7 +52,7 @@ class Tensors(msgspec.Struct, frozen=True):
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """A tensor that comes."""
+    """A tensor that will arrive."""
 
     name: str
     dtype: torch.dtype
@@ -63,8 +63,8 @@ class Announced(msgspec.Struct, frozen=True):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def buffers(tensors: Tensors, limit_bytes: int) -> Iterator[list[Announced]]:
-    """The tensors of each packed buffer: the trainer closes one once it holds more than so many bytes."""
+def buffers(tensors: TensorList, limit_bytes: int) -> Iterator[list[Announced]]:
+    """Yield the tensors of each packed buffer. The trainer closes a buffer once it exceeds `limit_bytes`."""
     together: list[Announced] = []
     held = 0
     for tensor in tensors.each():
@@ -77,15 +77,15 @@ def buffers(tensors: Tensors, limit_bytes: int) -> Iterator[list[Announced]]:
         yield together
 
 
-class Group:
+class NcclGroup:
     """Receives tensors, in the order in which the trainer announces them."""
 
-    def __init__(self, library: Nccl, meeting: Meeting, device: torch.device, *, timeout_s: float):
-        """Joins the trainer. timeout_s: bound for that, and then for every buffer. Raises BroadcastError if the trainer
-        does not come, and InvalidRequestError for what it says of the group."""
+    def __init__(self, library: Nccl, meeting: Rendezvous, device: torch.device, *, timeout_s: float):
+        """Join the trainer's group. timeout_s: bound for that, and later for every buffer. Raises BroadcastError if the
+        trainer does not join, and InvalidRequestError for an invalid rendezvous."""
         self._library, self._meeting, self._device, self._timeout_s = library, meeting, device, timeout_s
         self._comm = 0
-        """0 before the group is joined, and once it is left."""
+        """NCCL's communicator; 0 outside the group."""
         self._left = threading.Lock()
         self._in_use = threading.Lock()
         self.closed = False
@@ -93,34 +93,34 @@ class Group:
         ids: list[bytes] = []
         self._bounded(
             lambda: ids.append(meeting.unique_id(timeout_s)), "the trainer's store did not answer", _MORE_S
-        )  # which has a bound for connecting, and none for answers
+        )  # It bounds connecting, and not answers.
 
         def join() -> None:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread; NCCL takes the one that is current
+                torch.cuda.set_device(device)  # NCCL takes the current device of this thread.
             self._comm = library.join(ids[0], meeting.rank_offset, meeting.world_size)
-            if self.closed:  # nobody waits any more
+            if self.closed:  # The caller has given up.
                 self._abort()
 
         self._bounded(join, "the group was not complete")
         one = torch.zeros(1, dtype=torch.float32, device=device)
         self._bounded(lambda: self._launch(lambda stream: library.sum(one, self._comm, stream)), "nobody answered")
 
-    def receive(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors on the device, as they come. All have to be taken: the trainer sends them whatever becomes
-        of them. Raises BroadcastError."""
+    def receive(self, tensors: TensorList) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and tensors on the device as they arrive. The caller takes all of them, since the trainer sends
+        all in any case. Raises BroadcastError."""
         packed = self._meeting.packed if tensors.packed is None else tensors.packed
         if not packed:
             return self._one_by_one(tensors)
         return self._packed(tensors, tensors.packed_buffer_size_bytes or self._meeting.packed_buffer_size_bytes)
 
-    def _one_by_one(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _one_by_one(self, tensors: TensorList) -> Iterator[tuple[str, torch.Tensor]]:
         for one in tensors.each():
             tensor = torch.empty(one.shape, dtype=one.dtype, device=self._device)
             self._receive(tensor)
             yield one.name, tensor
 
-    def _packed(self, tensors: Tensors, limit_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _packed(self, tensors: TensorList, limit_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         for together in buffers(tensors, limit_bytes):
             sizes = [one.num_bytes for one in together]
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -130,7 +130,7 @@ class Group:
                 yield one.name, aligned.view(one.dtype).view(one.shape)
 
     def close(self) -> None:
-        """Leave the group, also while something is being received. Safe to call twice."""
+        """Leave the group, also during a transfer. Safe to call twice."""
         if self.closed:
             return
         self.closed = True
@@ -142,7 +142,7 @@ class Group:
                 self._in_use.release()
 
     def _abort(self) -> None:
-        """Once: its memory is gone afterwards."""
+        """Abort the communicator, once: NCCL frees it."""
         with self._left:
             comm, self._comm = self._comm, 0
         if comm:
@@ -151,7 +151,7 @@ class Group:
     def _receive(self, tensor: torch.Tensor) -> None:
         self._bounded(
             lambda: self._launch(lambda stream: self._library.broadcast(tensor, _TRAINER, self._comm, stream)),
-            f"{tensor.nbytes:,} bytes that were announced did not come",
+            f"{tensor.nbytes:,} announced bytes did not arrive",
         )
 
     def _launch(self, call: Callable[[int], None]) -> None:
@@ -172,11 +172,11 @@ class Group:
 
     def _still_open(self) -> None:
         if self.closed:
-            raise BroadcastError("the trainer's group was left; it has to be met again")
+            raise BroadcastError("the trainer's group was closed; join it again")
 
     def _bounded(self, call: Callable[[], None], failure: str, more_s: float = 0.0) -> None:
-        """Run it in a thread of its own, as NCCL waits for other ranks without a bound; after too long the group is
-        left, which ends such a wait."""
+        """Run a call in a thread of its own, since NCCL waits for other ranks without a bound. After the bound, leave
+        the group, which ends such a wait."""
         self._still_open()
         raised: list[BaseException] = []
 

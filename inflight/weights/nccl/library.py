@@ -1,6 +1,6 @@
-"""NCCL by ctypes: the few functions that a receiver of broadcasts calls, as nccl.h (2.18 and later) declares them.
+"""NCCL by ctypes: the functions for receiving broadcasts, as nccl.h (2.18 and later) declares them.
 
-PyTorch has them too, but only behind process groups, which trainers that speak to vLLM do not make.
+PyTorch offers them only inside process groups, which vLLM's protocol does not use.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import torch
 from inflight.core.errors import BackendError, BroadcastError
 
 VARIABLE = "INFLIGHT_NCCL_LIBRARY"
-"""Names the file of the library, in place of that which PyTorch has loaded."""
+"""Environment variable with the library's file, if it is not the one that PyTorch has loaded."""
 ID_BYTES = 128
 _TYPES = {
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8,
@@ -21,12 +21,12 @@ _TYPES = {
 }  # fmt: skip
 """NCCL's numbers of dtypes."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
-"""Maps PyTorch's names to the dtypes that can be received."""
+"""Maps names to dtypes that can be received."""
 _SUM = 0
 
 
 class UniqueId(ctypes.Structure):
-    """What the processes of a group know it by."""
+    """The id of a group."""
 
     _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
 
@@ -41,7 +41,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 class Nccl:
-    """The library. All calls raise BroadcastError where NCCL returns an error."""
+    """The library. All calls raise BroadcastError if NCCL returns an error."""
 
     def __init__(self, path: str):
         """Raises BackendError if the library cannot be loaded, or lacks a function."""
@@ -56,29 +56,29 @@ class Nccl:
         self._text_of.argtypes, self._text_of.restype = [c_int], ctypes.c_char_p
 
     def join(self, unique_id: bytes, rank: int, world_size: int) -> int:
-        """The address of a communicator. Returns once all ranks have joined."""
+        """Return the address of a communicator once all ranks have joined."""
         comm = c_void_p()
         self._call("ncclCommInitRank", byref(comm), world_size, UniqueId.from_buffer_copy(unique_id), rank)
         return comm.value or 0
 
     def sum(self, tensor: torch.Tensor, comm: int, stream: int) -> None:
-        """Add up a tensor of all ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         address = tensor.data_ptr()
         self._call("ncclAllReduce", address, address, tensor.numel(), _TYPES[tensor.dtype], _SUM, comm, stream)
 
     def broadcast(self, tensor: torch.Tensor, root: int, comm: int, stream: int) -> None:
-        """Receive a tensor of the root's, of the same size and dtype."""
+        """Receive the root's tensor of the same size and dtype."""
         address = tensor.data_ptr()
         self._call("ncclBroadcast", address, address, tensor.numel(), _TYPES[tensor.dtype], root, comm, stream)
 
     def check(self, comm: int) -> None:
-        """Raise BroadcastError if what was launched has failed since."""
+        """Raise BroadcastError if a launched collective has failed."""
         found = c_int()
         self._call("ncclCommGetAsyncError", comm, byref(found))
         self._check(found.value, "a collective")
 
     def abort(self, comm: int) -> None:
-        """End a communicator, also while a call of another thread waits for other ranks."""
+        """Abort a communicator, also while another thread's call waits for other ranks."""
         self._functions["ncclCommAbort"](comm)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -90,7 +90,7 @@ class Nccl:
 
 
 def why_not(device: str) -> str | None:
-    """Why nothing can be received in this process for an engine on this device, or None."""
+    """Return why this process cannot receive for an engine on this device, or None."""
     if os.environ.get(VARIABLE):
         return None
     if torch.device(device).type != "cuda":
@@ -99,5 +99,5 @@ def why_not(device: str) -> str | None:
 
 
 def load() -> Nccl:
-    """The library that PyTorch's own is loaded with, or the one that the environment names. Raises BackendError."""
+    """Load PyTorch's library, or the one of the environment variable. Raises BackendError."""
     return Nccl(os.environ.get(VARIABLE) or "libnccl.so.2")

@@ -1,7 +1,7 @@
-"""How a trainer that speaks to vLLM says where to meet: it hosts a TCPStore, in which it leaves the id of the group.
+"""The rendezvous of vLLM's protocol: the trainer hosts a TCPStore with the id of the group.
 
-The id is a pickled object of a class of vLLM's; it is read without running anything, as these are bytes from a network.
-The protocol is that of vLLM 0.24 to 0.33: vllm/distributed/utils.py (StatelessProcessGroup) and
+The id is a pickled object of a vLLM class. Since it arrives over a network, it is read without running any code. The
+protocol is the one of vLLM 0.24 to 0.33: vllm/distributed/utils.py (StatelessProcessGroup) and
 device_communicators/pynccl.py.
 """
 
@@ -26,22 +26,22 @@ _MAKER = ("_ctypes", "_unpickle")
 DEFAULT_BUFFER_BYTES = 1 << 30
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer says of the group that it makes: `init_info` of /init_weight_transfer_engine."""
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """The group that a trainer makes: `init_info` of /init_weight_transfer_engine."""
 
     master_address: str | None = None
     master_port: int | None = None
     rank_offset: int
     world_size: int
     nccl_unique_id_b64: str | None = None
-    """The id itself, of a trainer that hosts no store."""
+    """The id, if the trainer hosts no store."""
     packed: bool = False
     packed_buffer_size_bytes: int = DEFAULT_BUFFER_BYTES
     packed_num_buffers: int = 2
-    """Of no meaning here: one is taken after the other."""
+    """Ignored: buffers are received one after another."""
 
     def check(self) -> None:
-        """Raise InvalidRequestError for what cannot be."""
+        """Raise InvalidRequestError for invalid fields."""
         if not 0 < self.rank_offset < self.world_size <= 1 << 16:
             raise InvalidRequestError(
                 f"rank_offset {self.rank_offset} is no receiver's rank among {self.world_size}: the trainer has rank 0"
@@ -52,8 +52,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("init_info needs master_address and master_port, or nccl_unique_id_b64")
 
     def unique_id(self, timeout_s: float) -> bytes:
-        """The id of the group. Raises BroadcastError if the trainer does not leave one in time, and InvalidRequestError
-        if what it leaves is none."""
+        """Return the id of the group. Raises BroadcastError if there is none in time, and InvalidRequestError if it is
+        invalid."""
         if self.nccl_unique_id_b64 is not None:
             try:
                 found = base64.b64decode(self.nccl_unique_id_b64, validate=True)
@@ -78,7 +78,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _VLLMS_CLASS = object()
-"""Stands for it, and cannot be called."""
+"""Placeholder for vLLM's class. It cannot be called."""
 
 
 class _Id(NamedTuple):
@@ -95,11 +95,11 @@ _OPCODES = {
     "PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPUT", "BINGET", "MEMOIZE",
     "EMPTY_DICT", "BINBYTES", "SHORT_BINBYTES", "MARK", "TUPLE", "TUPLE2", "REDUCE", "STOP",
 }  # fmt: skip
-"""What such an id is made of. Others can make an unpickler take memory without bound."""
+"""Opcodes of such an id. Others can make an unpickler allocate without bound."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the two names that a pickled id has, and gives neither of them its own meaning."""
+    """Resolves the two names in a pickled id to placeholders."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) == _CLASS:
@@ -110,8 +110,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_unique_id(data: bytes) -> bytes:
-    """The 128 bytes of a pickled `ncclUniqueId` of vLLM's. Raises InvalidRequestError for anything else; nothing that
-    it names is imported or called."""
+    """Return the 128 bytes of a pickled `ncclUniqueId` of vLLM. Raises InvalidRequestError for anything else. It
+    imports and calls nothing that the pickle names."""
     if len(data) > _MOST_PICKLED_BYTES:
         raise InvalidRequestError(f"what the trainer left as the group's id has {len(data):,} bytes, and is none")
     try:
@@ -119,7 +119,7 @@ def read_unique_id(data: bytes) -> bytes:
         if unknown:
             raise pickle.UnpicklingError(f"it has {', '.join(sorted(unknown))}")
         found = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # whatever broken pickles make of the unpickler
+    except Exception as error:  # Broken pickles raise many kinds of errors.
         raise InvalidRequestError(f"what the trainer left as the group's id is none: {error}") from error
     return _checked(found.data if isinstance(found, _Id) else None)
 

@@ -1,15 +1,15 @@
-"""What a transport is: a way in which versions reach engines.
+"""Base classes of a transport, which brings versions to engines.
 
-A transport is one file with three classes: the settings, which a user constructs, the trainer's side and the engine's.
-Version numbers, slots, checksums, repeated attempts and time limits are the same for all of them and lie outside.
-docs/transports.md writes one.
+A transport is one file with three classes: the settings that a user constructs, a sender in the trainer's process and a
+receiver in the engine's. All transports share version numbers, slots, checksums, retries and time limits, which are in
+these base classes and in `SlotFiller`. docs/transports.md contains a whole transport.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -20,11 +20,10 @@ from inflight.core.layout import WeightLayout
 from inflight.core.messages import Fill, Prepare, to_raw
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
-from inflight.weights.link import EngineLink, Published
-from inflight.weights.pace import Pace
+from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
 
 _ATTEMPTS = 3
-"""Attempts per engine and version; the next version is another chance."""
+"""Attempts per engine and version. A later version starts again."""
 
 
 class Transport(ABC):
@@ -33,12 +32,12 @@ class Transport(ABC):
     __slots__ = ()
 
     writes_to_slots: ClassVar[bool] = False
-    """True if the trainer's process writes to the slots itself: the engine describes them to it (`attached.slots`), and
-    each engine has a sender of its own."""
+    """True if the trainer's process writes to the slots itself. Then the engine describes their memory
+    (`attached.slots`), and each engine has a sender of its own."""
 
     @classmethod
     def name(cls) -> str:
-        """The name by which engines know the transport; they accept the built-in ones and `launch(transports=…)`."""
+        """Name of the transport at engines. They accept the built-in ones and those of `launch(transports=…)`."""
         return f"{cls.__module__}:{cls.__qualname__}"
 
     @abstractmethod
@@ -48,19 +47,7 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def receiver(cls, layout: WeightLayout, device: torch.device) -> "Receiver | None":
-        """Make the engine's side, for slots of this layout on this device; None if the trainer fills the slots."""
-
-    def for_one_engine(self, slot_timeout_s: float) -> Self:
-        """Return the settings for the only engine of a publisher with this `slot_timeout_s`."""
-        return self
-
-    def pace(self) -> Pace | None:
-        """Return how a copy of the weights is cut into pieces; None: not at all."""
-        return None
-
-    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "Target | None":
-        """Return what writes versions straight to the only engine; None if they go through a staging buffer."""
-        return None
+        """Make the engine's side for slots of this layout on this device; None if the trainer fills the slots."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +56,11 @@ class StagedVersion:
 
     data: torch.Tensor
     """The bytes of a slot, u8[total_bytes]."""
-    record: Published
+    record: PublishedVersion
 
     @cached_property
     def checksum(self) -> int:
-        """Computed if a sender asks for it: it takes as long as several copies."""
+        """Checksum of the data. It takes as long as several copies and is computed on first use."""
         return checksum(self.data)
 
     @property
@@ -82,48 +69,50 @@ class StagedVersion:
 
 
 class Sender(ABC):
-    """The trainer's side of a transport. It is used from one thread, which the trainer does not wait for.
+    """The trainer's side of a transport. One thread uses it, and the trainer does not wait for that thread.
 
-    Subclasses implement `deliver`. An engine that fails does not keep the others from their versions.
+    Subclasses implement `deliver`. An engine that fails does not keep versions from the others.
     """
 
     refused_later: ClassVar[bool] = False
-    """True if an engine refuses a version only after it was announced, and so tells while the next one is sent."""
+    """True if engines check a version only after its announcement, and report during the next one."""
 
     def __init__(self, *, timeout_s: float, delta: bool = False):
-        """timeout_s: an engine that takes longer to lend a slot, to prepare or to fill is let go. delta: whether
-        `changes` returns any."""
+        """timeout_s: bound for an engine to lend a slot, to prepare or to fill. A slower engine is dropped. delta:
+        lets `changes` return deltas."""
         self.engines: list[EngineLink] = []
         self.timeout_s = timeout_s
         self.sent_bytes = 0
-        """Bytes that `deliver` sent of this version, counted once where several engines get the same."""
+        """Bytes that `deliver` sent of this version. Bytes for several engines count once."""
         self.lost: dict[EngineLink, Exception] = {}
-        """Engines that ended or did not answer in time while this version was sent."""
+        """Engines that ended or did not answer in time during this version."""
         self.refused: dict[EngineLink, Exception] = {}
-        """Reasons why engines did not take a version."""
+        """Errors of engines that did not take this version."""
         self._delta = delta
         self._slots: dict[EngineLink, int] = {}
         self._fills: dict[EngineLink, tuple[Fill, Answer]] = {}
-        """What `fill` asked for in this attempt."""
+        """Requests of `fill` in this attempt."""
         self._holds: dict[EngineLink, int] = {}
-        """Maps an engine to the version that it was filled with last, which can be the base of a delta."""
+        """Maps an engine to the version that filled it last. This can be the base of a delta."""
+
+    # ---- for subclasses -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
-        """Bring a version to these engines, each of which has lent the slot beside it; `fill` has one fill its slot.
+        """Bring a version to these engines, each of which has lent the given slot. `fill` has an engine fill it.
 
-        base: the version that was sent before, if there is one. It is called again for engines that did not take the
-        version, a few times. Raises an InflightError if the version cannot be sent: then the engines keep what they
-        have and the trainer is told. Any other error ends the publisher.
+        base: the version sent before, if there is one. Engines that do not take the version get a few more attempts.
+        Raises an InflightError if the version cannot be sent: the engines keep their weights and the publisher raises
+        it. Any other error ends the publisher.
         """
 
     def fill(
         self, engine: EngineLink, staged: StagedVersion, origin: msgspec.Struct, base: StagedVersion | None = None
     ) -> None:
-        """Ask an engine to fill its slot; its receiver gets the origin. When `deliver` has returned, the answer is
-        waited for and the version announced. base: the origin brings the changes since that version."""
+        """Request that an engine's receiver fills the slot from the origin. After `deliver` returns, the answer is
+        awaited and the version announced. base: the origin holds the changes since that version."""
         fill = Fill(
-            ticket=engine.ticket(),
+            ticket=engine.messages.ticket(),
             slot=self._slots[engine],
             version=staged.version,
             fingerprint=engine.layout.fingerprint,
@@ -131,44 +120,49 @@ class Sender(ABC):
             base=base.version if base else None,
             checksum=staged.checksum,
         )
-        self._fills[engine] = fill, engine.send(fill)
+        self._fills[engine] = fill, engine.messages.send(fill)
 
     def prepare(self, setups: Mapping[EngineLink, msgspec.Struct], meanwhile: Callable[[], None]) -> bool:
-        """Hand each engine's receiver its setup and call `meanwhile`. Returns whether all of that worked; if not, the
-        attempt is over for engines whose slots are not being filled."""
-        answers = {e: e.send(Prepare(ticket=e.ticket(), setup=to_raw(setup, "a setup"))) for e, setup in setups.items()}
-        worked = True
+        """Send each engine's receiver its setup and call `meanwhile`. Return whether everything succeeded. If not, the
+        attempt ends for engines without a pending `fill`."""
+        answers = {
+            e: e.messages.send(Prepare(ticket=e.messages.ticket(), setup=to_raw(setup, "a setup")))
+            for e, setup in setups.items()
+        }
+        succeeded = True
         try:
             meanwhile()
         except InflightError as error:
             self.refused |= dict.fromkeys(setups, error)
-            worked = False
-        ready = [self._try(e, partial(e.wait_for, answer, self.timeout_s)) for e, answer in answers.items()]
-        return worked and all(ready)
+            succeeded = False
+        ready = [self._try(e, partial(e.messages.wait_for, answer, self.timeout_s)) for e, answer in answers.items()]
+        return succeeded and all(ready)
 
     def holds(self, engine: EngineLink, base: StagedVersion | None) -> bool:
-        """Return whether an engine was filled with this version last."""
+        """Return whether this version filled the engine last."""
         return base is not None and self._holds.get(engine) == base.version
 
     def changes(
         self, engines: Sequence[EngineLink], staged: StagedVersion, base: StagedVersion | None
     ) -> torch.Tensor | None:
-        """Return a delta, u8[m], if deltas are wanted, all of these engines hold its base, and it saves something."""
+        """Return a delta, u8[m], if deltas are enabled, all these engines hold its base, and it is smaller."""
         if not self._delta or base is None or not all(self.holds(engine, base) for engine in engines):
             return None
         return delta.encode(base.data, staged.data)
 
+    def add(self, engine: EngineLink) -> None:
+        """Also send versions to this engine."""
+        self.engines.append(engine)
+
     def close(self) -> None:
-        """Let the engines go."""
+        """Detach from all engines."""
         for engine in self.engines:
             engine.detach()
 
-    def add(self, engine: EngineLink) -> None:
-        """Bring versions to another engine, too."""
-        self.engines.append(engine)
+    # ---- for the staging buffer ---------------------------------------------------------------------------------
 
     def send(self, staged: StagedVersion, base: StagedVersion | None) -> None:
-        """Bring the version to every engine that lacks it; `lost`, `refused` and `sent_bytes` say what became of it."""
+        """Bring the version to every engine that lacks it, and set `lost`, `refused` and `sent_bytes`."""
         self.lost, self.refused, self.sent_bytes = {}, {}, 0
         for _ in range(_ATTEMPTS):
             self._slots, self._fills = {}, {}
@@ -190,17 +184,17 @@ class Sender(ABC):
         except InflightError as error:
             self.refused |= {engine: error for engine in self._slots if engine not in self._fills}
         for engine, (fill, answer) in self._fills.items():
-            if self._try(engine, partial(engine.wait_for, answer, self.timeout_s)):
+            if self._try(engine, partial(engine.messages.wait_for, answer, self.timeout_s)):
                 engine.announce(fill.slot, staged.record)
                 self._holds[engine] = fill.version
             else:
-                self._holds.pop(engine, None)  # so that the next attempt sends the whole
+                self._holds.pop(engine, None)  # The next attempt sends the whole version.
         for engine, slot in self._slots.items():
             if engine.version < staged.version:
                 engine.give_back(slot)
 
     def _try(self, engine: EngineLink, action: Callable[[], object]) -> bool:
-        """Note what an engine failed with, if it does. Returns whether it worked."""
+        """Return whether an action succeeded. Note the error of an engine that failed."""
         try:
             action()
         except (EngineDiedError, TimeoutError) as error:
@@ -213,77 +207,32 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """The engine's side of a transport: it takes versions in a thread of the engine's process, while decoding goes on.
+    """The engine's side of a transport. It receives versions in a thread of the engine's process while decoding
+    continues. Each publisher that attaches gets a new one.
 
-    One is made for each publisher that attaches. Nothing that it is told may be trusted: sizes, paths and versions are
-    checked before memory is touched. What it raises is told to the publisher, best as an InflightError. A slot that it
-    filled goes live only if its checksum is that of the trainer's.
+    Its input is untrusted: check sizes, paths and versions before touching memory. The publisher raises its errors,
+    preferably InflightErrors. A slot that it filled goes live only with the checksum of the trainer.
     """
 
     origin: ClassVar[type[msgspec.Struct]]
-    """The struct that `Sender.fill` is given."""
+    """Type of the struct that `Sender.fill` sends."""
     setup: ClassVar[type[msgspec.Struct] | None] = None
-    """The struct that `Sender.prepare` is given, if it is used."""
+    """Type of the struct that `Sender.prepare` sends, if the transport uses it."""
 
     def __init__(self, layout: WeightLayout, device: torch.device):
         self.layout, self.device = layout, device
 
     def prepare(self, setup: Any) -> None:
-        """Get ready for versions: join a process group, for example."""
+        """Prepare for versions: join a process group, for example."""
         raise ProtocolError(f"{type(self).__name__} needs no preparation")
 
     @abstractmethod
     def receive(self, origin: Any, version: int, slot: torch.Tensor) -> None:
-        """Write a whole version to a slot, u8[total_bytes]; what is written is complete when this returns."""
+        """Write a whole version to a slot, u8[total_bytes]. The slot is complete when this returns."""
 
     def receive_changes(self, origin: Any, version: int, base: int) -> torch.Tensor:
         """Return the changes since version `base`, u8[m], as `inflight.weights.delta` encodes them."""
         raise ProtocolError(f"{type(self).__name__} takes whole versions only, and not the changes since one")
 
     def close(self) -> None:  # noqa: B027
-        """The publisher is gone, and nothing more will come."""
-
-
-class Target(ABC):
-    """Where a publisher writes versions: to the slots of its only engine, or to a staging buffer before its engines."""
-
-    views: list[dict[str, torch.Tensor]]
-    """The tensors of each slot."""
-    sent_bytes: int
-    """Bytes that engines were sent of the last version that all of them got."""
-    sent_version: int = 0
-    """The version that was announced or sent last."""
-    lost: Mapping[str, Exception] = {}
-    """Maps endpoints of engines that ended, or did not answer, to what happened."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> list[EngineLink]:
-        """Engines that have not been lost."""
-
-    @abstractmethod
-    def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
-        """Send versions to another engine, too. Raises InflightError, before `attach` is called, if that cannot be."""
-
-    @abstractmethod
-    def acquire(self) -> int:
-        """Return a slot to write to, once there is one. Raises what keeps engines from lending one."""
-
-    @abstractmethod
-    def announce(self, slot: int, record: Published) -> None:
-        """The slot holds this version."""
-
-    @abstractmethod
-    def release(self, slot: int) -> None:
-        """What is in the slot is not announced."""
-
-    def listen(self) -> None:  # noqa: B027
-        """Hear what engines say while there is nothing to publish."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise what keeps versions from reaching any engine, if something does."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send what was announced, and let the engines go."""
+        """Release resources. The publisher has gone."""

@@ -1,5 +1,8 @@
-"""The transport of process groups, which are made without the default group of torch.distributed (the trainer may have
-that for itself), and anew whenever an engine comes or goes. The name of a group is never used twice."""
+"""The transport of process groups. They are independent of torch.distributed's default group, which the trainer can
+use.
+
+Each change of the set of engines makes a new group under a new name.
+"""
 
 import ipaddress
 import socket
@@ -18,7 +21,7 @@ from inflight.core.errors import BroadcastError, ProtocolError
 from inflight.core.layout import WeightLayout
 from inflight.core.waiting import telling
 from inflight.weights.cuda_ipc import uuid_of
-from inflight.weights.link import EngineLink
+from inflight.weights.trainer.engine_link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
 
 
@@ -28,16 +31,16 @@ class Broadcast(Transport):
     """One collective broadcast to all engines: NCCL where each process has a GPU of its own, else gloo."""
 
     host: str = "127.0.0.1"
-    """Address of the trainer, as engines see it. The trainer listens on it alone, and gloo's ranks on the addresses by
-    which they reach it; NCCL's on the interfaces that NCCL_SOCKET_IFNAME names."""
+    """Address of the trainer, as engines see it. The trainer listens only there, gloo's ranks on their addresses
+    towards it, and NCCL's ranks on the interfaces of NCCL_SOCKET_IFNAME."""
     allow_unencrypted: bool = False
-    """Send weights over a network all the same, where who can listen reads them and who can write changes them; without
-    it, a host that is not this machine's loopback raises ValueError."""
+    """Send weights over a network unencrypted and unauthenticated. If False, a host other than the loopback raises
+    ValueError."""
     bucket_bytes: int = 64 << 20
     delta: bool = False
-    """Send what changed since the last version to those that have it."""
+    """Send changes since the last version to engines that have it."""
     timeout_s: float = 60.0
-    """Bound of each step of a broadcast; an engine that takes longer is let go."""
+    """Bound of each step of a broadcast. A slower engine is dropped."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -58,7 +61,7 @@ class Broadcast(Transport):
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether an address, or the name of one, is of the loopback. Another name may come to mean anything."""
+    """Return whether a host is on the loopback. Names other than localhost are not, as they can be redirected."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -66,7 +69,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class Join(msgspec.Struct, frozen=True):
-    """Become a rank of a new process group, in place of any earlier one."""
+    """Request to join a new process group in place of any earlier one."""
 
     group: str
     backend: str
@@ -87,13 +90,13 @@ class BroadcastOrigin(msgspec.Struct, frozen=True):
 
 
 class BroadcastSender(Sender):
-    """Rank 0 of a process group; the engines that lack a version are the others."""
+    """Rank 0 of a process group. Engines that lack a version are the other ranks."""
 
     def __init__(self, settings: Broadcast):
         super().__init__(timeout_s=settings.timeout_s, delta=settings.delta)
         self._settings = settings
         self._store = make_store(settings.host, settings.timeout_s)
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._members: list[EngineLink] = []
 
     def close(self) -> None:
@@ -112,23 +115,23 @@ class BroadcastSender(Sender):
         try:
             with telling(f"engines take a broadcast, each bucket within {self.timeout_s:g} s"):
                 group.broadcast(payload, self._settings.bucket_bytes)
-        except BroadcastError:  # whose fault it was, the engines' answers tell
+        except BroadcastError:  # The engines' answers name the culprit.
             self._drop_group()
 
-    def _group_of(self, engines: list[EngineLink], device: torch.device) -> "Group | None":
-        """Return the group of these engines, made anew if it is not the last one; None if it could not be made."""
+    def _group_of(self, engines: list[EngineLink], device: torch.device) -> "BroadcastGroup | None":
+        """Return the group of these engines, a new one if they differ from the last; None if it could not be made."""
         if self._group is not None and engines == self._members:
             return self._group
         self._drop_group()
         gpus = [uuid_of(device), *(engine.welcome.device_uuid for engine in engines)]
-        with_nccl = all(gpus) and len(set(gpus)) == len(gpus)  # NCCL wants a GPU for each rank
+        with_nccl = all(gpus) and len(set(gpus)) == len(gpus)  # NCCL needs a GPU for each rank.
         name, backend, host = uuid.uuid4().hex, "nccl" if with_nccl else "gloo", self._settings.host
         size = len(gpus)
         joins = [Join(name, backend, host, self._store.port, rank, size, self.timeout_s) for rank in range(size)]
 
         def join() -> None:
             with telling(f"engines come together for a broadcast, within {self.timeout_s:g} s"):
-                self._group, self._members = Group(joins[0], device, self._store), engines
+                self._group, self._members = BroadcastGroup(joins[0], device, self._store), engines
 
         if not self.prepare(dict(zip(engines, joins[1:], strict=True)), join):
             self._drop_group()
@@ -141,17 +144,17 @@ class BroadcastSender(Sender):
 
 
 class BroadcastReceiver(Receiver):
-    """A rank of the process group that it was told to join last."""
+    """A rank of the latest process group."""
 
     origin, setup = BroadcastOrigin, Join
 
     def __init__(self, layout: WeightLayout, device: torch.device):
         super().__init__(layout, device)
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
 
     def prepare(self, setup: Join) -> None:
         self.close()
-        self._group = Group(setup, self.device)
+        self._group = BroadcastGroup(setup, self.device)
 
     def receive(self, origin: BroadcastOrigin, version: int, slot: torch.Tensor) -> None:
         group = self._group
@@ -183,7 +186,7 @@ def make_store(host: str, timeout_s: float) -> dist.TCPStore:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address, family=family, backlog=128) as listener:
             port = listener.getsockname()[1]
-            file = listener.detach()  # the store closes it
+            file = listener.detach()  # The store closes it.
     except OSError as error:
         raise BroadcastError(
             f"cannot listen on {host!r} ({error}); the host of inflight.Broadcast is an address of the trainer's "
@@ -193,10 +196,10 @@ def make_store(host: str, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=file)
 
 
-class Group:
-    """One rank of a process group; rank 0 broadcasts. Making one waits for the other ranks.
+class BroadcastGroup:
+    """One rank of a process group whose rank 0 broadcasts. The constructor waits for the other ranks.
 
-    Raises BroadcastError if they do not all come in time, or if one of them is lost in the middle of a broadcast.
+    Raises BroadcastError if they do not all join in time, or if one of them is lost during a broadcast.
     """
 
     def __init__(self, join: Join, device: torch.device, store: dist.TCPStore | None = None):
@@ -221,7 +224,7 @@ class Group:
             raise BroadcastError(f"the broadcast broke off: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Whoever still waits for this rank learns that it is gone."""
+        """Leave the group. Ranks that wait for this one get an error."""
         self._ranks.abort()
 
 
@@ -239,9 +242,9 @@ def _make(join: Join, store: dist.Store, timeout: timedelta, device: torch.devic
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return the address of this machine by which it reaches a host, on which alone a rank listens for the others."""
+    """Return this machine's address towards a host. A rank listens only there."""
     family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # nothing is sent
+    with socket.socket(family, kind) as probe:  # This sends nothing.
         probe.connect(address)
         return probe.getsockname()[0]
 

@@ -1,4 +1,4 @@
-"""The transport of directories: safetensors files that trainer and engines see, and a message that names one."""
+"""The transport of a shared directory: safetensors files, and messages with their paths."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,23 +9,23 @@ import torch
 
 from inflight.core.arguments import named
 from inflight.core.layout import WeightLayout
-from inflight.weights.link import EngineLink
+from inflight.weights.trainer.engine_link import EngineLink
 from inflight.weights.transports.base import Receiver, Sender, StagedVersion, Transport
-from inflight.weights.version_file import read_changes, read_version, remove_partial, write_version
+from inflight.weights.transports.version_file import read_changes, read_version, remove_partial, write_version
 
 
 @named()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files(Transport):
-    """Safetensors files in a directory that trainer and engines see."""
+    """Safetensors files in a directory that trainer and engines share."""
 
     directory: str | Path
     delta: bool = False
-    """Write what changed since the last version, for those that have it."""
+    """Write changes since the last version for engines that have it."""
     keep: int = 2
-    """Number of versions, the newest ones, whose files are left there."""
+    """Number of newest versions whose files are kept."""
     timeout_s: float = 600.0
-    """Bound of reading a file; an engine that takes longer is let go."""
+    """Bound for reading a file. A slower engine is dropped."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -40,13 +40,13 @@ class Files(Transport):
 
 
 class FileOrigin(msgspec.Struct, frozen=True):
-    """A safetensors file that both sides see."""
+    """Path of a safetensors file on both sides."""
 
     path: str
 
 
 class FileSender(Sender):
-    """Writes a file per version, and tells the engines to read it."""
+    """Writes a file per version and sends its path to the engines."""
 
     def __init__(self, settings: Files):
         super().__init__(timeout_s=settings.timeout_s, delta=settings.delta)
@@ -61,7 +61,7 @@ class FileSender(Sender):
         for engine in slots:
             since = base if changes is not None and engine in ahead else None
             key = staged.version, since.version if since else None
-            if key not in self._written:  # once for all engines that need the same
+            if key not in self._written:  # Once for all engines that need the same file.
                 delta = changes if since else None
                 self._written[key] = write_version(
                     self._directory, engine.layout, staged.version, staged.data, delta=delta, base=key[1]
@@ -74,7 +74,7 @@ class FileSender(Sender):
 
 
 class FileReceiver(Receiver):
-    """Reads the file that it is told of."""
+    """Reads files by path."""
 
     origin = FileOrigin
 

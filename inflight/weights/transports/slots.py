@@ -1,23 +1,19 @@
-"""The transport of one machine: the trainer writes to the slots of an engine itself."""
+"""The transport within one machine: the trainer writes to the slots of an engine."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from inflight_kernels import copy_all
 
 from inflight.core.arguments import named
-from inflight.core.errors import ChecksumError, InflightError
 from inflight.core.layout import WeightLayout
-from inflight.core.messages import CudaIpcDescriptor
-from inflight.weights.checksum import checksum
-from inflight.weights.cuda_ipc import CudaSlot
-from inflight.weights.link import EngineLink, Published
-from inflight.weights.pace import Pace
-from inflight.weights.shared_memory import SharedMemorySlot
-from inflight.weights.tensors import slot_views
-from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
+from inflight.weights.tensors import CopyTensors
+from inflight.weights.trainer.chunked_copy import ChunkedCopy
+from inflight.weights.trainer.engine_link import EngineLink
+from inflight.weights.transports.base import Sender, StagedVersion, Transport
 
 
 @named()
@@ -26,15 +22,14 @@ class Slots(Transport):
     """The trainer writes to the engine's slots: shared memory, or device memory by CUDA IPC. On one machine."""
 
     checksum: bool = False
-    """Have the engine compare a checksum of the slot before it draws with it. If it differs, an engine with a single
-    slot waits for the next version."""
+    """Compare a checksum of the slot before it goes live. If it differs, an engine with one slot waits for the next
+    version."""
     timeout_s: float = 60.0
-    """How long one of several engines may take to lend a slot; one that takes longer is let go. For one engine alone
-    the publisher's `slot_timeout_s` counts."""
-
+    """Bound for one of several engines to lend a slot. A slower engine is dropped. For a single engine the publisher's
+    `slot_timeout_s` is the bound."""
     piece_ms: float = 0.0
-    """On a GPU that trainer and engine share: copy a model in pieces of so many milliseconds, between which passes of
-    the engine may go on. A publish takes longer then, and an optimizer step waits for it. 0: in one piece."""
+    """On a GPU that trainer and engine share: copy a model in pieces of this many milliseconds, so that passes of the
+    engine can run in between. A publish then takes longer, and an optimizer step waits for it. 0: in one piece."""
 
     writes_to_slots: ClassVar[bool] = True
 
@@ -45,67 +40,13 @@ class Slots(Transport):
     def sender(self) -> "SlotSender":
         return SlotSender(self)
 
+    def copy(self) -> CopyTensors:
+        """Return a function that copies tensors as these settings say."""
+        return ChunkedCopy(self.piece_ms) if self.piece_ms else copy_all
+
     @classmethod
     def receiver(cls, layout: WeightLayout, device: torch.device) -> None:
         return None
-
-    def for_one_engine(self, slot_timeout_s: float) -> "Slots":
-        return replace(self, timeout_s=slot_timeout_s)
-
-    def pace(self) -> Pace | None:
-        return Pace(self.piece_ms) if self.piece_ms else None
-
-    def target(self, engine: EngineLink, refuse: Callable[[Exception], None]) -> "DirectTarget":
-        return DirectTarget(self, engine, refuse)
-
-
-class DirectTarget(Target):
-    """The slots of one engine, which the publisher writes to without a staging buffer."""
-
-    def __init__(self, settings: Slots, engine: EngineLink, refuse: Callable[[Exception], None]):
-        self._settings, self._engine, self._refuse = settings, engine, refuse
-        self.sent_bytes = engine.layout.total_bytes
-        self._buffers = map_slots(engine)
-        self.views = [slot_views(buffer, engine.layout) for buffer in self._buffers]
-
-    @property
-    def engines(self) -> list[EngineLink]:
-        return [self._engine]
-
-    def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
-        raise InflightError(
-            "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
-            "of at least two, or with another transport than Slots"
-        )
-
-    def acquire(self) -> int:
-        while True:
-            try:
-                return self._engine.acquire(self._settings.timeout_s, "slot_timeout_s of the publisher")
-            except ChecksumError as error:
-                self._refuse(error)
-
-    def listen(self) -> None:
-        """Hear that a slot is free, or that the engine took no version."""
-        try:
-            self._engine.listen()
-        except ChecksumError as error:
-            self._refuse(error)
-
-    def announce(self, slot: int, record: Published) -> None:
-        self.sent_version = record.version
-        self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._settings.checksum else None)
-
-    def release(self, slot: int) -> None:
-        self._engine.give_back(slot)
-
-    def check(self) -> None:
-        self._engine.check()
-
-    def close(self) -> None:
-        self._engine.detach()
-        self.views.clear()
-        self._buffers.clear()
 
 
 class SlotSender(Sender):
@@ -115,29 +56,18 @@ class SlotSender(Sender):
 
     def __init__(self, settings: Slots):
         super().__init__(timeout_s=settings.timeout_s)
-        self._checksum, self._pace = settings.checksum, settings.pace()
+        self._checksum, self._copy = settings.checksum, settings.copy()
         self._buffers: list[torch.Tensor] = []
 
     def add(self, engine: EngineLink) -> None:
-        self._buffers = map_slots(engine)
+        self._buffers = engine.map_slots()
         super().add(engine)
 
     def deliver(self, slots: Mapping[EngineLink, int], staged: StagedVersion, base: StagedVersion | None) -> None:
         for engine, slot in slots.items():
             buffer = self._buffers[slot]
-            if self._pace is not None:
-                self._pace.copy([buffer], [staged.data])
-            else:
-                buffer.copy_(staged.data)
+            self._copy([buffer], [staged.data])
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
             engine.announce(slot, staged.record, staged.checksum if self._checksum else None)
             self.sent_bytes += len(buffer)
-
-
-def map_slots(engine: EngineLink) -> list[torch.Tensor]:
-    """Map an engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
-    return [
-        (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot)  # pyright: ignore
-        for slot in engine.attached.slots
-    ]

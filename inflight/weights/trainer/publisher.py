@@ -1,8 +1,8 @@
-"""The trainer's side of the weights: `publish()` returns at once, a thread copies the parameters and announces them.
+"""Publishes a trainer's weights: `publish()` returns at once, and a thread copies the parameters and announces them.
 
-Until a copy is done the parameters must not change; a `torch.optim` optimizer that holds some of them waits for that by
-itself (a step hook), other code that writes to them calls `wait_copied()` first. Weights that are handed to `publish()`
-are copied before it returns, in the thread that calls it.
+Until a copy is done the parameters must not change. A `torch.optim` optimizer of these parameters waits for that by
+itself (a step hook); other code that writes to them calls `wait_copied()` first. `publish(weights)` copies these
+weights in the calling thread before it returns.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from inflight.core.errors import EngineDiedError, InflightError, NonFiniteWeight
 from inflight.core.spans import note, span
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
-from inflight.weights.link import EngineEndpoint, EngineLink, Published
-from inflight.weights.lora import PeftSource
-from inflight.weights.named import NamedSource, Weights, copy_named
-from inflight.weights.peft_layers import carries_adapters
-from inflight.weights.sharded import ShardGroup, is_sharded
-from inflight.weights.sources import ModelSource, Source
-from inflight.weights.staging import StagingBuffer
-from inflight.weights.transports.base import Target, Transport
+from inflight.weights.trainer.engine_link import DirectSlots, EngineEndpoint, EngineLink, PublishedVersion
+from inflight.weights.trainer.lora import PeftSource
+from inflight.weights.trainer.published_model import classify
+from inflight.weights.trainer.sharded import ShardGroup
+from inflight.weights.trainer.sources import ModelSource, WeightSource
+from inflight.weights.trainer.staging import StagingBuffer
+from inflight.weights.trainer.state_dict_source import StateDictSource, Weights, copy_state_dict
+from inflight.weights.transports.base import Transport
 from inflight.weights.transports.slots import Slots
 
 logger = logging.getLogger("inflight.weights")
 
 _LISTEN_EVERY_S = 0.5
-"""How often an idle publisher hears what its engine says."""
+"""Interval at which an idle publisher processes messages of its engine."""
 _GIVE_UP_S = 5.0
-"""How long a thread that was told to give up may take."""
+"""Bound for a thread to give up."""
 
 Engine = Any
 """A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
@@ -46,51 +46,50 @@ Engine = Any
 
 @named()
 class Publisher:
-    """Publishes a model's parameters, or weights that it is handed, to one engine or several.
+    """Publishes a model's parameters, or given weights, to one engine or several.
 
-    The model's tensor names and shapes must be the engines'; its dtypes may differ (fp32 masters are cast into bf16
-    slots). Of a PEFT model only the adapters travel to an engine that was launched with `lora_rank`; to another one go
-    the weights with the active adapters merged in. Of a model that FSDP2 or ZeRO-3 spreads over ranks, rank 0 makes the
-    Publisher and each other rank a ShardSender. Raises LayoutMismatchError, naming what differs, or
-    PublisherConflictError if another publisher lives.
+    Tensor names and shapes must equal the engines'; dtypes can differ (fp32 masters are cast into bf16 slots). Of a
+    PEFT model, an engine with `lora_rank` gets the adapters alone, and another engine gets the weights with the active
+    adapters merged. For a model that FSDP2 or ZeRO-3 spreads over ranks, rank 0 makes the Publisher and each other rank
+    a ShardSender. Raises LayoutMismatchError, naming the differences, or PublisherConflictError if another publisher
+    lives.
     """
 
     def __init__(
         self,
         engines: Engine | Sequence[Engine],
-        model: nn.Module | Source | Weights | Callable[[], Weights] | None = None,
+        model: nn.Module | WeightSource | Weights | Callable[[], Weights] | None = None,
         *,
         transport: Transport | None = None,
         check_finite: bool = False,
         timeout_s: float = 60.0,
         slot_timeout_s: float = 3600.0,
     ):
-        """model: None where each `publish()` is handed the weights; or weights, or a function that returns some, for
-        each `publish()` that is handed none; or a Source of your own.
-        transport: `Slots()` by default, which writes to the slots of a single engine directly, unless it has only one
-        and the weights are checked or handed over; all else goes through a staging buffer, which takes up to three
-        times the memory of the weights on the trainer's device.
-        check_finite: refuse versions with NaN or infinite weights, which are read once more for that, behind
-        `publish()`. A version that is refused, here or by an engine (NonFiniteWeightsError, ChecksumError,
-        WeightFileError), is told by the next `publish()`, `wait_copied()` or `check()`, once; engines keep the
-        weights that they have.
-        timeout_s: an engine that says nothing for so long hangs (EngineHungError); it has to be longer than the longest
-        forward pass. slot_timeout_s: how long a single engine that answers may keep all of its slots, while requests
-        are pinned to versions (EngineBusyError). After one of these errors every call raises it again.
+        """model: None if each `publish()` gets the weights; or weights, or a function that returns weights, for each
+        `publish()` without any; or a custom WeightSource. transport: `Slots()` by default. It writes directly to the
+        slots of a single engine, unless the engine has one slot and the weights are checked or given. Otherwise
+        versions pass a staging buffer, which takes up to three times the memory of the weights on the trainer's device.
+        check_finite: refuse versions with NaN or infinite weights, by one more read of the copy. The next `publish()`,
+        `wait_copied()` or `check()` raises the error of a version that was refused here or by an engine
+        (NonFiniteWeightsError, ChecksumError, WeightFileError), once; engines keep their weights. timeout_s: an engine
+        that sends nothing for this time hangs (EngineHungError). It must exceed the longest forward pass.
+        slot_timeout_s: bound for a single engine that answers but keeps all its slots, while requests are pinned to
+        versions (EngineBusyError). After one of these errors every call raises it again.
         """
         self._transport = transport = transport or Slots()
         self._check_finite, self._timeout_s = check_finite, timeout_s
         self._condition = threading.Condition()
-        self._pending: Published | None = None
+        self._pending: PublishedVersion | None = None
         self._copying = False
         self.closed = False
         """True once `close()` was called."""
         self._handing = threading.Lock()
-        """Held while weights that were handed over are copied."""
+        """Held while given weights are copied."""
         self._error: InflightError | None = None
         self._refused: Exception | None = None
         self._source = _source_of(model)
-        self._source.pace = transport.pace() if isinstance(transport, Transport) else None  # else refused by name below
+        if isinstance(transport, Slots):
+            self._source.copy = transport.copy()
         self._gpu = self._source.device if self._source.device.type == "cuda" else None
         self._written: Any = None  # events on the trainer's and on the copy's stream
         self._copied: Any = None
@@ -98,7 +97,7 @@ class Publisher:
         if several and not engines:
             raise ValueError("a publisher needs at least one engine to begin with")
         first, *others = engines if several else [engines]
-        target: Target | None = None
+        target: DirectSlots | StagingBuffer | None = None
         try:
             address = _address(first)
             link = self._attach_to_living(address, transport)
@@ -192,18 +191,18 @@ class Publisher:
         return self._target.sent_bytes
 
     def publish(self, weights: Weights | None = None) -> int:
-        """Announce the parameters as they are now as the next version, and return its number at once.
+        """Announce the current parameters as the next version, and return its number at once.
 
-        A version that could not be copied yet when this one is called is dropped: the latest wins. Raises what made an
-        earlier publish fail, or InflightError if the publisher is closed.
+        The latest version wins: it replaces a version that is not being copied yet. Raises the error of an earlier
+        publish, or InflightError if the publisher is closed.
 
-        weights, of a publisher without a model: pairs of a name and a tensor (an iterator may gather one after
-        another, on all ranks), a mapping, or the path of a checkpoint in safetensors. They are copied in this thread,
-        once the engine has a slot for them, and may change when this returns; on a GPU its stream has been waited for.
-        All of the engine's tensors must come, in shapes that fit, under their own names or a checkpoint's. Raises
-        LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming what is wrong; then nothing was published.
+        weights, for a publisher without a model: pairs of a name and a tensor (an iterator can gather one after
+        another, on all ranks), a mapping, or the path of a checkpoint in safetensors. This thread copies them once the
+        engine has a slot, and they can change when this returns; on a GPU it has waited for the stream. They must
+        contain all of the engine's tensors, in fitting shapes, under the engine's names or a checkpoint's. Raises
+        LayoutMismatchError, WeightFileError or NonFiniteWeightsError, naming the problem; then nothing is published.
         """
-        if isinstance(self._source, NamedSource):
+        if isinstance(self._source, StateDictSource):
             return self._publish_named(self._source, weights)
         if weights is not None:
             raise TypeError(
@@ -220,17 +219,17 @@ class Publisher:
         return record.version
 
     def wait_copied(self) -> None:
-        """Return when no announced version will read the parameters any more; from then on they may change.
+        """Wait until no announced version reads the parameters any longer, so that they can change.
 
-        With a slot free that is the time of a copy; else the engine's next forward boundary frees one. On a GPU the
-        caller's stream is made to wait, not the caller. Raises what made the publish fail, EngineHungError and
+        With a free slot this takes the time of a copy; otherwise the engine frees one at its next forward boundary. On
+        a GPU the caller's stream waits, not the caller. Raises the error of the publish, EngineHungError and
         EngineBusyError after the bounds of this publisher.
         """
         with self._condition:
             while not self._condition.wait_for(
                 lambda: (self._pending is None and not self._copying) or self._error is not None, LOG_EVERY_S
             ):
-                if self._copying:  # else the thread waits for an engine, and says so
+                if self._copying:  # Otherwise the thread waits for an engine and logs that.
                     logger.warning("waiting for version %d to be copied", self.version)
             self.check()
             copied, self._copied = self._copied, None
@@ -238,7 +237,7 @@ class Publisher:
             torch.cuda.current_stream(self._gpu).wait_event(copied)
 
     def check(self) -> None:
-        """Raise what made a publish fail, if one did."""
+        """Raise the error of a publish, if there is one."""
         if self._error is not None:
             raise self._error
         returning = [address for address in self._addresses if address.comes_back]
@@ -251,8 +250,8 @@ class Publisher:
             raise refused
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finish what was published and detach; what is not sent after `timeout_s` seconds is dropped, with a warning.
-        Engines serve on with the newest whole version. Safe to call twice."""
+        """Send announced versions and detach. After `timeout_s` seconds the rest is dropped with a warning. Engines
+        continue with the newest whole version. Safe to call twice."""
         with self._condition:
             self.closed = True
             self._condition.notify_all()
@@ -260,11 +259,11 @@ class Publisher:
         if self._thread.is_alive():
             logger.warning("closing a publisher that could not send version %d in %g s", self.version, timeout_s)
             for engine in self._target.engines:
-                engine.give_up()
+                engine.messages.give_up()
             self._thread.join(_GIVE_UP_S)
-        if self._thread.is_alive():  # inside a copy or a broadcast, whose end nobody waits for
+        if self._thread.is_alive():  # It is inside a copy or a broadcast.
             for engine in self._target.engines:
-                engine.unlock()
+                engine.lock.unlock()
         self._hook.remove()
 
     def __enter__(self) -> "Publisher":
@@ -273,8 +272,8 @@ class Publisher:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close() if kind is None else self.close(_GIVE_UP_S)
 
-    def _publish_named(self, source: NamedSource, weights: Weights | None) -> int:
-        """Do all of a publish in the caller's thread; the publisher's own has nothing to do meanwhile."""
+    def _publish_named(self, source: StateDictSource, weights: Weights | None) -> int:
+        """Publish given weights in the calling thread, while the publisher's thread is idle."""
         target, called_ns = self._target, now_ns()
         with self._handing:
             self._check_open()
@@ -282,7 +281,7 @@ class Publisher:
             slot = target.acquire()
             try:
                 began_ns = now_ns()
-                copy_named(target.views[slot], self._aliases, pairs)
+                copy_state_dict(target.views[slot], self._aliases, pairs)
                 note(f"publish copy, version {self.version + 1}", began_ns)
                 if self._check_finite:
                     _check_finite_values(self.version + 1, target.views[slot])
@@ -294,14 +293,14 @@ class Publisher:
             target.announce(slot, record)
             return record.version
 
-    def _number(self, called_ns: int) -> Published:
+    def _number(self, called_ns: int) -> PublishedVersion:
         """Return the next version, which the engines' meters are told."""
         self.version += 1
         self._unpublished_steps = 0
         self._published = True
         for address in self._addresses:
             address.on_publish(self.version, called_ns)
-        return Published(self.version, called_ns)
+        return PublishedVersion(self.version, called_ns)
 
     def _check_open(self) -> None:
         self.check()
@@ -309,7 +308,7 @@ class Publisher:
             raise InflightError("this publisher is closed; engine.publisher(model) makes a new one")
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An optimizer is about to change parameters: if they are ours, let the copy read them first."""
+        """Before an optimizer changes parameters of this model, wait for the copy."""
         if self._source.is_changed_by(optimizer):
             with span("wait for the publish copy"):
                 self.wait_copied()
@@ -347,15 +346,19 @@ class Publisher:
                 self.replace({endpoint}, successor)
                 endpoint = successor
 
-    def _make_target(self, link: EngineLink, transport: Transport, slot_timeout_s: float | None) -> Target:
+    def _make_target(
+        self, link: EngineLink, transport: Transport, slot_timeout_s: float | None
+    ) -> DirectSlots | StagingBuffer:
         """slot_timeout_s: None if more engines follow."""
-        # Weights that may turn out not to be finite, or not to fit, are not written over the only ones of an engine.
-        may_spoil = link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, NamedSource))
+        # Weights that might not be finite, or might not fit, do not overwrite the only weights of an engine.
+        may_spoil = link.welcome.num_slots == 1 and (self._check_finite or isinstance(self._source, StateDictSource))
         try:
-            if slot_timeout_s is not None:
-                self._transport = transport = transport.for_one_engine(slot_timeout_s)
-                if not may_spoil and not link.address.comes_back and (target := transport.target(link, self._refuse)):
-                    return target
+            if slot_timeout_s is not None and isinstance(transport, Slots):
+                self._transport = transport = replace(transport, timeout_s=slot_timeout_s)
+                if not may_spoil and not link.address.comes_back:
+                    return DirectSlots(
+                        link, self._refuse, slot_timeout_s=slot_timeout_s, with_checksum=transport.checksum
+                    )
             return StagingBuffer(link, transport, self._source.device, self._refuse)
         except BaseException:
             link.release()
@@ -369,7 +372,7 @@ class Publisher:
         try:
             while self._wait_for_work():
                 slot = target.acquire()
-                with self._condition:  # take the newest version; a later publish() starts another round
+                with self._condition:  # Take the newest version. A later publish() starts another round.
                     assert self._pending is not None
                     record, self._pending, self._copying = self._pending, None, True
                 began_ns = now_ns()
@@ -383,7 +386,7 @@ class Publisher:
                     self._refuse(error)
                 else:
                     target.announce(slot, record)
-        except Exception as error:  # reported by the next publish(), wait_copied() or check()
+        except Exception as error:  # The next publish(), wait_copied() or check() raises it.
             if not isinstance(error, InflightError):
                 logger.exception("publishing failed")
             reason = error if isinstance(error, InflightError) else InflightError(f"publishing failed: {error!r}")
@@ -392,7 +395,7 @@ class Publisher:
                 self._condition.notify_all()
         with self._handing:
             target.close()
-        with contextlib.suppress(RuntimeError):  # the other ranks are gone
+        with contextlib.suppress(RuntimeError):  # The other ranks have gone.
             self._source.close()
 
     def _wait_for_work(self) -> bool:
@@ -401,7 +404,7 @@ class Publisher:
                 if self._condition.wait_for(lambda: self._pending is not None or self.closed, _LISTEN_EVERY_S):
                     return self._pending is not None
             self._warn_of_other_weights()
-            with self._handing:  # whoever hands weights over talks to the engine meanwhile
+            with self._handing:  # A thread with given weights uses the engine's connection meanwhile.
                 self._target.listen()
 
     def _warn_of_other_weights(self) -> None:
@@ -413,7 +416,7 @@ class Publisher:
             )
 
     def _copy(self, views: dict[str, torch.Tensor], version: int) -> None:
-        """Fill a slot. The parameters may change again once the copy is done, or in order on their device."""
+        """Fill a slot. Afterwards the parameters can change again, on a GPU in the order of its stream."""
         began_ns, begun, copied = now_ns(), None, None
         if self._gpu is not None:
             stream = torch.cuda.current_stream(self._gpu)
@@ -428,7 +431,7 @@ class Publisher:
             self._copied = copied
             self._condition.notify_all()
         if begun is not None and copied is not None:
-            copied.synchronize()  # announced means whole: the engine's stream never waits for the trainer's
+            copied.synchronize()  # An announced slot is whole: the engine's stream never waits for the trainer's.
             self.last_copy_s = begun.elapsed_time(copied) / 1e3
         else:
             self.last_copy_s = (now_ns() - began_ns) / 1e9
@@ -438,15 +441,15 @@ class Publisher:
         self._refused = error
 
 
-def _source_of(model: nn.Module | Source | Weights | Callable[[], Weights] | None) -> Source:
-    """Return what fits the model. For a sharded one all ranks make theirs at once."""
-    if isinstance(model, Source):
+def _source_of(model: nn.Module | WeightSource | Weights | Callable[[], Weights] | None) -> WeightSource:
+    """Make the source for a model, or for weights. For a sharded model all ranks make theirs together."""
+    if isinstance(model, WeightSource):
         return model
     if not isinstance(model, nn.Module):
-        return NamedSource(model)
-    if is_sharded(model):
-        return ShardGroup(model)
-    return PeftSource(model) if carries_adapters(model) else ModelSource(model)
+        return StateDictSource(model)
+    classified = classify(model)
+    sources = {"full": ModelSource, "fsdp": ShardGroup, "zero": ShardGroup, "peft": PeftSource}
+    return sources[classified.kind](classified)
 
 
 def _address(engine: Engine) -> EngineEndpoint:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inflight
-from inflight.weights import pace as pace_module
-from inflight.weights.link import Published
-from inflight.weights.pace import Pace, pieces
+from inflight.weights.trainer import chunked_copy as chunked_copy_module
+from inflight.weights.trainer.chunked_copy import ChunkedCopy, chunks
+from inflight.weights.trainer.engine_link import PublishedVersion
 from inflight.weights.transports.base import StagedVersion
 from inflight.weights.transports.slots import SlotSender
 
@@ -23,7 +23,7 @@ def test_pieces_cover_everything_once_and_are_not_too_large(shapes, piece_bytes,
         sources = [source.t() if source.dim() == 2 else source for source in sources]
     destinations = [torch.full(source.shape, torch.nan, dtype=torch.bfloat16) for source in sources]
     written = 0
-    for to, source in pieces(destinations, sources, piece_bytes):
+    for to, source in chunks(destinations, sources, piece_bytes):
         if piece_bytes and not transposed:  # what is not contiguous stays whole
             assert sum(t.nbytes for t in (*to, *source)) <= max(piece_bytes, 6 * CUT) + 6 * CUT
         for one, other in zip(to, source, strict=True):
@@ -38,9 +38,9 @@ def test_pieces_cover_everything_once_and_are_not_too_large(shapes, piece_bytes,
 
 def test_one_tensor_makes_pieces_of_the_size_that_was_asked_for():
     source = torch.zeros(10 * CUT)
-    made = list(pieces([torch.zeros(10 * CUT)], [source], 3 * 8 * CUT))
+    made = list(chunks([torch.zeros(10 * CUT)], [source], 3 * 8 * CUT))
     assert [sum(len(t) for t in to) for to, _ in made] == [3 * CUT, 3 * CUT, 3 * CUT, CUT]
-    assert len(list(pieces([torch.zeros(10 * CUT)], [source], 0))) == 1
+    assert len(list(chunks([torch.zeros(10 * CUT)], [source], 0))) == 1
 
 
 def test_the_first_copy_measures_and_the_next_are_in_pieces_of_that_many_milliseconds(monkeypatch):
@@ -50,13 +50,13 @@ def test_the_first_copy_measures_and_the_next_are_in_pieces_of_that_many_millise
         sizes.append(sum(t.nbytes for t in (*to, *source)))
         return sizes[-1] / 1e9
 
-    monkeypatch.setattr(pace_module, "_timed", timed)
-    pace = Pace(piece_ms=0.5)
+    monkeypatch.setattr(chunked_copy_module, "_timed", timed)
+    copy = ChunkedCopy(chunk_ms=0.5)
     tensors = [torch.zeros(1 << 18)], [torch.zeros(1 << 18)]
-    pace.copy(*tensors)
+    copy(*tensors)
     assert sizes == [1 << 21]
-    assert pace.bytes_per_s == pytest.approx(1e9)
-    pace.copy(*tensors)
+    assert copy.bytes_per_s == pytest.approx(1e9)
+    copy(*tensors)
     assert sum(sizes[1:]) == 1 << 21
     assert max(sizes[1:]) <= 0.5e-3 * 1e9
 
@@ -73,10 +73,10 @@ def test_what_several_engines_get_is_copied_in_pieces_too():
 
     engine = Engine()
     for slot in (0, 1):  # whole, then in pieces
-        sender.deliver({engine: slot}, StagedVersion(data, Published(1 + slot, 0)), None)
+        sender.deliver({engine: slot}, StagedVersion(data, PublishedVersion(1 + slot, 0)), None)
     assert all(torch.equal(buffer, data) for buffer in sender._buffers)
     assert told == [(0, 1), (1, 2)]
-    assert sender._pace.bytes_per_s > 0
+    assert sender._copy.bytes_per_s > 0
 
 
 def test_pieces_of_negative_length_are_refused():

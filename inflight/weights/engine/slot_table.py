@@ -1,12 +1,12 @@
-"""The engine's side of the weights: who owns which slot, and when a version becomes visible.
+"""Ownership of slots: which slot the engine or its publisher holds, and when a version becomes visible.
 
-A slot is LIVE (the engine computes with it), READY (it holds a whole newer version), LENT (the publisher may write to
-it), KEPT (it holds an older version for requests that are pinned to it) or IDLE (nobody needs it). It changes hands by
-message only:
+A slot is LIVE (the engine computes with it), READY (it holds a whole newer version), LENT (the publisher can write to
+it), KEPT (it holds an older version for requests that are pinned to it) or IDLE (unused). Only messages change its
+owner:
 
     IDLE ──lend──► LENT ──ready()──► READY ──take()──► LIVE ──the next take()──► IDLE, or KEPT until the last unpin()
 
-A publisher that dies leaves its slots LENT; what it wrote there was never announced, so it is never read.
+A publisher that dies leaves its slots LENT. Their content was never announced, so it is never read.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from inflight.weights.shared_memory import SharedMemorySlot
 Slot = SharedMemorySlot | CudaSlot
 
 MAX_VERSIONS_AT_ONCE = 1 << 32
-"""A version may be above the one before by so much: after any version another can follow."""
+"""Maximum step between two versions, so that after any version another can follow."""
 
 
 def make_slot(nbytes: int, device: torch.device) -> Slot:
-    """Make memory for a whole version where the engine computes. Raises SharedMemoryError or DeviceMemoryError."""
+    """Make memory for a whole version on the engine's device. Raises SharedMemoryError or DeviceMemoryError."""
     return CudaSlot.create(nbytes, device) if device.type == "cuda" else SharedMemorySlot.create(nbytes)
 
 
@@ -47,13 +47,13 @@ class SlotTable:
         self.slots = list(slots)
         self.states = [SlotState.LIVE] + [SlotState.IDLE] * (len(slots) - 1)
         self.live: int | None = 0
-        """The slot that the engine computes with; None while the only slot is lent."""
+        """The slot of the live version; None while the only slot is lent."""
         self.version = 0
         self._ready: SlotReady | None = None
         """A whole version that waits for the next forward boundary."""
         self._wanted = False
         self._only_slot_is_whole = False
-        """No slot is live, as the only one is the publisher's or about to be, and nobody has written to it yet."""
+        """True if no slot is live, since the only one is lent or about to be, and it is still unwritten."""
         self._version_of: dict[int, int] = {0: 0}
         """Maps live and kept slots to their versions."""
         self._pins: dict[int, int] = {}
@@ -61,7 +61,7 @@ class SlotTable:
 
     @property
     def versions(self) -> list[int]:
-        """Versions that a forward pass can use: the live one and those that are kept."""
+        """Versions that a forward pass can use: live and kept ones."""
         return sorted(self._version_of.values())
 
     def slot_of(self, version: int) -> int:
@@ -69,7 +69,7 @@ class SlotTable:
         return next(slot for slot, held in self._version_of.items() if held == version)
 
     def pin(self, version: int, requests: int = 1) -> None:
-        """Keep a version among `versions` until it is unpinned as often."""
+        """Keep a version among `versions` until it is unpinned as many times."""
         assert version in self._version_of.values()
         self._pins[version] = self._pins.get(version, 0) + requests
 
@@ -83,25 +83,25 @@ class SlotTable:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that the engine holds whole, live or not."""
+        """The newest whole version of the engine, live or not."""
         return self._ready.version if self._ready else self.version
 
     def attach(self, *, in_use: int | None = None) -> list[int]:
-        """Return the slots that belong to a publisher that arrives; any earlier one is gone."""
+        """Lend slots to a publisher that attaches in place of any earlier one, and return them."""
         self._wanted = self._only_slot_is_whole = False
         return [slot for slot, state in enumerate(self.states) if state is SlotState.LENT] + self.lend(in_use=in_use)
 
     def request(self) -> None:
-        """The publisher wants to write and has no slot: with a single slot, hand it over at the next boundary."""
+        """Note that the publisher needs a slot. A single slot is lent at the next boundary."""
         self._wanted = len(self.slots) == 1
 
     def written(self) -> None:
-        """The publisher has written to a slot, or has it written to."""
+        """Note that the publisher, or a receiver, writes to a slot."""
         self._only_slot_is_whole = False
 
     def withdraw(self, written: Sequence[int] = ()) -> None:
-        """The publisher that wanted to write is gone. written: slots that it may have written to without a word. If the
-        only slot is none of them it is live again; else the engine would have to wait for the next publisher."""
+        """Note that the publisher has gone. written: slots that it might have written to unannounced. If the only slot
+        is not among them it becomes live again, so that the engine need not wait for the next publisher."""
         self._wanted = False
         if self._only_slot_is_whole and 0 not in written:
             self._only_slot_is_whole = False
@@ -110,7 +110,7 @@ class SlotTable:
             self.live = 0
 
     def check_lent(self, slot: int, fingerprint: str) -> None:
-        """Raise ProtocolError if the slot is not the publisher's, or the layout is another."""
+        """Raise ProtocolError if the slot is not lent, or the layout differs."""
         if not 0 <= slot < len(self.slots) or self.states[slot] is not SlotState.LENT:
             raise ProtocolError(f"slot {slot} is not lent to a publisher")
         if fingerprint != self.layout.fingerprint:
@@ -119,7 +119,7 @@ class SlotTable:
             )
 
     def check(self, message: SlotReady) -> None:
-        """Raise ProtocolError as `check_lent` does, or if the version is not newer or beyond all measure."""
+        """Raise ProtocolError as `check_lent` does, or if the version is not newer or too large."""
         self.check_lent(message.slot, message.fingerprint)
         if message.version <= self.newest_version:
             raise ProtocolError(f"version {message.version} is not newer than version {self.newest_version}")
@@ -129,15 +129,15 @@ class SlotTable:
             )
 
     def ready(self, message: SlotReady) -> None:
-        """The publisher gives a slot back with a whole version in it. Where `check` raises, nothing changes."""
+        """Take a slot back with a whole version in it. If `check` raises, nothing changes."""
         self.check(message)
-        if self._ready is not None:  # latest wins: the version before it is never seen
+        if self._ready is not None:  # The latest version wins; the earlier one is never used.
             self.states[self._ready.slot] = SlotState.IDLE
         self.states[message.slot] = SlotState.READY
         self._ready = message
 
     def take(self) -> SlotReady | None:
-        """Make the newest whole version live, at a forward boundary. The slot that it replaces becomes IDLE."""
+        """At a forward boundary, make the newest whole version live. The replaced slot becomes IDLE or KEPT."""
         ready, self._ready = self._ready, None
         if ready is not None:
             if self.live is not None:
@@ -153,14 +153,14 @@ class SlotTable:
         return ready
 
     def lend(self, *, in_use: int | None = None) -> list[int]:
-        """Lend the publisher all idle slots, but not the one that a forward pass may still read, and return them."""
+        """Lend the publisher all idle slots, except the one that a pass in progress reads, and return them."""
         idle = [slot for slot, state in enumerate(self.states) if state is SlotState.IDLE and slot != in_use]
         for slot in idle:
             self.states[slot] = SlotState.LENT
         return idle
 
     def _retire(self, slot: int) -> None:
-        """A slot that was live or kept is kept while requests are pinned to its version, and idle else."""
+        """Keep a slot that was live or kept while requests are pinned to its version; else make it idle."""
         if self._version_of[slot] in self._pins:
             self.states[slot] = SlotState.KEPT
         else:

@@ -1,7 +1,7 @@
-"""Versions wait here on their way to several engines, or to one that this process cannot write to.
+"""The staging buffer: versions on their way to several engines, or to one that this process cannot write to.
 
-A thread sends the newest version to all engines at once, and takes the next when each of them has it or is lost. The
-version that was sent last stays, for engines that come later and as the base of the next delta.
+A thread sends the newest version to all engines at once, and takes the next one when each engine has it or is lost. The
+last version stays, for engines that attach later and as the base of the next delta.
 """
 
 import logging
@@ -14,36 +14,36 @@ import torch
 
 from inflight.core.errors import EngineBusyError, InflightError, LayoutMismatchError
 from inflight.weights.cuda_ipc import use_own_stream
-from inflight.weights.link import EngineLink, Published
 from inflight.weights.tensors import slot_views
-from inflight.weights.transports.base import Sender, StagedVersion, Target, Transport
+from inflight.weights.trainer.engine_link import EngineLink, PublishedVersion
+from inflight.weights.transports.base import Sender, StagedVersion, Transport
 
 logger = logging.getLogger("inflight.weights")
 
 _LET_GO_S = 5.0
 _MAX_BUFFERS = 3
-"""One was sent last, one is being sent, one is being filled. Each is made when it is needed."""
+"""One was sent last, one is being sent, one is being filled. Each is allocated on first use."""
 
 
-class StagingBuffer(Target):
-    """A publisher's target whose slots are its own."""
+class StagingBuffer:
+    """Target of a publisher that writes to buffers of its own process."""
 
     def __init__(
         self, engine: EngineLink, transport: Transport, device: torch.device, refuse: Callable[[Exception], None]
     ):
-        """refuse: called with the reason when an engine did not take a version."""
+        """refuse: receives the error of an engine that did not take a version."""
         self._layout, self._device, self._refuse = engine.layout, device, refuse
-        self._condition = threading.Condition()  # its lock may be taken again
+        self._condition = threading.Condition()  # Its lock is reentrant.
         self._buffers: list[torch.Tensor] = []
         self.views = []
         self._free: list[int] = []
-        self._newest: tuple[int, Published] | None = None
+        self._newest: tuple[int, PublishedVersion] | None = None
         self._sent: tuple[int, StagedVersion] | None = None
         self._senders: list[tuple[Transport, Sender]] = []
         self._arriving: list[tuple[EngineLink, Transport]] = [(engine, transport)]
         self.lost: dict[str, Exception] = {}
         self._ended: set[str] = set()
-        """Endpoints of engines that the thread is to let go."""
+        """Endpoints of engines that the thread must release."""
         self.sent_bytes = 0
         self._closing = False
         self._error: InflightError | None = None
@@ -51,7 +51,7 @@ class StagingBuffer(Target):
         self._thread.start()
 
     def add(self, attach: Callable[[], EngineLink], transport: Transport) -> EngineLink:
-        """The engine is sent the last version at once. Raises LayoutMismatchError, or what `attach` does."""
+        """Add an engine and send it the last version at once. Raises LayoutMismatchError, or the error of `attach`."""
         engine = attach()
         if engine.layout.fingerprint != self._layout.fingerprint:
             engine.release()
@@ -64,7 +64,7 @@ class StagingBuffer(Target):
         return engine
 
     def let_go(self, endpoints: Collection[str]) -> None:
-        """Unmap the slots of engines that have ended. Returns when that is done, or when it takes some seconds."""
+        """Unmap the slots of engines that have ended. Waits some seconds for that."""
         with self._condition:
             self._ended.update(endpoints)
             self._condition.notify_all()
@@ -72,10 +72,10 @@ class StagingBuffer(Target):
                 logger.warning("the slots of an engine that has ended stay mapped until a version has been sent")
 
     def acquire(self) -> int:
-        """Return a slot that is not in use, if need be that of a version that waits to be sent: the latest wins."""
+        """Return an unused slot, if necessary one of a version that waits to be sent: the latest version wins."""
         with self._condition:
             if not self._free and len(self._buffers) < _MAX_BUFFERS:
-                # Zeros, as what lies between tensors counts in checksums.
+                # Zeros, since checksums include the gaps between tensors.
                 self._buffers.append(torch.zeros(self._layout.total_bytes, dtype=torch.uint8, device=self._device))
                 self.views.append(slot_views(self._buffers[-1], self._layout))
                 self._free.append(len(self._buffers) - 1)
@@ -86,9 +86,9 @@ class StagingBuffer(Target):
             self.listen()
             return self._free.pop()
 
-    def announce(self, slot: int, record: Published) -> None:
+    def announce(self, slot: int, record: PublishedVersion) -> None:
         with self._condition:
-            if self._newest is not None:  # the latest wins
+            if self._newest is not None:  # The latest version wins.
                 self._free.append(self._newest[0])
             self._newest = slot, record
             self._condition.notify_all()
@@ -98,13 +98,13 @@ class StagingBuffer(Target):
             self._free.append(slot)
 
     def listen(self) -> None:
-        """Raise what made sending fail."""
+        """Raise the error that ended sending, if there is one."""
         with self._condition:
             if self._error is not None:
                 raise self._error
 
     def check(self) -> None:
-        """Raise what made sending fail, or what became of the last engine, if none is left."""
+        """Raise the error that ended sending, or the error of the last engine if none is left."""
         with self._condition:
             self.listen()
             if not self.engines:
@@ -139,7 +139,7 @@ class StagingBuffer(Target):
                     for sending in sendings:
                         sending.result()
                     self._account(slot, staged)
-        except Exception as error:  # reported by the publisher's next call
+        except Exception as error:  # The publisher's next call raises it.
             if not isinstance(error, InflightError):
                 logger.exception("sending failed")
             with self._condition:
@@ -147,7 +147,7 @@ class StagingBuffer(Target):
                 self._condition.notify_all()
 
     def _next(self) -> tuple[int, StagedVersion, StagedVersion | None] | None:
-        """Return the slot to be sent, its version and the one that was sent before; None once the publisher closes."""
+        """Wait for a slot to send; return it, its version and the last version; None once the publisher closes."""
         with self._condition:
             while not (self._newest or self._closing or (self._arriving and self._sent)):
                 self._remove_ended()
@@ -163,9 +163,9 @@ class StagingBuffer(Target):
             ended: InflightError | None = None
             try:
                 sender.add(engine)
-            except InflightError as error:  # since it attached
+            except InflightError as error:  # It ended after it attached.
                 ended = error
-            with self._condition:  # until now it is one of `engines`
+            with self._condition:  # Until now it is among `engines` by `_arriving`.
                 self._arriving.remove((engine, transport))
                 if ended is not None:
                     self._lose(engine, ended)
@@ -178,7 +178,7 @@ class StagingBuffer(Target):
         return slot, StagedVersion(self._buffers[slot], record), self._sent[1] if self._sent else None
 
     def _account(self, slot: int, staged: StagedVersion) -> None:
-        """Every engine has the version, or will not get it."""
+        """Note that every engine has the version or failed to take it."""
         with self._condition:
             if self._sent is not None and self._sent[0] != slot:
                 self._free.append(self._sent[0])
@@ -196,16 +196,16 @@ class StagingBuffer(Target):
 
     def _lose(self, engine: EngineLink, error: Exception) -> None:
         logger.warning("publishing goes on without an engine: %s", error)
-        # Frames of a traceback would keep the slots of a dead engine mapped.
+        # A traceback would keep the slots of a dead engine mapped.
         self.lost[engine.address.endpoint] = error.with_traceback(None)
         if isinstance(error, EngineBusyError) and not self.engines:
-            self._error = error  # its successor would have lost what keeps it busy
-        elif engine.address.comes_back:  # else it would live on with old weights
+            self._error = error  # A successor would lose the versions of pinned requests.
+        elif engine.address.comes_back:  # Otherwise it would continue with old weights.
             engine.address.end(engine.address.endpoint)
         engine.detach()
 
     def _remove_ended(self) -> None:
-        """Do what `let_go` asks for."""
+        """Release engines for `let_go`."""
         if not self._ended:
             return
         for engine in [e for e in self.engines if e.address.endpoint in self._ended]:

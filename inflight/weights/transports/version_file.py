@@ -1,6 +1,6 @@
-"""A version as a safetensors file: tensors under the model's own names, or a delta, which is one tensor of bytes.
+"""A version as a safetensors file: tensors under the model's own names, or a delta as one tensor of bytes.
 
-A file appears under its name complete or not at all, and says in its metadata which version of which layout it is.
+A file appears under its name complete or not at all. Its metadata contain its version and layout.
 """
 
 import errno
@@ -24,8 +24,8 @@ from inflight.weights.shared_memory import bytes_left
 from inflight.weights.tensors import slot_views
 
 _DELTA = "delta"
-_MAX_HEADER_BYTES = 100_000_000  # that of safetensors itself
-_MAX_DIMENSIONS = 64  # those of PyTorch
+_MAX_HEADER_BYTES = 100_000_000  # As in safetensors.
+_MAX_DIMENSIONS = 64  # As in PyTorch.
 _CHUNK_BYTES = 64 << 20
 _ABANDONED_S = 600.0
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -42,7 +42,7 @@ def write_version(
     delta: torch.Tensor | None = None,
     base: int | None = None,
 ) -> Path:
-    """Write a slot, u8[total_bytes], or what changed in it since version `base`. Raises WeightFileError."""
+    """Write a slot, u8[total_bytes], or its delta since version `base`. Raises WeightFileError."""
     name = f"version-{version}.safetensors" if delta is None else f"version-{version}-from-{base}.safetensors"
     path, partial = directory / name, directory / f".{name}.partial"
     tensors = slot_views(slot.cpu(), layout) if delta is None else {_DELTA: delta.cpu()}
@@ -61,19 +61,18 @@ def write_version(
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what trainers that were killed left half-written in a directory, as nobody has written to it for long."""
+    """Remove partial files of killed trainers, which are old."""
     for path in directory.glob(".version-*.partial"):
-        with suppress(FileNotFoundError):  # another trainer has removed it, or given it its name
+        with suppress(FileNotFoundError):  # Another trainer removed or completed it.
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink()
 
 
 def read_version(path: str, layout: WeightLayout, version: int, slot: torch.Tensor) -> None:
-    """Fill a slot from a file. Raises WeightFileError, before anything is written, if it is not this version of this
-    layout.
+    """Fill a slot from a file. Raises WeightFileError, before anything is written, for another version or layout.
 
-    A file system that does not answer keeps the calling thread, and no other: nothing here waits with Python's lock
-    held, which safetensors does while it opens a file.
+    A file system that does not answer blocks only the calling thread: unlike safetensors, which opens files with
+    Python's global lock held, this code never waits with that lock.
     """
     with _opened(path, layout, version) as (file, tensors):
         found = WeightLayout.build((spec.name, spec.shape, spec.dtype) for spec in tensors.values())
@@ -85,7 +84,7 @@ def read_version(path: str, layout: WeightLayout, version: int, slot: torch.Tens
 
 
 def read_changes(path: str, layout: WeightLayout, version: int, base: int) -> torch.Tensor:
-    """Return the changes since version `base`, u8[m], that a file holds. Raises WeightFileError as above."""
+    """Return a file's changes since version `base`, u8[m]. Raises WeightFileError as above."""
     with _opened(path, layout, version, base) as (file, tensors):
         spec, most = tensors.get(_DELTA), layout.total_bytes
         if spec is None or len(tensors) > 1 or spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > most:
@@ -99,7 +98,7 @@ def read_changes(path: str, layout: WeightLayout, version: int, base: int) -> to
 def _opened(
     path: str, layout: WeightLayout, version: int, base: int | None = None
 ) -> Iterator[tuple[int, dict[str, TensorSpec]]]:
-    """Open the file of a version, and never a pipe or a device, which may not have an end."""
+    """Open the file of a version. Pipes and devices, which might be endless, are refused."""
     if "\0" in path:
         raise WeightFileError(f"{path[:200]!r} cannot be read: no file can be called that")
     try:
@@ -121,8 +120,8 @@ def _opened(
         raise WeightFileError(f"{path} cannot be read: {error}") from error
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """The description of a tensor in the header of a safetensors file."""
+class _HeaderEntry(msgspec.Struct, frozen=True):
+    """A tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -130,8 +129,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return tensors by name, their offsets counted from the file's begin, and metadata. Raises WeightFileError unless
-    the tensors fill the rest of the file, one after another, each with the size that its shape says."""
+    """Return tensors by name, with offsets from the beginning of the file, and metadata. Raises WeightFileError unless
+    the tensors fill the rest of the file, one after another, each with the size of its shape."""
     size = os.fstat(file).st_size
     header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
     begin = 8 + header_bytes
@@ -142,14 +141,14 @@ def _read_header(path: str, file: int) -> tuple[dict[str, TensorSpec], dict[str,
     try:
         header = json_decoder(dict[str, msgspec.Raw]).decode(encoded.numpy().data)
         metadata = json_decoder(dict[str, str]).decode(header.pop("__metadata__", b"{}"))
-        entries = {name: json_decoder(_Entry).decode(raw) for name, raw in header.items()}
+        entries = {name: json_decoder(_HeaderEntry).decode(raw) for name, raw in header.items()}
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightFileError(f"{path} cannot be read: its header is damaged: {str(error)[:200]}") from error
     tensors, end = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in _DTYPES:
             raise WeightFileError(f"{path} holds tensors of dtype {entry.dtype[:200]}, which no slot can hold")
-        if len(entry.shape) > _MAX_DIMENSIONS:  # a product of so many numbers could take minutes
+        if len(entry.shape) > _MAX_DIMENSIONS:  # Their product could take minutes.
             raise WeightFileError(f"{path} holds a tensor of {len(entry.shape)} dimensions, which no slot can hold")
         dtype, first = _DTYPES[entry.dtype], entry.data_offsets[0]
         nbytes = math.prod(entry.shape) * DTYPE_BYTES[dtype]

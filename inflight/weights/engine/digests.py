@@ -1,4 +1,4 @@
-"""Digests of every tensor of the weights that an engine draws with, computed in a thread while it draws."""
+"""Digests of every tensor of the live weights, computed in a thread while the engine generates."""
 
 import hashlib
 import logging
@@ -8,20 +8,20 @@ import torch
 
 from inflight.core.errors import ProtocolError
 from inflight.core.messages import Digests
-from inflight.weights.comparison import Asked
+from inflight.weights.comparison import ChecksumRequest
 from inflight.weights.cuda_ipc import use_own_stream
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.engine.slot_table import SlotTable
 from inflight.weights.tensors import slot_views
 
 logger = logging.getLogger("inflight.engine")
 
 _PIECE_BYTES = 64 << 20
-"""What is copied from a GPU at a time."""
+"""Bytes copied from a GPU at a time."""
 
 
 class Digester:
-    """Computes digests of the live version of a slot table, one version at a time. The version keeps its slot
-    meanwhile, as if requests were pinned to it: a publisher may have to wait for one, and the generator does not."""
+    """Computes digests of the live version of a slot table, one version at a time. Meanwhile the version keeps its
+    slot, like a version with pinned requests: a publisher might have to wait for a slot; the generator does not."""
 
     def __init__(self, slot_table: SlotTable):
         self._slot_table = slot_table
@@ -29,14 +29,14 @@ class Digester:
         self._version = 0
         """The version that the thread reads."""
         self._found: Digests | ProtocolError | None = None
-        """What the thread found last, or why it found nothing."""
-        self._asked: Asked | None = None
+        """The last result of the thread, or its error."""
+        self._asked: ChecksumRequest | None = None
         """Request that the thread computes or has computed last; None: SHA-256."""
 
-    def ask(self, least: int, asked: Asked | None = None) -> list[Digests]:
-        """Digests of a version from `least` on, or nothing yet, while they are computed or that version is not live.
-        asked: checksums in the place of SHA-256. Raises ProtocolError if they could not be computed. Only the thread of
-        the slot table's owner calls it."""
+    def ask(self, least: int, asked: ChecksumRequest | None = None) -> list[Digests]:
+        """Return digests of a version from `least` on, or nothing while they are computed or no such version is live.
+        asked: request for checksums instead of SHA-256. Raises ProtocolError if they could not be computed. Only the
+        thread that owns the slot table calls this."""
         self.settle()
         if isinstance(self._found, ProtocolError):
             error, self._found = self._found, None
@@ -53,7 +53,7 @@ class Digester:
         return []
 
     def settle(self) -> None:
-        """Let the version go if its digests are computed."""
+        """Unpin the version once its digests are computed."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             self._slot_table.unpin(self._version)
@@ -61,7 +61,7 @@ class Digester:
     def _compute(self, buffer: torch.Tensor) -> None:
         layout, asked = self._slot_table.layout, self._asked
         try:
-            use_own_stream(buffer.device)  # behind which no pass waits
+            use_own_stream(buffer.device)  # No pass waits for it.
             if asked is None:
                 parts = {spec.name: buffer[spec.offset : spec.offset + spec.nbytes] for spec in layout.tensors}
                 tensors = {name: _sha256(part) for name, part in parts.items()}
@@ -80,7 +80,7 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 def _sha256(part: torch.Tensor) -> str:
-    """Of u8[n]."""
+    """Return the SHA-256 of u8[n]."""
     digest = hashlib.sha256()
     for piece in part.split(_PIECE_BYTES):
         digest.update(piece.cpu().numpy().data)

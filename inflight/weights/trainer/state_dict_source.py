@@ -1,7 +1,7 @@
-"""Weights that are handed to `publish()` as names and tensors, or as a checkpoint, instead of being read from a model.
+"""Weights that `publish()` receives as names and tensors, or as a checkpoint, instead of reading a model.
 
-They are copied one by one, in the thread that calls `publish()`, as gathering a tensor may be a collective. Checkpoints
-have Hugging Face's form: a directory of safetensors files, with an index where there are several.
+They are copied one by one in the thread that calls `publish()`, since gathering a tensor can be a collective. A
+checkpoint has Hugging Face's form: a directory of safetensors files, with an index if there are several.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from inflight.core.errors import LayoutMismatchError, ProtocolError, WeightFileError
 from inflight.core.layout import Alias
 from inflight.core.messages import Welcome
-from inflight.weights.sources import Offer, Source
+from inflight.weights.trainer.sources import PublishedLayout, WeightSource
 
 Weights = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
 """Pairs of a name and a tensor, a mapping of names to tensors, or the path of a checkpoint: a directory of safetensors
@@ -28,29 +28,29 @@ files, or one file."""
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _SHOWN = 4
-"""How many differences an error names."""
+"""Maximum number of differences in an error."""
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_model.safetensors"
 
 
-class NamedSource(Source):
-    """Stands for weights that come with each `publish()`, in the engine's layout."""
+class StateDictSource(WeightSource):
+    """Weights that arrive with each `publish()`, in the engine's layout."""
 
     def __init__(self, weights: Weights | Callable[[], Weights] | None = None):
-        """weights: published where `publish()` is given none; a function is called for each."""
+        """weights: for each `publish()` without weights; a function is called each time."""
         self._weights = weights
         gpu = torch.cuda.is_initialized()
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
-    def offer(self, welcome: Welcome) -> Offer:
-        return Offer(welcome.layout, aliases=True)
+    def offer(self, welcome: Welcome) -> PublishedLayout:
+        return PublishedLayout(welcome.layout, aliases=True)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         raise AssertionError("there is no model to copy")
 
     def pairs(self, weights: Weights | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return names and tensors of what is to be published. Raises TypeError, and WeightFileError as it is read."""
+        """Return names and tensors to publish. Raises TypeError, and WeightFileError during the iteration."""
         if weights is None:
             weights = self._weights() if callable(self._weights) else self._weights
         if weights is None:
@@ -67,7 +67,7 @@ class NamedSource(Source):
 
 @dataclass(slots=True)
 class _Place:
-    """The place where the tensor of a name goes: to a tensor of the slot, or to a part of it."""
+    """Destination of a named tensor: a tensor of the slot, or a part of one."""
 
     tensor: str
     view: torch.Tensor
@@ -75,26 +75,26 @@ class _Place:
 
 
 @torch.no_grad()
-def copy_named(
+def copy_state_dict(
     views: Mapping[str, torch.Tensor], aliases: Sequence[Alias], pairs: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
-    """Fill a slot, cast to the dtypes of its views; the copies are done when this returns.
+    """Fill a slot, cast to the dtypes of its views. The copies are done when this returns.
 
-    A tensor may come under its own name, under another of the model's or a checkpoint's, as the experts of a layer one
-    by one, and with the prefixes of wrappers (`module.`, `_orig_mod.`, `base_model.model.`, …). What comes under two
-    names must be the same. Everything is read to its end, as other ranks may be gathering too; then raises
-    LayoutMismatchError, naming what came too often, is missing, unknown, of another shape or without values.
+    A tensor can have its own name, another name of the model or a checkpoint, names of its parts (the experts of a
+    layer), and the prefixes of wrappers (`module.`, `_orig_mod.`, `base_model.model.`, …). Tensors of two names must be
+    equal. All pairs are read to the end, as other ranks might be gathering too. Then it raises LayoutMismatchError,
+    naming tensors that are repeated, missing, unknown, of another shape or without values.
     """
     places = _places(views, aliases)
     missing = {name: view.numel() for name, view in views.items()}
-    """Maps a tensor to the number of its elements that have not come."""
+    """Maps a tensor to its number of missing elements."""
     wrong: list[str] = []
     num_pairs = 0
     for pair in pairs:
         name, tensor = _checked(pair)
         num_pairs += 1
         if name.endswith("rotary_emb.inv_freq"):
-            continue  # old checkpoints hold it; the model computes it
+            continue  # Old checkpoints contain it; the model computes it.
         place = places.get(name) or places.get(unwrapped(name))
         problem = _problem(place, tensor, missing)
         if problem is not None:
@@ -124,7 +124,7 @@ def _checked(pair: object) -> tuple[str, torch.Tensor]:
 
 
 def _problem(place: _Place | None, tensor: torch.Tensor, missing: Mapping[str, int]) -> str | None:
-    """Say why this tensor cannot be copied; None if it can."""
+    """Return why this tensor cannot be copied; None if it can."""
     if place is None:
         return "only in what was handed over"
     if place.came:
@@ -163,7 +163,7 @@ def _places(views: Mapping[str, torch.Tensor], aliases: Sequence[Alias]) -> dict
 
 
 def unwrapped(name: str) -> str:
-    """Remove what DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT put around a model's names."""
+    """Remove the prefixes that DistributedDataParallel, FSDP, torch.compile, checkpointing and PEFT add to names."""
     plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     return plain.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
@@ -184,14 +184,15 @@ def _complaint(wrong: list[str], num_pairs: int) -> str:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a checkpoint, one at a time; files are mapped, so that they may be larger than memory.
+    """Yield names and tensors of a checkpoint, one at a time. Files are mapped, so that they can exceed memory.
 
-    Of a directory: `model.safetensors`; else the files of `model.safetensors.index.json`; else all safetensors files.
-    Raises WeightFileError, naming the file, for one that is missing, cannot be read or lacks what the index says.
+    A directory is read from `model.safetensors`, else from the files of `model.safetensors.index.json`, else from all
+    safetensors files. Raises WeightFileError, naming the file, if a file is missing, cannot be read or lacks a tensor
+    of the index.
     """
     path = Path(path)
     files = {path: set[str]()} if path.is_file() else _files_of(path)
-    for file, expected in files.items():  # headers first, so that what is broken is told before a tensor is copied
+    for file, expected in files.items():  # Headers first: a broken file is reported before a tensor is copied.
         with _opened(file) as opened:
             absent = sorted(expected.difference(opened.keys()))
         if absent:
@@ -207,7 +208,7 @@ def _tensors_of(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _files_of(directory: Path) -> dict[Path, set[str]]:
-    """Return the files of a checkpoint, each with the names that it must hold at least."""
+    """Return the files of a checkpoint, each with names that it must contain."""
     if not directory.is_dir():
         raise WeightFileError(f"{directory} is neither a directory nor a file")
     if (directory / _FILE).exists():
@@ -224,7 +225,7 @@ def _files_of(directory: Path) -> dict[Path, set[str]]:
 
 
 def _index_of(directory: Path) -> dict[Path, set[str]]:
-    """Return a map of files to names, as the index says; it is empty if there is no index."""
+    """Return a map of files to names from the index, or an empty map if there is no index."""
     path = directory / _INDEX
     if not path.is_file():
         return {}

@@ -18,8 +18,8 @@ from torch import nn
 import inflight
 from inflight.core.errors import EngineHungError, LayoutMismatchError, NonFiniteWeightsError, WeightFileError
 from inflight.engine.aliases import aliases_of
-from inflight.weights.named import copy_named
 from inflight.weights.tensors import fill, layout_of, published_tensors, slot_views
+from inflight.weights.trainer.state_dict_source import copy_state_dict
 
 PARAMS = inflight.SamplingParams(max_tokens=6, ignore_eos=True)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -356,7 +356,9 @@ def test_all_that_a_model_saves_can_be_copied_back(name, tmp_path):
     layout = layout_of(make_model(name).bfloat16())
     ours, theirs = (torch.zeros(layout.total_bytes, dtype=torch.uint8) for _ in range(2))
     fill(slot_views(theirs, layout), published_tensors(model))
-    copy_named(slot_views(ours, layout), aliases_of(model), iter(load_file(tmp_path / "model.safetensors").items()))
+    copy_state_dict(
+        slot_views(ours, layout), aliases_of(model), iter(load_file(tmp_path / "model.safetensors").items())
+    )
     assert torch.equal(ours, theirs)
 
 

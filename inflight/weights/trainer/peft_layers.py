@@ -1,11 +1,10 @@
-"""Layers of PEFT: which tensors of the base model they hold, and these tensors with the adapters merged in.
+"""PEFT layers: their tensors of the base model, unmerged or with the adapters merged.
 
-PEFT itself merges, in a copy of one layer at a time, so that each of its methods that can be merged is published as
-PEFT computes it. Before that, the copy shows on random numbers that the merged layer has the outputs of the adapters.
+PEFT itself merges, in a copy of one layer at a time, so that each mergeable method is published as PEFT computes it.
+First, random inputs check that the merged copy has the outputs of the adapted layer.
 """
 
 import copy
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,20 +15,18 @@ from inflight.core.errors import LayoutMismatchError
 from inflight.weights.tensors import unwrap
 
 _NOISE = 0.05
-"""Distance by which the check of a merge moves an adapter. An adapter begins as zero."""
+"""Noise that the check of a merge adds to an adapter, since a new adapter is zero."""
 _MOST_ERROR = 1e-3
-"""Largest difference between an adapter's output and the merged layer's, relative to the largest output. In fp32."""
+"""Largest difference between adapted and merged outputs in fp32, relative to the largest output."""
 
 
-def carries_adapters(model: nn.Module) -> bool:
-    """Return whether a model has parts of PEFT, with a PeftModel around it or without."""
-    if "peft" not in sys.modules:
-        return False
-    return any(_is_of_peft(module) for module in unwrap(model).modules())
+def is_of_peft(module: nn.Module) -> bool:
+    """Return whether PEFT defines the class of a module."""
+    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """Return the model that carries the adapters, without PeftModel around it."""
+    """Return the model inside a PeftModel."""
     from peft import PeftMixedModel, PeftModel
 
     model = unwrap(model)
@@ -46,9 +43,9 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def holders(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module that holds tensors of the base model, with its name there; a layer with adapters as a whole.
+    """Yield each module that holds tensors of the base model, with its name there. An adapted layer is one module.
 
-    Of `modules_to_save` it is the copy that computes. Raises LayoutMismatchError for other parts of PEFT.
+    For `modules_to_save` it yields the active copy. Raises LayoutMismatchError for other parts of PEFT.
     """
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
@@ -59,7 +56,7 @@ def holders(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
         yield from holders(module.token_adapter, name)
     elif is_adapted(module):
         yield name, module
-    elif _is_of_peft(module):
+    elif is_of_peft(module):
         raise LayoutMismatchError(
             f"{name or 'the model'} is a {type(module).__name__} of PEFT, and computes with more than the weights of "
             "the base model; an engine cannot compute it: train LoRA, or a method that PEFT can merge into the weights"
@@ -71,7 +68,7 @@ def holders(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def refuse_copies(name: str, module: nn.Module) -> None:
-    """Raise LayoutMismatchError, naming it, for a module that is trained next to the adapters as a copy."""
+    """Raise LayoutMismatchError, naming it, for a module that PEFT trains as a copy."""
     from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 
     if isinstance(module, AuxiliaryTrainingWrapper):
@@ -84,14 +81,14 @@ def refuse_copies(name: str, module: nn.Module) -> None:
 
 
 def own_tensors(holder: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module from `holders` holds of the base model, under their names in it, unmerged."""
+    """Return the unmerged base tensors of a module from `holders`, by their names in the module."""
     if is_adapted(holder):
         return _tensors(holder.get_base_layer(), recurse=True)  # pyright: ignore
     return _tensors(holder, recurse=False)
 
 
 def base_tensors(base: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the base model, unmerged. A tied tensor has all of its names."""
+    """Return the unmerged tensors of the base model. A tied tensor has all of its names."""
     return {
         f"{name}.{key}" if name else key: tensor
         for name, holder in holders(base)
@@ -100,14 +97,14 @@ def base_tensors(base: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unmerged(layer: Any) -> list[str]:
-    """Return the active adapters of a layer that are not merged into its weight yet."""
+    """Return the active adapters of a layer that are not merged yet."""
     names = layer._get_available_adapters()
     return [name for name in layer.active_adapters if name in names and name not in layer.merged_adapters]
 
 
 @torch.no_grad()
 def merged_tensors(layer: nn.Module, adapters: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a layer's base with these adapters merged in, at least in fp32. The layer is unchanged."""
+    """Return a layer's base tensors with these adapters merged, at least in fp32. The layer is unchanged."""
     return _tensors(_merge(_copy(layer), adapters), recurse=True)
 
 
@@ -135,10 +132,6 @@ def check_merge(name: str, layer: nn.Module, adapters: Sequence[str]) -> None:
         raise LayoutMismatchError(
             f"{what} whose merged weights compute something else (by {difference:.1e} of the output); {advice}"
         )
-
-
-def _is_of_peft(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def _tensors(module: nn.Module, *, recurse: bool) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The sequences of a vLLM engine: who waits, whom vLLM has, and whom it has to give up."""
+"""Queue of a vLLM engine: waiting sequences, sequences that run in vLLM, and requests that vLLM must abort."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -9,24 +9,24 @@ from inflight.engine.on_vllm.sampling import refuse
 from inflight.engine.sequence import Sequence
 
 
-class Line:
-    """First come, first served. vLLM gets no more sequences than it can run together, so that those that wait are still
-    ours when new weights go live."""
+class VllmScheduler:
+    """Schedules sequences in order of arrival. vLLM gets only as many as it can run together, so that the others start
+    under new weights when these go live."""
 
     def __init__(self, max_sequences: int, *, records_columns: bool):
         self._max_sequences, self._records_columns = max_sequences, records_columns
         self._waiting: deque[Sequence] = deque()
-        """May hold finished sequences, which are skipped."""
+        """Can contain finished sequences, which are skipped."""
         self.num_waiting = 0
         self.running: dict[str, Sequence] = {}
-        """Maps vLLM's names of requests to the sequences that it has."""
+        """Maps vLLM's names of requests to their sequences."""
         self._names: dict[int, str] = {}
         """Maps request ids to those names."""
         self._salts: dict[int, int] = {}
-        """Maps ids of unfinished requests to the version under whose name the prefix cache holds their blocks."""
+        """Maps ids of unfinished requests to the version that is part of their key in the prefix cache."""
         self._given_up: list[str] = []
         self.admits = True
-        """Sequences that have not begun may begin."""
+        """True if new sequences can start."""
 
     def check(self, name: str, sequence: Sequence) -> None:
         refuse(name, sequence)
@@ -39,7 +39,7 @@ class Line:
         leader.followers = []
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
-        """The fork finds its parent's blocks in the prefix cache, under the version that the parent began with."""
+        """Add a fork. It finds its parent's blocks in the prefix cache, by the version at the parent's start."""
         salt = self._salts.get(parent.request_id)
         if salt is not None:
             self._salts |= {s.request_id: salt for s in (leader, *leader.followers)}
@@ -56,7 +56,7 @@ class Line:
 
     @property
     def asks_for_columns(self) -> bool:
-        """A request that vLLM has asks for what vLLM does not give by itself."""
+        """Return whether a running request asks for columns that vLLM does not record by itself."""
         return any(asked(sequence.params) for sequence in self.running.values())
 
     @property
@@ -65,11 +65,11 @@ class Line:
 
     @property
     def held_back(self) -> bool:
-        """All that there is to do is to begin with prompts, which `admits` forbids."""
+        """Return whether only new prompts are left, and `admits` forbids them."""
         return not self.running and self._first() is not None and not self._may_begin()
 
     def advance(self, weights: int, adapters: int) -> Iterator[tuple[str, Sequence, int]]:
-        """The sequences that vLLM takes now: its name of each, and the version whose blocks it may take over. The
+        """Yield sequences for vLLM to start now: the name of each, and the version whose blocks it can reuse. The
         weights are live since version `weights`, and with the adapters since version `adapters`."""
         while len(self.running) < self._max_sequences and self._first() is not None and self._may_begin():
             sequence = self._waiting.popleft()
@@ -82,8 +82,8 @@ class Line:
             yield name, sequence, salt
 
     def send_back(self, names: list[str]) -> None:
-        """vLLM has not begun with these, or forgets what it has computed: they wait before all others, and begin under
-        weights that are live then."""
+        """Return sequences that vLLM has not started, or whose results it drops, to the head of the queue. They start
+        again under the weights that are live then."""
         for name in reversed(names):
             sequence = self.running.pop(name)
             del self._names[sequence.request_id], self._salts[sequence.request_id]
@@ -95,12 +95,12 @@ class Line:
         return self._salts[sequence.request_id]
 
     def forget(self, name: str) -> None:
-        """vLLM has ended a request by itself, and need not be told to."""
+        """Note that vLLM has ended a request by itself and need not abort it."""
         if name in self._given_up:
             self._given_up.remove(name)
 
     def take_given_up(self) -> list[str]:
-        """vLLM's names of the requests that it shall forget."""
+        """Return vLLM's names of requests to abort, once."""
         given_up, self._given_up = self._given_up, []
         return given_up
 

@@ -22,10 +22,10 @@ from inflight.core.errors import BackendError, LayoutMismatchError, WeightFileEr
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Digests, Status, Welcome
 from inflight.core.options import EngineOptions
-from inflight.weights.digests import sha256
-from inflight.weights.lora import KEEP_THE_BASE
-from inflight.weights.named import read_checkpoint
-from inflight.weights.sources import Offer, Source
+from inflight.weights.engine.digests import sha256
+from inflight.weights.trainer.lora import KEEP_THE_BASE
+from inflight.weights.trainer.sources import PublishedLayout, WeightSource
+from inflight.weights.trainer.state_dict_source import read_checkpoint
 
 logger = logging.getLogger("inflight.weights")
 
@@ -51,7 +51,7 @@ class Engine(Protocol):
     def status(self) -> Status: ...
 
 
-class AdapterFiles(Source):
+class AdapterFiles(WeightSource):
     """The adapters of an engine, by their places, which are the names that it was launched with."""
 
     device = torch.device("cpu")
@@ -67,11 +67,11 @@ class AdapterFiles(Source):
         self._layout: WeightLayout | None = None
         self._weights: WeightLayout | None = None
 
-    def offer(self, welcome: Welcome) -> Offer:
+    def offer(self, welcome: Welcome) -> PublishedLayout:
         if welcome.adapter_layout is None:
             raise LayoutMismatchError("the engine holds no adapters; launch it with lora_rank")
         self._layout, self._weights = welcome.adapter_layout, welcome.layout
-        return Offer(welcome.adapter_layout, adapters=True)
+        return PublishedLayout(welcome.adapter_layout, adapters=True)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
         for name, view in views.items():

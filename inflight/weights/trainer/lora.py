@@ -1,9 +1,8 @@
-"""Models that PEFT has put adapters on: plain LoRA travels alone to engines that hold adapters; other engines get the
-weights with the adapters merged in.
+"""Models with PEFT adapters. An engine with adapter slots gets plain LoRA alone; another engine gets merged weights.
 
-All that a model computes with is published, or the publisher refuses it by name: when it is made, and at a later
-`publish()` if the model has changed. Of an adapter, A and α / r · B are published, cast to the engine's dtype;
-projections that it leaves alone, and ranks that it does not have, are zero.
+Every part of the model is published, or refused by name: at the start, and at a later `publish()` if the model has
+changed. An adapter is published as A and α / r · B, cast to the engine's dtype, with zeros for projections without an
+adapter and for unused ranks.
 """
 
 import operator
@@ -18,23 +17,18 @@ from torch import nn
 from inflight.core.errors import LayoutMismatchError
 from inflight.core.layout import WeightLayout
 from inflight.core.messages import Welcome
-from inflight.weights import peft_layers
 from inflight.weights.comparison import EngineWeights
-from inflight.weights.sources import ModelSource, Offer
-from inflight.weights.tensors import dtype_name, unwrap
+from inflight.weights.tensors import dtype_name
+from inflight.weights.trainer import peft_layers
+from inflight.weights.trainer.published_model import PublishedModel
+from inflight.weights.trainer.sources import ModelSource, PublishedLayout
 
 _SHOWN = 3
-"""Number of parameters that an error names."""
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Return whether a model is a PeftModel with adapters that can be switched off."""
-    model = unwrap(model)
-    return hasattr(model, "peft_config") and hasattr(model, "base_model") and hasattr(model, "disable_adapter")
+"""Maximum number of parameters in an error."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Adapter:
     """A LoRA adapter on one projection: A [r, K], B [N, r] and α / r."""
 
     name: str
@@ -50,43 +44,44 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where the tensors of a model go, as long as its modules and parameters are the same."""
+    """Destinations of a model's tensors. A plan is valid while the modules and parameters stay the same."""
 
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_Adapter] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    """Tensors of the engine's adapters that this model has none for."""
+    """Tensors of the engine's adapters without a counterpart in this model."""
     copies: dict[int, ScaledCopies] = field(default_factory=dict)
-    """Maps the slot that adapters go to, by the id of its first view, to the copies."""
+    """Maps a slot, by the id of its first view, to the copies into it."""
     plain: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the base model that are published as they are."""
+    """Unadapted tensors of the base model."""
     merged: list[tuple[nn.Module, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
     """Layers, their adapters to merge, and the published names of their tensors by the names in the layer."""
 
 
 class PeftSource(ModelSource):
-    """Publishes LoRA adapters to engines that hold adapters; to others the weights with the active adapters merged in.
+    """Publishes LoRA adapters to engines with adapter slots, and weights with the active adapters merged to others.
 
-    Raises LayoutMismatchError, naming the part, if the engine would compute without a part of the model.
+    Raises LayoutMismatchError, naming the part, if a part of the model would not be published.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PublishedModel):
         super().__init__(model)
-        self._root = unwrap(model)
-        self._base = peft_layers.base_of(model)
+        self._root = model.root
+        self._base = peft_layers.base_of(model.root)
         self._seen: tuple[list[object], list[object]] = [], []
-        """The state of the model for which the plan was made (`_state`)."""
+        """The state of the model (`_state`) when the plan was made."""
         self._plan = _Plan()
         self._layout: WeightLayout | None = None
-        """The engine's layout of adapters; None: the adapters are merged."""
+        """The engine's layout of adapters; None if the adapters are merged."""
         self._engine: EngineWeights | None = None
-        """The weights that adapters go onto, if they are compared with the base."""
+        """The engine's weights, if they are compared with the base of the adapters."""
 
-    def offer(self, welcome: Welcome) -> Offer:
-        """Raise LayoutMismatchError, naming it, for what does not fit the engine."""
+    def offer(self, welcome: Welcome) -> PublishedLayout:
         if welcome.adapter_layout is not None:
             return self.offer_to(welcome.adapter_layout)
         self._plan_again(None)
-        offer = Offer(WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in self._offered()))
+        offer = PublishedLayout(
+            WeightLayout.build((n, tuple(t.shape), dtype_name(t.dtype)) for n, t in self._offered())
+        )
         known = {spec.name for spec in welcome.layout.tensors}
         apart = [name for spec in offer.layout.tensors if (name := spec.name) not in known]
         if apart and getattr(getattr(self._base, "config", None), "tie_word_embeddings", False):
@@ -97,26 +92,27 @@ class PeftSource(ModelSource):
             )
         return offer
 
-    def offer_to(self, adapter_layout: WeightLayout) -> Offer:
-        """Offer adapters for slots of this layout. Raises as `offer` does."""
+    def offer_to(self, adapter_layout: WeightLayout) -> PublishedLayout:
+        """PublishedLayout adapters for slots of this layout. Raises as `offer` does."""
         self._plan_again(adapter_layout)
-        return Offer(adapter_layout, adapters=True)
+        return PublishedLayout(adapter_layout, adapters=True)
 
     def compare(self, engine: EngineWeights) -> bool | None:
-        """Raise LayoutMismatchError, naming tensors, if adapters that travel alone would go onto another base."""
+        """Raise LayoutMismatchError, naming tensors, if the engine's weights are not the base of adapters alone."""
         if self._layout is None:
             return engine.begin_as([*self._plan.plain.items(), *self._merged()])
         self._engine = engine
         self._check_base(engine)
-        return None  # the adapters themselves are not compared
+        return None  # Adapters are not compared.
 
     def prepare(self) -> None:
-        """Look the tensors up again if the model has changed. Raises as `offer` and `compare` do."""
+        """Plan again if the model has changed. Raises as `offer` and `compare` do."""
         before = self._seen
         if _same(before, _state(self._root)):
             return
         self._plan_again(self._layout)
-        # A base with merged adapters differs for a while, and by rounding after they are unmerged.
+        # Merged adapters change the base for a while, and unmerging leaves rounding errors. Only new objects need a
+        # check.
         if self._engine is not None and not _same_objects(before[0], self._seen[0]):
             self._check_base(self._engine)
 
@@ -129,7 +125,7 @@ class PeftSource(ModelSource):
                 copy_all([views[name] for name in plan.plain], [tensor.detach() for tensor in plan.plain.values()])
             return
         view = next(iter(views.values()))
-        if id(view) not in plan.copies:  # a walk over the model takes longer than the copy
+        if id(view) not in plan.copies:  # Walking over the model takes longer than the copy.
             plan.copies[id(view)] = _copies_to(views, plan)
         plan.copies[id(view)].run([factor for part in plan.parts for factor in (1.0, part.scale)])
 
@@ -141,7 +137,7 @@ class PeftSource(ModelSource):
     # ---- adapters alone -----------------------------------------------------------------------------------------
 
     def _adapter_plan(self, layout: WeightLayout) -> _Plan:
-        parts: list[_Part] = []
+        parts: list[_Adapter] = []
         for name, module in self._base.named_modules():
             peft_layers.refuse_copies(name, module)
             if peft_layers.is_adapted(module):
@@ -229,7 +225,7 @@ class PeftSource(ModelSource):
             yield from ((whole, own[key]) for key, whole in names.items())
 
     def _merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield merged tensors layer by layer, as all of them in fp32 would take twice the memory of the model."""
+        """Yield merged tensors layer by layer. All of them in fp32 would take twice the memory of the model."""
         for layer, adapters, names in self._plan.merged:
             merged = peft_layers.merged_tensors(layer, adapters)
             yield from ((whole, merged[key]) for key, whole in names.items())
@@ -239,8 +235,8 @@ KEEP_THE_BASE = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica
 """Values of PEFT's `init_lora_weights`, in lower case, that leave the weights of the base model as they are."""
 
 
-def _lora_parts(name: str, layer: Any) -> list[_Part]:
-    """Return the adapters of a layer. Raises LayoutMismatchError, naming it, for more than A and B next to a linear
+def _lora_parts(name: str, layer: Any) -> list[_Adapter]:
+    """Return the adapters of a layer. Raises LayoutMismatchError, naming it, for anything but A and B on a linear
     layer."""
     from peft.tuners.lora.layer import Linear
 
@@ -266,7 +262,7 @@ def _lora_parts(name: str, layer: Any) -> list[_Part]:
         )
     a: Any = layer.lora_A
     b: Any = layer.lora_B
-    return [_Part(f"{adapter}.{name}", a[adapter].weight, b[adapter].weight, layer, adapter) for adapter in adapters]
+    return [_Adapter(f"{adapter}.{name}", a[adapter].weight, b[adapter].weight, layer, adapter) for adapter in adapters]
 
 
 def _is_linear(layer: Any) -> bool:
@@ -282,7 +278,7 @@ def _check_enabled(name: str, layer: Any) -> None:
 
 
 def _computes_alike(one: nn.Module, other: nn.Module) -> bool:
-    """Return whether two holders of one tensor compute with the same values: both as it is, or with one adapter."""
+    """Return whether two holders of one tensor compute with the same values: both without or both with one adapter."""
     if not (peft_layers.is_adapted(one) or peft_layers.is_adapted(other)):
         return True
     addresses = [{p.untyped_storage().data_ptr() for p in holder.parameters()} for holder in (one, other)]
@@ -291,7 +287,7 @@ def _computes_alike(one: nn.Module, other: nn.Module) -> bool:
 
 @torch.no_grad()
 def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> ScaledCopies:
-    """Return the part of a plan that does not depend on values: the destination of each tensor, and the zeros."""
+    """Return the copies of a plan, and set the rest of the slot to zero."""
     destinations, sources = [], []
     for part in plan.parts:
         view_a, view_b, rank = views[f"{part.name}.lora_A"], views[f"{part.name}.lora_B"], len(part.a)
@@ -305,8 +301,8 @@ def _copies_to(views: Mapping[str, torch.Tensor], plan: _Plan) -> ScaledCopies:
 
 
 def _state(root: nn.Module) -> tuple[list[object], list[object]]:
-    """Return the dependencies of a plan: modules and parameters, compared by identity, and values, compared by
-    equality. `nn.Module.modules()` would take several times as long."""
+    """Return the inputs of a plan: modules and parameters, compared by identity, and values, compared by equality.
+    `nn.Module.modules()` would take several times as long."""
     objects: list[object] = []
     values: list[object] = []
     stack: list[nn.Module] = [root]
@@ -325,7 +321,7 @@ def _state(root: nn.Module) -> tuple[list[object], list[object]]:
 
 
 def _same(before: tuple[list[object], list[object]], now: tuple[list[object], list[object]]) -> bool:
-    """Hold objects by identity: a new one never has the address of one that `before` keeps alive."""
+    """Compare objects by identity. `before` keeps its objects alive, so no new one has the same address."""
     return before[1] == now[1] and _same_objects(before[0], now[0])
 
 

@@ -1,5 +1,5 @@
-"""Fills slots inside the engine's process: a thread in which a transport's receiver takes versions while decoding goes
-on, and checksums are compared. The engine's loop gives it jobs and collects results; it never waits for it.
+"""Fills slots in the engine's process: a thread in which a transport's receiver takes versions and checksums are
+compared while decoding continues. The engine's loop submits jobs and collects results; it never waits for the thread.
 """
 
 import threading
@@ -13,45 +13,45 @@ from inflight.core.messages import Fill, Prepare, SlotReady, read
 from inflight.weights import delta
 from inflight.weights.checksum import checksum
 from inflight.weights.cuda_ipc import use_own_stream
-from inflight.weights.slot_table import SlotTable
+from inflight.weights.engine.slot_table import SlotTable
 from inflight.weights.transports.base import Receiver, Transport
 
-Job = Prepare | Fill | SlotReady
+SlotJob = Prepare | Fill | SlotReady
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What became of a job."""
+class SlotJobResult:
+    """A job that is done. `error` is None if it succeeded."""
 
     slot_table: SlotTable
     sender: bytes
-    job: Job
+    job: SlotJob
     error: InflightError | None
 
 
 class SlotFiller:
-    """Does the jobs of one publisher, one after another, in a thread that calls `done` with what became of each."""
+    """Does the jobs of one publisher, one after another, in a thread. The thread passes each result to `done`."""
 
-    def __init__(self, slot_table: SlotTable, transport: type[Transport], done: Callable[[Result], None]):
+    def __init__(self, slot_table: SlotTable, transport: type[Transport], done: Callable[[SlotJobResult], None]):
         """slot_table: only its slots are used."""
         self._slot_table, self._transport, self._done = slot_table, transport, done
         self._slots = slot_table.slots
         self._retired = False
-        self._jobs: SimpleQueue[tuple[bytes, Job] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[bytes, SlotJob] | None] = SimpleQueue()
         self._device = self._slots[0].buffer.device
         self._receiver: Receiver | None = None
         self._holds: dict[int, int] = {}
-        """Maps a slot to the version that it was filled with here, which can be the base of a delta."""
+        """Maps a slot to the version that filled it here. This can be the base of a delta."""
         self._thread = threading.Thread(target=self._run, name="inflight-slot-filler", daemon=True)
 
-    def submit(self, sender: bytes, job: Job) -> None:
+    def submit(self, sender: bytes, job: SlotJob) -> None:
         if self._thread.ident is None:
             self._thread.start()
         self._jobs.put((sender, job))
 
     def retire(self) -> None:
-        """The publisher is gone. Jobs that have not begun end with an error; one that waits for the publisher goes on
-        until it notices, which another publisher's jobs need not wait for."""
+        """Stop, as the publisher has gone. Waiting jobs end with an error. A job that waits for the publisher continues
+        until it notices; jobs of another publisher do not wait for it."""
         self._retired = True
         self._jobs.put(None)
 
@@ -64,13 +64,13 @@ class SlotFiller:
                 self._do(job)
             except InflightError as caught:
                 error = caught
-            except Exception as caught:  # reported to the publisher
+            except Exception as caught:  # The publisher raises it.
                 error = InflightError(f"{type(job).__name__} failed: {caught!r}")
-            self._done(Result(self._slot_table, sender, job, error))
+            self._done(SlotJobResult(self._slot_table, sender, job, error))
         if self._receiver is not None:
             self._receiver.close()
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: SlotJob) -> None:
         if self._retired:
             raise ProtocolError("its publisher is gone")
         match job:

@@ -1,0 +1,374 @@
+"""A publisher's link to one engine: attaching, borrowing slots, and announcing versions in them."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from inflight.core import waiting
+from inflight.core.connection import Answer, Connection
+from inflight.core.decoders import msgpack_decoder
+from inflight.core.errors import (
+    ChecksumError,
+    EngineBusyError,
+    EngineDiedError,
+    EngineHungError,
+    InflightError,
+)
+from inflight.core.keys import ClientKeys, is_tcp
+from inflight.core.layout import WeightLayout
+from inflight.core.messages import (
+    Attach,
+    Attached,
+    Call,
+    CudaIpcDescriptor,
+    Detach,
+    Digests,
+    FromEngine,
+    Hello,
+    Result,
+    SlotFree,
+    SlotReady,
+    SlotRequest,
+    Status,
+    ToEngine,
+    Welcome,
+    check_same_version,
+    expect,
+    read,
+    to_raw,
+)
+from inflight.weights.checksum import checksum
+from inflight.weights.comparison import ChecksumRequest, EngineWeights
+from inflight.weights.cuda_ipc import CudaSlot
+from inflight.weights.shared_memory import SharedMemorySlot
+from inflight.weights.tensors import slot_views
+from inflight.weights.trainer.publisher_lock import PublisherLock
+from inflight.weights.trainer.sources import WeightSource
+
+logger = logging.getLogger("inflight.weights")
+
+_POLL_MS = 100
+_LINGER_MS = 1000
+_STATUS = msgpack_decoder(Status)
+_DIGESTS = msgpack_decoder(list[Digests])
+_CHECKSUMS_S = 600.0
+"""Time limit for an engine to compute the checksums of its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEndpoint:
+    """An engine, as a publisher needs to know it."""
+
+    endpoint: str
+    check: Callable[[], None] = lambda: None
+    """Called while waiting for the engine; raises if it is known to be dead."""
+    on_publish: Callable[[int, int], None] = lambda version, called_ns: None
+    """Called with every publish."""
+    on_step: Callable[[int], None] = lambda unpublished_steps: None
+    """Called before every optimizer step, with the number of steps since the last publish."""
+    comes_back: bool = False
+    """An engine that ends has a successor, which `Publisher.replace` is told of, until `check` raises."""
+    keys: Callable[[str], ClientKeys | None] = lambda endpoint: None
+    """Returns the keys for an endpoint of TCP: this one, or that of a successor."""
+    end: Callable[[str], None] = lambda endpoint: None
+    """Called with the endpoint of an engine that comes back and is sent nothing more, as it did not answer."""
+    check_process: Callable[[str], None] = lambda endpoint: None
+    """Raises EngineDiedError if the process at an endpoint, this one or an earlier one, is known to have ended."""
+    living: Callable[[str], str] = lambda endpoint: endpoint
+    """Returns the endpoint of the process that serves, given an earlier one; while the engine is being restarted it
+    waits for that. Raises EngineDiedError if none will serve."""
+    follow: Callable[[Any, str], bool] = lambda publisher, endpoint: True
+    """Has `Publisher.replace` told of successors of the process at an endpoint. False if that does not serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """One call of `publish()`."""
+
+    version: int
+    published_ns: int
+
+
+class EngineLink:
+    """An engine that this process publishes to. The constructor attaches to it.
+
+    Raises LayoutMismatchError, naming the difference, PublisherConflictError if another publisher lives,
+    EngineHungError, VersionMismatchError, EngineDiedError, or the error of `address.check`. Only `check`,
+    `messages.give_up` and `lock.unlock` are safe in other threads.
+    """
+
+    def __init__(self, address: EngineEndpoint, source: WeightSource, *, transport: str, timeout_s: float):
+        """transport: its name at the engine. timeout_s: maximum silence of the engine during a wait. A slot can take
+        longer."""
+        self.address = address
+        self.lock = PublisherLock()
+        self.messages = EngineMessages(address, self.check, self._take, timeout_s=timeout_s)
+        try:
+            self.welcome = expect(self.messages.ask(Hello(ticket=self.messages.ticket())), Welcome)
+            check_same_version(self.welcome.version, self.welcome.protocol, self.welcome.package, who="the engine")
+            token = ""
+            if not is_tcp(address.endpoint):  # Files of an engine on another machine are not here.
+                token = self.lock.take(self.welcome.publisher_lock, self.welcome.alive_lock)
+            offer = source.offer(self.welcome)
+            self.matches = source.compare(EngineWeights(self.welcome.layout, self.messages.checksums))
+            """True if the engine already computed with these weights, False if not; None if unknown."""
+            ticket = self.messages.ticket()
+            attach = Attach(ticket=ticket, transport=transport, lock_token=token, **offer._asdict())
+            self.attached = expect(self.messages.ask(attach), Attached)
+        except BaseException:
+            self.release()
+            raise
+        self.layout: WeightLayout = self.attached.layout
+        """The layout of the engine's slots."""
+        self.version = self.attached.version
+        """The newest version of the engine."""
+        self.free = list(self.attached.free)
+        """Slots that this process can write to."""
+        self._written = set(self.free)
+        """Slots that might hold unannounced data instead of weights that the engine used."""
+
+    def map_slots(self) -> list[torch.Tensor]:
+        """Map the engine's slots into this process's memory, u8[total_bytes] each. Raises ProtocolError."""
+        return [
+            (CudaSlot if isinstance(slot, CudaIpcDescriptor) else SharedMemorySlot).attach(slot)  # pyright: ignore
+            for slot in self.attached.slots
+        ]
+
+    def acquire(self, timeout_s: float, setting: str = "timeout_s") -> int:
+        """Take a free slot, or wait for the next one. The engine frees slots at forward boundaries.
+
+        timeout_s: bound for an engine that answers but keeps its slots (for requests pinned to versions, for example);
+        `setting` is the option that sets it. Raises the error of an earlier version, EngineHungError or
+        EngineBusyError.
+        """
+        if not self.free and self.welcome.num_slots == 1:
+            self.messages.send(SlotRequest())
+        self.messages.wait_until(lambda: bool(self.free), "lent no slot", timeout_s, setting)
+        slot = self.free.pop()
+        self._written.add(slot)
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Return an acquired slot without an announcement. It can be acquired again."""
+        self.free.append(slot)
+
+    def listen(self) -> None:
+        """Process messages that have arrived. Raises as `acquire` does."""
+        while self.messages.pump(0):
+            pass
+        self.check()
+
+    def announce(self, slot: int, record: PublishedVersion, checksum: int | None = None) -> None:
+        """Return the slot with a whole version in it."""
+        fingerprint = self.layout.fingerprint
+        self.messages.send(SlotReady(slot=slot, fingerprint=fingerprint, checksum=checksum, **asdict(record)))
+        self._written.discard(slot)  # From now on the engine tracks its content.
+        self.version = record.version
+
+    def check(self) -> None:
+        """Raise the error of `address.check`, or EngineDiedError if this process of the engine has ended."""
+        self.address.check()
+        self.address.check_process(self.address.endpoint)
+        if self.lock.engine_has_ended():
+            raise EngineDiedError(f"the engine at {self.address.endpoint} has ended")
+
+    def detach(self) -> None:
+        """Return all slots and close the connection."""
+        try:
+            self._take_all()
+            # Where the trainer writes to no slot, the engine tracks which slots were written.
+            self.messages.send(Detach(written=sorted(self._written) if self.attached.slots else []))
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Close the connection and let another publisher attach."""
+        self.messages.close()
+        self.lock.close()
+
+    def _take_all(self) -> None:
+        """Take all slots that the engine has lent, and skip its errors."""
+        while True:
+            try:
+                if not self.messages.pump(0):
+                    return
+            except InflightError as error:
+                logger.info("a publisher that detaches leaves this to its successor: %s", error)
+
+    def _take(self, message: FromEngine | InflightError) -> None:
+        """Process a message that answers no request."""
+        if isinstance(message, InflightError):
+            raise message
+        if isinstance(message, SlotFree):
+            self.free.append(message.slot)
+
+
+class EngineMessages:
+    """Requests to one engine, and bounded waits for it."""
+
+    def __init__(
+        self,
+        address: EngineEndpoint,
+        check: Callable[[], None],
+        unasked: Callable[[FromEngine | InflightError], None],
+        *,
+        timeout_s: float,
+    ):
+        """check: raises if the engine has ended. unasked: receives messages that answer no request."""
+        self._engine = f"the engine at {address.endpoint}"
+        self._check, self._timeout_s = check, timeout_s
+        self._given_up = False
+        self._keeps_slots_because = ""
+        """The reason why the engine keeps its slots, from its last status."""
+        keys = address.keys(address.endpoint)
+        self._connection = Connection(address.endpoint, unasked, linger_ms=_LINGER_MS, keys=keys)
+        self.ticket, self.pump, self.close = self._connection.ticket, self._connection.pump, self._connection.close
+
+    def send(self, message: ToEngine) -> Answer:
+        """Send a message in this thread, at once."""
+        answer = self._connection.send(message)
+        self._connection.flush()
+        return answer
+
+    def ask(self, message: ToEngine) -> FromEngine:
+        """Send a message and wait for its answer. Raises as `wait_for` does."""
+        answer, action = self.send(message), f"did not answer {type(message).__name__}"
+        self.wait_until(answer.done, action, self._timeout_s, "timeout_s of the publisher", asks_for_signs=False)
+        return answer.result()
+
+    def wait_for(self, answer: Answer, timeout_s: float) -> None:
+        """Wait for the answer to a Prepare or Fill. Raises its error, EngineHungError or EngineBusyError."""
+        self.wait_until(answer.done, "has not taken the version", timeout_s, "timeout_s of the transport")
+        answer.result()
+
+    def give_up(self) -> None:
+        """End waits for the engine with an error. From any thread."""
+        self._given_up = True
+        self._connection.wake()
+
+    def wait_until(
+        self, is_over: Callable[[], bool], action: str, total_s: float, setting: str, *, asks_for_signs: bool = True
+    ) -> None:
+        """Process messages until the wait is over.
+
+        action: completes "the engine … ", as in "lent no slot". asks_for_signs: request signs of life meanwhile.
+        Raises EngineHungError once the engine has sent nothing for `timeout_s` of this link, EngineBusyError after
+        `total_s`, which the option `setting` sets, whatever it sends, and errors that answer no request.
+        """
+        silence_s = min(self._timeout_s, total_s)
+        wait, silent_s, since_sign_s = waiting.Wait(), 0.0, 0.0
+        while not is_over():
+            if self.pump(_POLL_MS):
+                silent_s = since_sign_s = 0.0
+                continue
+            if self._given_up:
+                raise InflightError(f"the publisher was closed while {self._engine} was silent")
+            self._check()
+            passed_s = wait.tick()
+            silent_s += passed_s
+            since_sign_s += passed_s
+            if silent_s > silence_s:
+                raise EngineHungError(
+                    f"{self._engine} {action}, and has said nothing at all for {silence_s:g} s: it lives but hangs (it "
+                    "was stopped, or a forward pass does not end). If that is expected, set a longer timeout_s for the "
+                    "publisher (and for its transport, if there is one)"
+                )
+            if wait.waited_s > total_s:
+                raise EngineBusyError(
+                    f"{self._engine} answers, but {action} within {total_s:g} s{self._keeps_slots_because}; "
+                    f"{setting} sets this bound"
+                )
+            is_silent = silent_s > waiting.LOG_EVERY_S / 2
+            known = f", and has been silent for {silent_s:.0f} s" if is_silent else self._keeps_slots_because
+            wait.tell(f"{self._engine} {action}{known}")
+            if asks_for_signs and since_sign_s >= min(5.0, silence_s / 4):  # Several requests fit into the bound.
+                since_sign_s = 0.0
+                self.send(self._call("status", {})).add_done_callback(self._take_status)
+
+    def checksums(self, request: ChecksumRequest) -> dict[str, str]:
+        """Request checksums of the engine's weights until they are computed. Raises BackendError if it has none."""
+        wait, found = waiting.Wait(), list[Digests]()
+        while not found:
+            found = read(_DIGESTS, expect(self.ask(self._call("checksums", {"asked": request})), Result).value)
+            wait.tick()
+            wait.tell(f"{self._engine} computes checksums of its weights")
+            if wait.waited_s > _CHECKSUMS_S:
+                raise EngineBusyError(f"the engine has no checksums of its weights after {_CHECKSUMS_S:.0f} s")
+            if not found:
+                time.sleep(_POLL_MS / 1e4)
+        return found[0].tensors
+
+    def _call(self, verb: str, arguments: dict[str, object]) -> Call:
+        return Call(ticket=self.ticket(), verb=verb, arguments=to_raw(arguments, "nothing"))
+
+    def _take_status(self, answer: Answer) -> None:
+        """Note why the engine keeps its slots."""
+        if answer.exception() is None and isinstance(result := answer.result(), Result):
+            status = read(_STATUS, result.value)
+            pinned = len(status.versions) > 1 and f"; requests are pinned to versions among {status.versions}"
+            self._keeps_slots_because = pinned or ("; it is paused" if status.paused else "")
+
+
+class DirectSlots:
+    """Target of a publisher that writes to the slots of its only engine itself, without a staging buffer."""
+
+    lost: Mapping[str, Exception] = {}
+
+    def __init__(
+        self, engine: EngineLink, refuse: Callable[[Exception], None], *, slot_timeout_s: float, with_checksum: bool
+    ):
+        """refuse: receives the error of a version that the engine did not take. with_checksum: the engine compares a
+        checksum before a version goes live."""
+        self._engine, self._refuse = engine, refuse
+        self._slot_timeout_s, self._with_checksum = slot_timeout_s, with_checksum
+        self.sent_bytes, self.sent_version = engine.layout.total_bytes, 0
+        self._buffers = engine.map_slots()
+        self.views = [slot_views(buffer, engine.layout) for buffer in self._buffers]
+
+    @property
+    def engines(self) -> list[EngineLink]:
+        return [self._engine]
+
+    def add(self, attach: Callable[[], EngineLink], transport: object) -> EngineLink:
+        raise InflightError(
+            "this publisher writes straight to the slots of its engine; to add engines later, make it with a list "
+            "of at least two, or with another transport than Slots"
+        )
+
+    def acquire(self) -> int:
+        """Wait for a slot to write to. Raises as `EngineLink.acquire` does."""
+        while True:
+            try:
+                return self._engine.acquire(self._slot_timeout_s, "slot_timeout_s of the publisher")
+            except ChecksumError as error:
+                self._refuse(error)
+
+    def listen(self) -> None:
+        """Learn that a slot is free, or that the engine refused a version."""
+        try:
+            self._engine.listen()
+        except ChecksumError as error:
+            self._refuse(error)
+
+    def announce(self, slot: int, record: PublishedVersion) -> None:
+        """Send the engine the version in a slot."""
+        self.sent_version = record.version
+        self._engine.announce(slot, record, checksum(self._buffers[slot]) if self._with_checksum else None)
+
+    def release(self, slot: int) -> None:
+        """Return a slot without an announcement."""
+        self._engine.give_back(slot)
+
+    def check(self) -> None:
+        """Raise the error that keeps versions from reaching the engine, if there is one."""
+        self._engine.check()
+
+    def close(self) -> None:
+        """Detach from the engine and unmap its slots."""
+        self._engine.detach()
+        self.views.clear()
+        self._buffers.clear()
