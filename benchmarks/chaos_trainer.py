@@ -25,7 +25,7 @@ from truth_load import Load
 import inflight
 from inflight.core.clock import now_ns
 from inflight.core.frames import TokenFrame
-from inflight.stream.inbox import Inbox
+from inflight.stream.ledger import Ledger
 from inflight.stream.reader import StreamReader
 from inflight.stream.token_store import TokenStore
 
@@ -41,9 +41,10 @@ class Commands(threading.Thread):
     def __init__(self, engine: inflight.LaunchedEngine, load: Load):
         super().__init__(daemon=True)
         self.stopping = threading.Event()
-        self._load, self._inbox = load, engine.stream.inbox
+        self._load, self._stream = load, engine.stream
         self._drop = False
-        self._on_frame, self._inbox._on_frame = self._inbox._on_frame, self._drop_connection
+        ledger = engine.stream.ledger
+        self._on_frame, ledger.on_frame = ledger.on_frame, self._drop_connection
 
     def run(self) -> None:
         for line in sys.stdin:
@@ -60,7 +61,7 @@ class Commands(threading.Thread):
         """Called by the thread that reads the stream, which alone may touch its socket."""
         if self._drop:
             self._drop = False
-            reader = self._inbox.source
+            reader = self._stream.thread.source
             assert isinstance(reader, StreamReader)
             endpoint = reader.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             reader.socket.disconnect(endpoint)
@@ -87,27 +88,27 @@ def tell_successors(engine: inflight.LaunchedEngine) -> None:
 
 def forget_a_token() -> None:
     """A successor goes on without the last token of a request."""
-    unfinished = Inbox.unfinished
+    unfinished = Ledger.unfinished
 
-    def forgetful(inbox: Inbox) -> Any:
-        groups, next_request_id = unfinished(inbox)
+    def forgetful(ledger: Ledger) -> Any:
+        groups, next_request_id = unfinished(ledger)
         [tokens, *_] = [tokens for known in groups.values() if known for tokens in known[1].values() if tokens]
         tokens.pop()
         return groups, next_request_id
 
-    patch.object(Inbox, "unfinished", forgetful).start()
+    patch.object(Ledger, "unfinished", forgetful).start()
 
 
 def forget_a_group() -> None:
     """A successor is not told of a group."""
-    unfinished = Inbox.unfinished
+    unfinished = Ledger.unfinished
 
-    def forgetful(inbox: Inbox) -> Any:
-        groups, next_request_id = unfinished(inbox)
+    def forgetful(ledger: Ledger) -> Any:
+        groups, next_request_id = unfinished(ledger)
         groups.popitem()
         return groups, next_request_id
 
-    patch.object(Inbox, "unfinished", forgetful).start()
+    patch.object(Ledger, "unfinished", forgetful).start()
 
 
 def state_another_version() -> None:

@@ -24,8 +24,10 @@ from inflight.engine.attachment import EngineAttachment
 from inflight.engine.prompts import PromptLike, make_prompts
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.observability.trace import Trace
-from inflight.stream.inbox import SILENCE_S, FrameSource
 from inflight.stream.journal import JournalWriter
+from inflight.stream.ledger import Ledger
+from inflight.stream.reader import StreamReader
+from inflight.stream.stream_thread import SILENCE_S, FrameSource
 from inflight.supervisor import Process, Snapshot, Supervisor
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class RunningEngine:
         """Is held while engines of a pool come and go, and while a publisher attaches to those that are there."""
         self._tokenizer_lock = threading.Lock()
         self.staleness = StalenessMeter()
+        self._ledger = Ledger()
         self._stream: RolloutStream | None = None
         self._publishers: WeakSet[Publisher] = WeakSet()
         self._servers: WeakSet[HttpServer] = WeakSet()
@@ -104,14 +107,11 @@ class RunningEngine:
             self._check_not_lent()
             if self._stream is None:
                 self._stream = self._open_stream(
-                    self.info.stream_endpoint,
+                    self._reader(self.info.stream_endpoint, self._begin),
                     check_engine=lambda: self._launcher.check(),
                     ask_engine=self._ask_engine,
                     recover=self._recover if self.options.restarts else None,
                     silence_s=min(SILENCE_S, self.options.answer_timeout_s / 2),
-                    journal=self._journal,
-                    begin=self._begin,
-                    keys=self._launcher.client.keys,
                 )
             return self._stream
 
@@ -383,7 +383,7 @@ class RunningEngine:
             self._wait_until_idle()
             if self._stream is not None:
                 self._stream.close()
-            self._stream, self._lent = None, True
+            self._stream, self._ledger, self._lent = None, Ledger(), True
             return self._supervisor
 
     def take_back(self) -> None:
@@ -420,11 +420,11 @@ class RunningEngine:
 
     def snapshot(self) -> Snapshot:
         """What was submitted and not handed out, and what has come of it: see `inflight.Run`."""
-        return self._supervisor.snapshot(self.stream.inbox)
+        return self._supervisor.snapshot(self.stream.ledger)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on with what another engine left unfinished: see `inflight.Run`."""
-        self._supervisor.restore(snapshot, self.stream.inbox)
+        self._supervisor.restore(snapshot, self.stream.ledger)
 
     def close(self) -> None:
         """End what is attached to the generator, and the generator if it was launched here. Safe to call twice."""
@@ -460,11 +460,12 @@ class RunningEngine:
         """What a publisher sends by that is told nothing else. None: the engine's memory."""
         return None
 
-    def _open_stream(self, source: "str | FrameSource", **options: Any) -> "RolloutStream":
+    def _open_stream(self, source: FrameSource, **options: Any) -> "RolloutStream":
         from inflight.training.data.rollout_stream import RolloutStream
 
         return RolloutStream(
             source,
+            self._ledger,
             tokenizer=self.tokenizer,
             tokenizer_lock=self._tokenizer_lock,
             meter=self.staleness,
@@ -519,9 +520,13 @@ class RunningEngine:
         self.stream.expect(group_ids, reserved=reserved)
         self._supervisor.forget(self.stream.outstanding)
 
-    def _recover(self, death: EngineDiedError) -> str:
-        inbox = self.stream.inbox
-        return self._supervisor.succeed(death, inbox.num_tokens, inbox.newest_version, inbox)
+    def _recover(self, death: EngineDiedError) -> FrameSource:
+        ledger = self._ledger
+        return self._reader(self._supervisor.succeed(death, ledger.num_tokens, ledger.newest_version, ledger), 0)
+
+    def _reader(self, endpoint: str, begin: int | None) -> StreamReader:
+        keys, held = self._supervisor.launcher.client.keys, partial(self._ledger.held_of, None)
+        return StreamReader(endpoint, begin=begin, held=held, journal=self._journal, keys=keys)
 
     def _messages(
         self,

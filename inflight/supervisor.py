@@ -23,7 +23,7 @@ from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
 from inflight.engine.launcher import EngineLauncher
 from inflight.stream.held_groups import HeldGroup
-from inflight.stream.inbox import Inbox
+from inflight.stream.ledger import Ledger
 
 if TYPE_CHECKING:
     from inflight.weights.publisher import Publisher
@@ -249,14 +249,14 @@ class Supervisor:
 
     # ---- what outlives the trainer ------------------------------------------------------------------------------
 
-    def snapshot(self, inbox: Inbox) -> Snapshot:
+    def snapshot(self, ledger: Ledger) -> Snapshot:
         """What is outstanding, all of one moment."""
         with self._condition:
-            groups, next_request_id = inbox.snapshot()
+            groups, next_request_id = ledger.snapshot()
             submitted = [self._submitted[group.group_id] for group in groups]
             return Snapshot(groups, submitted, self._next_group_id, next_request_id)
 
-    def restore(self, snapshot: Snapshot, inbox: Inbox) -> None:
+    def restore(self, snapshot: Snapshot, ledger: Ledger) -> None:
         """Go on with what was outstanding where another trainer ended; nothing was submitted here yet."""
         ids = [group.group_id for group in snapshot.groups]
         with self._condition:
@@ -264,14 +264,16 @@ class Supervisor:
                 raise InflightError("prompts were submitted already; load a run before that")
             self._submitted = dict(zip(ids, snapshot.submitted, strict=True))
             self._next_group_id = snapshot.next_group_id
-            inbox.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
-        self._go_on(self.launcher.client, inbox)
+            ledger.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
+        self._go_on(self.launcher.client, ledger)
 
     # ---- succession ---------------------------------------------------------------------------------------------
 
-    def succeed(self, death: EngineDiedError, num_tokens: int, newest_version: int, inbox: Inbox | None = None) -> str:
+    def succeed(
+        self, death: EngineDiedError, num_tokens: int, newest_version: int, ledger: Ledger | None = None
+    ) -> str:
         """Replace the process that has ended: start another one after a while, have publishers send it their newest
-        weights, and let it go on with what the inbox has not got yet (None: others go on with that). num_tokens: those
+        weights, and let it go on with what the ledger has not got yet (None: others go on with that). num_tokens: those
         that have come so far. newest_version: what its successor has to have at least. Returns the endpoint of its
         frames. Called by the thread that sees to the engine. Raises EngineDiedError if there may be no successor, or
         none starts."""
@@ -300,7 +302,7 @@ class Supervisor:
                 for publisher in following:
                     publisher.let_go(self._processes.keys())
                 launcher = self._start(self._closing)
-                self._hand_over(launcher, newest_version, inbox, following)
+                self._hand_over(launcher, newest_version, ledger, following)
             except Exception as error:  # whatever it is, those who wait for a successor must learn of it
                 if not isinstance(error, (InflightError, OSError)):
                     logger.exception("an engine could not be replaced")
@@ -325,7 +327,7 @@ class Supervisor:
             return True
 
     def _hand_over(
-        self, new: Process, least_version: int, inbox: Inbox | None, publishers: Sequence["Publisher"]
+        self, new: Process, least_version: int, ledger: Ledger | None, publishers: Sequence["Publisher"]
     ) -> None:
         self._processes[new.client.endpoint] = new
         for publisher in publishers:
@@ -339,15 +341,15 @@ class Supervisor:
         wait_for_version(new.client, newest, self._options.answer_timeout_s)
         if self._held_back is not None:
             new.client.call(self._held_back)
-        num_groups = 0 if inbox is None else self._go_on(new.client, inbox)
+        num_groups = 0 if ledger is None else self._go_on(new.client, ledger)
         logger.warning("%d unfinished groups go on with version %d of the weights", num_groups, newest)
 
-    def _go_on(self, client: EngineClient, inbox: Inbox) -> int:
+    def _go_on(self, client: EngineClient, ledger: Ledger) -> int:
         """Let an engine go on with all that is unfinished. Returns the number of groups."""
-        groups, next_request_id = inbox.unfinished()
+        groups, next_request_id = ledger.unfinished()
         with self._condition:
             wanted = {group_id: self._submitted[group_id] for group_id in groups}
-            self.forget(inbox.outstanding)
+            self.forget(ledger.outstanding)
         unfinished = [
             Unfinished(group_id, prompt, *(groups[group_id] or (None, {})), origin)
             for group_id, (prompt, origin) in wanted.items()
@@ -355,7 +357,7 @@ class Supervisor:
         refused = adopt(client, unfinished, Ids(self._next_group_id, next_request_id))
         for group_id, reason in refused.items():
             logger.error("the engine cannot go on with group %d, which another one began: %s", group_id, reason)
-        inbox.fail(refused)
+        ledger.fail(refused)
         return len(wanted) - len(refused)
 
     def _give_up(self, death: EngineDiedError) -> EngineDiedError:

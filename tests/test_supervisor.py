@@ -48,7 +48,7 @@ class Process:
 
 
 class Stream:
-    """Stands in for an Inbox of which nothing is unfinished."""
+    """Stands in for a Ledger of which nothing is unfinished."""
 
     num_tokens = 0
     outstanding: list[int] = []

@@ -18,7 +18,7 @@ from inflight.engine.client import EngineClient
 from inflight.pool.frames import EngineFrames
 from inflight.pool.member import Group, Member
 from inflight.stream.held_groups import Drawn
-from inflight.stream.inbox import Inbox
+from inflight.stream.ledger import Ledger
 from inflight.supervisor import (
     HELD_BACK_AFTER,
     MOST_NOTED,
@@ -49,12 +49,12 @@ class Dispatcher:
     EngineDiedError that tells of all deaths. An engine that does not answer in time counts as one that has ended.
     """
 
-    inbox: Inbox
+    ledger: Ledger
     """Where the frames of all engines arrive. It is set before the first engine comes."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
-        """Guards all that follows, and members. Whoever holds it may take the inbox's lock, and not the other way."""
+        """Guards all that follows, and members. Whoever holds it may take the ledger's lock, and not the other way."""
         self.members: list[Member] = []
         self.held_back: str | None = None
         """The verb, pause or sleep, that the user called last and has not undone."""
@@ -191,21 +191,21 @@ class Dispatcher:
 
     # ---- what outlives the trainer ------------------------------------------------------------------------------
 
-    def snapshot(self, inbox: Inbox) -> Snapshot:
+    def snapshot(self, ledger: Ledger) -> Snapshot:
         """What is outstanding, all of one moment."""
         with self.lock:
-            groups, _ = inbox.snapshot()
+            groups, _ = ledger.snapshot()
             known = [self.groups[group.group_id] for group in groups]
             submitted = [(group.prompt, group.origin) for group in known]
             return Snapshot(groups, submitted, self._next.group_id, self._next.first_request_id)
 
-    def restore(self, snapshot: Snapshot, inbox: Inbox) -> None:
+    def restore(self, snapshot: Snapshot, ledger: Ledger) -> None:
         """Go on with what was outstanding where another trainer ended; nothing was submitted here yet."""
         with self.lock:
             if self._next.group_id:
                 raise InflightError("prompts were submitted already; load a run before that")
             self._next = Ids(snapshot.next_group_id, snapshot.next_request_id)
-            inbox.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
+            ledger.restore(snapshot.groups, snapshot.starts, snapshot.next_request_id)
             for held, (prompt, origin) in zip(snapshot.groups, snapshot.submitted, strict=True):
                 start, first = snapshot.starts.get(held.group_id), self._next.first_request_id
                 if start is None:
@@ -214,7 +214,7 @@ class Dispatcher:
                 group = self.groups[held.group_id] = Group(ids, prompt, origin, accepted=True)
                 drawn_by = [int(r.weight_versions[-1]) for r in held.rollouts if len(r.weight_versions)]
                 group.version = max(drawn_by, default=0)
-            for group_id, drawn in inbox.unfinished_of("", list(self.groups)).items():
+            for group_id, drawn in ledger.unfinished_of("", list(self.groups)).items():
                 self._let_go(self.groups[group_id], drawn)
             self.lock.notify_all()
 
@@ -238,7 +238,7 @@ class Dispatcher:
             frames.given_up = True
             self.newest_version = max(self.newest_version, frames.version)
             given = {i: group for i, group in self.groups.items() if group.at is frames}
-            left = self.inbox.unfinished_of(frames.engine_id, given)
+            left = self.ledger.unfinished_of(frames.engine_id, given)
             for group_id in given.keys() - left.keys():  # it has ended, or was not accepted
                 if not given[group_id].accepted:
                     del self.groups[group_id]
@@ -254,7 +254,7 @@ class Dispatcher:
         if drawn is None or not any(drawn[1].values()):
             group.version = 0
         elif group.prompt.version == LIVE_VERSION:  # it is the one that drew it
-            rollouts = self.inbox.partial(group.ids.group_id)
+            rollouts = self.ledger.partial(group.ids.group_id)
             version = next(int(r.weight_versions[0]) for r in rollouts if len(r.weight_versions))
             group.prompt = msgspec.structs.replace(group.prompt, version=version)
         self.homeless.append(group)
@@ -266,7 +266,7 @@ class Dispatcher:
             with self.lock:
                 self.groups.pop(group_id, None)
         if refused:
-            self.inbox.fail(refused)
+            self.ledger.fail(refused)
 
     def cancel_at(self, frames: EngineFrames, group_ids: Collection[int], request_ids: Collection[int] = ()) -> None:
         """Have a process end what it has of these groups and samples, without waiting for it."""
@@ -403,8 +403,8 @@ class Dispatcher:
         with self.lock:
             known = [group for group_id in group_ids if (group := self.groups.pop(group_id, None)) is not None]
         ids = [group.ids.group_id for group in known]
-        self.inbox.expect(ids, reserved=True)
-        self.inbox.drop(ids)
+        self.ledger.expect(ids, reserved=True)
+        self.ledger.drop(ids)
         for group in known:
             if group.at is not None:
                 self.cancel_at(group.at, [group.ids.group_id])

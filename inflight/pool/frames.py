@@ -72,7 +72,7 @@ class EngineFrames:
 
 
 class MergedFrames:
-    """What an inbox reads: the frames of all engines of a pool, which take turns. Engines may come at any time."""
+    """What the stream reads: the frames of all engines of a pool, which take turns. Engines may come at any time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

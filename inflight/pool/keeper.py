@@ -16,8 +16,8 @@ from inflight.engine.client import EngineClient
 from inflight.pool.dispatcher import Dispatcher
 from inflight.pool.frames import EngineFrames, MergedFrames
 from inflight.pool.member import Member
-from inflight.stream.inbox import SILENCE_S
 from inflight.stream.reader import StreamReader
+from inflight.stream.stream_thread import SILENCE_S
 from inflight.supervisor import wait_for_version
 from inflight.weights.link import EngineEndpoint
 
@@ -73,7 +73,7 @@ class Keeper:
             launcher = self.member.supervisor.launcher
             self._catch_up(launcher.client)
             welcome, client = launcher.welcome, launcher.client
-            held = partial(self._dispatcher.inbox.held_of, welcome.engine_id)
+            held = partial(self._dispatcher.ledger.held_of, welcome.engine_id)
             reader = StreamReader(welcome.stream_endpoint, held=held, keys=client.keys)
             frames = EngineFrames(welcome.engine_id, reader, client)
             self._merged.add(frames)

@@ -103,7 +103,7 @@ class Placer:
         dispatcher = self._dispatcher
         wanted = [group for group in dispatcher.homeless if group.ids.group_id in dispatcher.groups]
         unwanted = [group.ids.group_id for group in dispatcher.homeless if group.ids.group_id not in dispatcher.groups]
-        dispatcher.inbox.unfinished_of("", unwanted)
+        dispatcher.ledger.unfinished_of("", unwanted)
         return wanted
 
     def _adopt(self, member: Member, frames: EngineFrames, groups: list[Group]) -> None:

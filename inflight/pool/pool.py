@@ -91,8 +91,8 @@ class EnginePool(RunningEngine):
         supervisor: Any = self._dispatcher  # has the part of a Supervisor that is called there
         super().__init__(options, supervisor)
         self._keepers: list[Keeper] = []
+        self._dispatcher.ledger = self._ledger
         self._stream = self._open_stream(self._frames, check_engine=self._dispatcher.check)
-        self._dispatcher.inbox = self._stream.inbox
         self._placer = Placer(self._dispatcher, options.answer_timeout_s)
         try:
             for engine in given:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from inflight.core.rollout import Rollout
 from inflight.stream.held_groups import Group
-from inflight.stream.inbox import Inbox
+from inflight.stream.ledger import Ledger
 from inflight.training.data.rollout_stream import RolloutStream
 
 _S_PER_PART = 0.0005
@@ -48,11 +48,11 @@ class Bell:
     """Wakes those who follow answers when frames have come: who has nothing yet soon, and others at most once per
     `interval_s`; and all less often if they are many."""
 
-    def __init__(self, inbox: Inbox, interval_s: float):
-        self._inbox = inbox
+    def __init__(self, ledger: Ledger, interval_s: float):
+        self._ledger = ledger
         self._first = _Pace(lambda: len(self._first.followers) * _S_PER_PART)
         self._later = _Pace(lambda: max(interval_s, self._num_followers * _S_PER_PART))
-        inbox.listen(self._frame)
+        ledger.listen(self._frame)
 
     @property
     def _num_followers(self) -> int:
@@ -76,7 +76,7 @@ class Bell:
         self._later.followers.discard(follower)
 
     def close(self) -> None:
-        self._inbox.unlisten(self._frame)
+        self._ledger.unlisten(self._frame)
 
     def _frame(self) -> None:
         self._first.frame()
@@ -136,7 +136,7 @@ class Generation:
             while not final.done():
                 news.clear()
                 for index, group_id in enumerate(self.group_ids):
-                    for part in take(index, self._stream.inbox.news(group_id, seen[index])):
+                    for part in take(index, self._stream.ledger.news(group_id, seen[index])):
                         self._bell.has_begun(news)
                         yield part
                 if not final.done():

@@ -1,4 +1,4 @@
-"""Groups that an inbox holds: what is known of one, and what all of them take."""
+"""Groups of the ledger: the size of one, and the totals of several."""
 
 from collections import Counter
 from dataclasses import dataclass

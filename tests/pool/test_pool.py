@@ -499,7 +499,7 @@ def test_ten_kills_lose_and_misattribute_nothing(truth_dir):
                 next_kill = time.monotonic() + draw.uniform(0.0, 4.0)
             while len(pool.stream.outstanding) < 8:
                 submitted.update(pool.submit(PROMPTS[:2], GREEDY))
-            if pool.stream.inbox._ready:
+            if pool.stream.ledger._ready:
                 rollouts += next(groups)
             time.sleep(0.03)
         rollouts += [rollout for group in groups for rollout in group]

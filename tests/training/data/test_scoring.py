@@ -15,6 +15,7 @@ from waiting import wait_until
 from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.stream.ledger import GroupRecord, Owner, State
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.scoring import _REMEMBERED, GroupScoring, Scorer
 
@@ -271,7 +272,7 @@ def test_nothing_is_remembered_of_groups_that_were_dropped_or_taken_by_name(wire
     may_end.set()
     assert {rollout.group_id for batch in batches for rollout in batch.rollouts} <= {2, 3}
     assert wire.stream.outstanding == []
-    assert wire.stream._scoring._scorings == {}
+    wait_until(lambda: not wire.stream._scoring._busy)
 
 
 def test_a_group_that_another_scorer_is_busy_with_is_scored_by_the_one_that_was_asked_for_last(wire):
@@ -301,8 +302,9 @@ class SlowAfterwards:
 
 
 def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_make_its_group_ready():
-    group, ready, never = group_of(0, 1), [], threading.Event()
-    scoring = GroupScoring(prepare=lambda group: None, ready=lambda group: not ready.append(group[0].reward))
+    ready, never = [], threading.Event()
+    group = GroupRecord(0, Owner.TRAINING, State.FINISHED, group_of(0, 1))
+    scoring = GroupScoring(prepare=lambda group: None, ready=lambda record: not ready.append(record.rollouts[0].reward))
     try:
         scoring.score_with(lambda rollout: never.wait() and -1.0)
         scoring.start_if_wanted(group)
@@ -358,6 +360,6 @@ def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_want
             assert first.result(20)[0].group_id == 1
         assert [(group[0].group_id, group[0].reward) for group in groups] == [(2, None), (3, 3.0), (4, 4.0)]
         assert not wire.stream._scoring._queue
-        assert wire.stream._scoring._scorings == {}
+        wait_until(lambda: not wire.stream._scoring._busy)
     finally:
         wire.close()
