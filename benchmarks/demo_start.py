@@ -15,7 +15,7 @@ from inflight.demo.run import held_out_accuracy, longest
 from inflight.demo.start import MODEL, RECIPE, START_FILE, TASK, start_metadata, write_start
 from inflight.demo.tasks import gym_task
 from inflight.demo.trainer import load_trainer, require_tokenizer, saved
-from inflight.session import launch
+from inflight.fleet.launching import launch
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def prompt(index: int) -> list[int]:
     return [1 + index % 500, 2 + index % 11]
 
 
-def one_thread(engine: inflight.LaunchedEngine, calls: int, in_flight: int) -> Tokens:
+def one_thread(engine: inflight.Engine, calls: int, in_flight: int) -> Tokens:
     """Draw in one thread that submits the next prompt when the oldest has ended."""
     drawn, ids = [], deque()
     for index in range(calls):
@@ -48,7 +48,7 @@ def one_thread(engine: inflight.LaunchedEngine, calls: int, in_flight: int) -> T
     return [group[0].token_ids.tolist() for group in drawn]
 
 
-def threads(engine: inflight.LaunchedEngine) -> Tokens:
+def threads(engine: inflight.Engine) -> Tokens:
     def work(thread: int) -> dict[int, list[int]]:
         return {
             index: engine.generate([prompt(index)], params(index))[0][0].token_ids.tolist()
@@ -60,7 +60,7 @@ def threads(engine: inflight.LaunchedEngine) -> Tokens:
     return [drawn[index] for index in range(CALLS)]
 
 
-def tasks(engine: inflight.LaunchedEngine) -> Tokens:
+def tasks(engine: inflight.Engine) -> Tokens:
     async def work() -> Tokens:
         groups = await asyncio.gather(*(engine.agenerate([prompt(i)], params(i)) for i in range(TASKS)))
         return [group[0].token_ids.tolist() for [group] in groups]
@@ -69,7 +69,7 @@ def tasks(engine: inflight.LaunchedEngine) -> Tokens:
 
 
 def measure_threads() -> dict[str, Any]:
-    ways: dict[str, Callable[[inflight.LaunchedEngine], Tokens]] = {
+    ways: dict[str, Callable[[inflight.Engine], Tokens]] = {
         "one_thread_8": lambda engine: one_thread(engine, CALLS, THREADS),
         "threads": threads,
         "one_thread_200": lambda engine: one_thread(engine, TASKS, TASKS),

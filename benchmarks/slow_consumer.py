@@ -84,7 +84,7 @@ class SlowLoad(Load):
 class Samples:
     """What both processes hold, and what waits, until it is told to stop."""
 
-    def __init__(self, engine: inflight.LaunchedEngine):
+    def __init__(self, engine: inflight.Engine):
         self._engine, self._over = engine, threading.Event()
         self.rows: list[dict[str, Any]] = []
         self.error: Exception | None = None
@@ -124,7 +124,7 @@ class Samples:
         }
 
 
-def warm_up(engine: inflight.LaunchedEngine) -> None:
+def warm_up(engine: inflight.Engine) -> None:
     """Draw with every number of sequences, for each of which products keep something."""
     params = [inflight.SamplingParams(max_tokens=10 * i, ignore_eos=True) for i in range(1, _SEQUENCES + 1)]
     engine.stream.collect([engine.submit([[1]], each, train=False)[0] for each in params])
@@ -176,7 +176,7 @@ def rest(load: Load, seconds: float) -> None:
         time.sleep(_POLL_S)
 
 
-def rate(engine: inflight.LaunchedEngine, load: Load, seconds: float) -> float:
+def rate(engine: inflight.Engine, load: Load, seconds: float) -> float:
     """Tokens per second that the engine draws for so long."""
     began, before = time.monotonic(), engine.status().num_tokens
     rest(load, seconds)

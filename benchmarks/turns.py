@@ -22,7 +22,7 @@ TURNS_PER_PUBLISH = 8
 
 
 async def converse(
-    engine: inflight.LaunchedEngine, index: int, on_turn: Callable[[], Awaitable[None]]
+    engine: inflight.Engine, index: int, on_turn: Callable[[], Awaitable[None]]
 ) -> list[tuple[int, int]]:
     """Hold one conversation. Returns the length and the reused tokens of the prompt of each later turn."""
     params = inflight.SamplingParams(max_tokens=DRAWN, ignore_eos=True, seed=index)
@@ -36,7 +36,7 @@ async def converse(
     return counts[1:]
 
 
-async def hold(engine: inflight.LaunchedEngine, publisher: inflight.Publisher, *, publishes: bool) -> list[Any]:
+async def hold(engine: inflight.Engine, publisher: inflight.Publisher, *, publishes: bool) -> list[Any]:
     ended = 0
 
     async def on_turn() -> None:

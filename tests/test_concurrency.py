@@ -175,7 +175,7 @@ def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_ther
 @pytest.mark.slow
 def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=120)
-    engine.stream.thread._silence_s = 0.1
+    engine._monitors[0].silence_s = 0.1
     group_ids = engine.submit([[1, 2, 3]] * 50, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))
     os.kill(engine.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
@@ -190,7 +190,7 @@ def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
 
 def test_thousands_of_requests_that_a_hung_engine_leaves_unread_do_not_keep_the_client_from_closing(model_dir):
     with inflight.launch(model_dir("qwen3"), device="cpu", max_context=64, threads=1, answer_timeout_s=1) as engine:
-        client = engine._launcher.client
+        client = engine.members[0].process.client
         os.kill(engine.pid, signal.SIGSTOP)
         for _ in range(5000):
             client.call_soon("cancel", {"group_ids": []})

@@ -13,7 +13,6 @@ import pytest
 
 import inflight
 from inflight.server.options import ServerOptions
-from inflight.session import LaunchedEngine
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -80,19 +79,15 @@ def test_options_name_every_field_with_its_default(kind):
 
 
 def test_launch_takes_the_options_of_the_engine():
-    assert parameters_of(inflight.launch) == defaults_of(inflight.EngineOptions)
+    assert parameters_of(inflight.launch) == defaults_of(inflight.EngineOptions) | {"placement": None}
 
 
 def test_options_name_what_attach_takes():
     assert differences(table_of(OPTIONS, "attach"), parameters_of(inflight.attach)) == []
 
 
-def test_an_attached_engine_publishes_as_a_launched_one():
-    assert parameters_of(inflight.RemoteEngine.publisher) == parameters_of(LaunchedEngine.publisher)
-
-
 def test_options_name_what_a_publisher_takes():
-    assert differences(table_of(OPTIONS, "publisher"), parameters_of(LaunchedEngine.publisher)) == []
+    assert differences(table_of(OPTIONS, "publisher"), parameters_of(inflight.Engine.publisher)) == []
 
 
 def test_options_name_what_a_scorer_takes():

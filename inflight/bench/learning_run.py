@@ -33,11 +33,12 @@ from inflight.demo.trainer import (
 )
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
+from inflight.fleet.engine import Engine
+from inflight.fleet.launching import launch
 from inflight.observability.plots import smoothed
 from inflight.observability.progress import Progress
 from inflight.observability.trace import Trace
 from inflight.observability.trace_file import read
-from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.weights.tensors import fill, published_tensors
 
@@ -214,7 +215,7 @@ class LaggedPublisher:
     tokens of step t are all of version max(1, t − lag). Holds lag + 2 copies of the model.
     """
 
-    def __init__(self, engine: LaunchedEngine, model: nn.Module, *, lag: int):
+    def __init__(self, engine: Engine, model: nn.Module, *, lag: int):
         if lag < 0:
             raise ValueError(f"lag must be at least 0 versions, got {lag}")
         self._lag, self._meter = lag, engine.staleness
@@ -252,7 +253,7 @@ class BusyMeter:
     On a CPU it does nothing. The trace is put together beside the run, which goes on.
     """
 
-    def __init__(self, engine: LaunchedEngine, device: torch.device, directory: Path, *, steps: int):
+    def __init__(self, engine: Engine, device: torch.device, directory: Path, *, steps: int):
         """steps: those of the run, of which TRACED_STEPS are traced near the end."""
         self._engine, self._path = engine, directory / "busy.json.gz"
         self._first = max(1, int(TRACED_FROM * steps)) if device.type == "cuda" else 0

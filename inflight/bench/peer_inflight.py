@@ -18,8 +18,8 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.version import __version__
-from inflight.engine.launcher import EngineLauncher
 from inflight.engine.process import make_backend
+from inflight.fleet.process.local import LocalProcess
 from inflight.stream.reader import StreamReader
 
 COPY_BYTES = 1 << 30
@@ -104,12 +104,12 @@ def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
 
 def _on_stream(options: EngineOptions) -> tuple[str, Draw, int | None]:
     """An engine's process of its own, from `submit` to the stream. Returns what `_in_process` does."""
-    launcher = EngineLauncher(options)
+    launcher = LocalProcess(options)
     draw = partial(drawn_frames, launcher, StreamReader(launcher.welcome.stream_endpoint))
     return f"submit() to the stream, backend {options.backend}", draw, launcher.pid
 
 
-def drawn_frames(launcher: EngineLauncher, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
+def drawn_frames(launcher: LocalProcess, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
     """Submit prompts of one sample each, and yield the frames of all passes until they have ended."""
     launcher.client.call("submit", {"prompts": prompts}, list[int])
     num_finished = 0

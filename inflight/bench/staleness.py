@@ -18,9 +18,10 @@ from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.demo.trainer import Threads, load_trainer, split_cores, torch_threads
 from inflight.engine.device import resolve_device
+from inflight.fleet.engine import Engine
+from inflight.fleet.launching import launch
 from inflight.observability.plots import new_table
 from inflight.observability.progress import Progress, untold
-from inflight.session import LaunchedEngine, launch
 from inflight.training.grpo import GRPOConfig, grpo
 from inflight.training.schedules import resolve_schedule
 from inflight.weights.publisher import Publisher
@@ -106,7 +107,7 @@ def random_prompts(vocabulary: int, length: int) -> Iterator[list[int]]:
 @contextmanager
 def engine_and_trainer(
     settings: StalenessOptions | TraceOptions, *, slots: int = 2, backend: str = "inflight", in_turn: bool = False
-) -> Iterator[tuple[LaunchedEngine, PreTrainedModel]]:
+) -> Iterator[tuple[Engine, PreTrainedModel]]:
     """Launch an engine for `sequences` in groups of GROUP_SIZE, and load its trainer in fp32. in_turn: one of them
     works at a time, and has all cores."""
     device = resolve_device(settings.device)

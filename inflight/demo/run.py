@@ -43,11 +43,12 @@ from inflight.demo.trainer import (
 from inflight.engine.device import resolve_device
 from inflight.engine.prompts import encode_prompts
 from inflight.engine.shapes import SHAPES
+from inflight.fleet.engine import Engine
+from inflight.fleet.launching import launch
 from inflight.observability.environment import environment, write_json
 from inflight.observability.events import EVENTS_FILE
 from inflight.observability.loggers import Logger, open_logger
 from inflight.run import Run
-from inflight.session import LaunchedEngine, launch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.grpo import Example, GRPOConfig, StepReport, grpo
 from inflight.training.recording import RunRecorder
@@ -225,7 +226,7 @@ class _Run:
         self._dropped = Dropped()
         self._began_ns = 0
 
-    def train(self, engine: LaunchedEngine, model: PreTrainedModel, checkpoint: Path | None) -> None:
+    def train(self, engine: Engine, model: PreTrainedModel, checkpoint: Path | None) -> None:
         """checkpoint: where the run goes on from."""
         task, options, recipe = self._task, self._options, self._recipe
         layers = recipe.trained_layers
@@ -276,16 +277,14 @@ class _Run:
         except KeyboardInterrupt:
             self.interrupted = True
 
-    def _evaluate(self, engine: LaunchedEngine, when: str) -> float:
+    def _evaluate(self, engine: Engine, when: str) -> float:
         """Return the accuracy of all held-out prompts, and keep the first answers."""
         rollouts = held_out_answers(engine, self._task, self._task.held_out)
         for example, answer, rollout in zip(self._task.held_out, self.answers, rollouts, strict=False):
             answer |= {"question": _text(example), "expected": example.metadata["answer"], when: rollout.text}
         return accuracy_of(self._task, rollouts)
 
-    def _followed(
-        self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
-    ) -> Iterator[StepReport]:
+    def _followed(self, engine: Engine, reports: Iterator[StepReport], recorder: RunRecorder) -> Iterator[StepReport]:
         """The reports, of which each was recorded, and some steps evaluated."""
         task, recipe = self._task, self._recipe
         if not self.resumed_after_step and self.accuracy_before is not None:
@@ -302,7 +301,7 @@ class _Run:
             self._record(engine, report, tokens / seconds, accuracy)
             yield report
 
-    def summary(self, engine: LaunchedEngine) -> dict[str, Any]:
+    def summary(self, engine: Engine) -> dict[str, Any]:
         last = self.records[-1] if self.records else None
         tail, meter, num_tokens = self.records[-10:], engine.staleness, engine.stream.num_tokens
         return {
@@ -346,7 +345,7 @@ class _Run:
         self.records = [StepRecord(**json.loads(line)) for line in lines]
         self._began_ns -= int(self.records[-1].seconds * 1e9)
 
-    def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
+    def _record(self, engine: Engine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
         staleness, stats, self._dropped = report.staleness, report.stats, report.dropped
         record = StepRecord(
             step=report.step,
@@ -380,12 +379,12 @@ def tracker(options: DemoOptions, out: Path, task: str) -> Iterator[list[Logger]
         yield [logger]
 
 
-def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
+def held_out_accuracy(engine: Engine, task: Task, examples: Sequence[Example]) -> float:
     """Return the share of these prompts whose greedy answer scores 1."""
     return accuracy_of(task, held_out_answers(engine, task, examples))
 
 
-def held_out_answers(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> list[Rollout]:
+def held_out_answers(engine: Engine, task: Task, examples: Sequence[Example]) -> list[Rollout]:
     """Return the greedy answer of each prompt."""
     params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
     with span("evaluation"):

@@ -1,6 +1,8 @@
 """The ledger of groups: one record per group, from its submission until a caller takes it.
 
-    SUBMITTED → DRAWING → FINISHED → READY ⇄ LENT → (taken: the record is deleted)
+    SUBMITTED → DRAWING → FINISHED → READY ⇄ LENT → GONE
+         ⇅         ⇅
+          UNASSIGNED (its engine has ended, and another one is to continue it)
 
 A group belongs to the caller that submitted it. Groups for training leave by `next`, in the order in which they become
 ready. A group that is reserved goes only to a caller that names it. One lock guards all records, the frames that are
@@ -8,6 +10,7 @@ assembled, and the callers that wait; whoever holds it waits for nothing else.
 """
 
 import logging
+import secrets
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,10 +19,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import msgspec
+
 from inflight.core.errors import InflightError, StreamGapError
-from inflight.core.frames import GroupStart, TokenFrame
+from inflight.core.frames import TokenFrame
+from inflight.core.messages import LIVE_VERSION, Ids, Prompt
 from inflight.stream.assembler import Assembler
-from inflight.stream.held_groups import Drawn, Group, GroupSize, HeldGroup, HeldGroups
+from inflight.stream.held_groups import Group, GroupSize, HeldGroups, SavedGroup
 from inflight.stream.waiters import Waiters
 from inflight.stream.wire import Held
 
@@ -44,6 +50,8 @@ class State(Enum):
 
     SUBMITTED = auto()
     """No frame has announced it."""
+    UNASSIGNED = auto()
+    """No engine draws it: its engine has ended, or another trainer saved it."""
     DRAWING = auto()
     """Some of its samples have not ended."""
     FINISHED = auto()
@@ -56,6 +64,7 @@ class State(Enum):
     """A caller has it, or no caller gets it. It is not in the ledger any more."""
 
 
+_NO_IDS = Ids(0, 0)
 _FINISHED = (State.FINISHED, State.READY, State.LENT)
 
 
@@ -74,11 +83,47 @@ class GroupRecord:
     """Tokens and bytes of the rollouts."""
     scoring: Any = None
     """The last scoring of the group, an object of `GroupScoring`."""
+    prompt: Prompt | None = None
+    """The prompt, with a seed, if this process submitted it."""
+    ids: Ids = _NO_IDS
+    """Its own id and the id of its first request, if this process submitted it."""
+    origin: tuple[int, int] | None = None
+    """The request that it is forked from, and the number of tokens of that request."""
+    at: Any = None
+    """The connection to the engine that draws it; None if no engine does."""
+    cancelled: set[int] = field(default_factory=set)
+    """Ids of requests that are to end, whichever engine draws them."""
+    drawn: dict[int, list[int]] | None = None
+    """Maps its unfinished requests to their tokens when its last engine ended; None: it had not begun."""
+    version: int = 0
+    """Minimum weight version of an engine that continues it."""
+    waited_s: float = 0.0
+    """Time in which there were engines, and none could continue it."""
 
     @property
     def is_finished(self) -> bool:
         """True if all samples have ended."""
         return self.state in _FINISHED
+
+    @property
+    def num_samples(self) -> int:
+        """Number of its requests."""
+        return self.prompt.params.n if self.prompt is not None else 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of samples that another engine would continue."""
+        return self.num_samples if self.drawn is None else len(self.drawn)
+
+    @property
+    def request_ids(self) -> range:
+        """Ids of its requests."""
+        return range(self.ids.first_request_id, self.ids.first_request_id + self.num_samples)
+
+    @property
+    def pin(self) -> int | None:
+        """The weight version that draws all of its tokens; None: the newest one draws each token."""
+        return self.prompt.version if self.prompt is not None else None
 
     @property
     def is_wanted(self) -> bool:
@@ -101,6 +146,8 @@ class Ledger:
         self.on_finished: Callable[[GroupRecord], bool] = lambda record: True
         """Called with each finished group for training. Returns True if it is ready; else `ready` is called later."""
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Notified when groups become unassigned."""
         self.records: dict[int, GroupRecord] = {}
         """Maps their ids to the groups that are outstanding, or of which frames still arrive."""
         self.waiters = Waiters()
@@ -114,8 +161,8 @@ class Ledger:
         self._damaged = False
         """Frames were lost, and the next frame will show which groups were announced in them."""
         self._listeners: tuple[Callable[[], None], ...] = ()
-        self.newest_version = 0
-        """The newest version of a token that has arrived."""
+        self.next_ids = Ids(0, 0)
+        """The ids of the next group; all earlier groups have smaller ones."""
 
     # ---- totals -------------------------------------------------------------------------------------------------
 
@@ -168,12 +215,23 @@ class Ledger:
         """Note that these groups were submitted; some might have finished by now. reserved: only callers that name them
         get them."""
         with self.lock:
-            records = [self._record(group_id) for group_id in group_ids]
-            for record in records:
-                record.owner = Owner.CALLER if reserved else Owner.TRAINING
-            if self._lost_below is not None:
-                self._forget_lost_groups(self._lost_below)
-        self._offer(record for record in records if record.is_finished)
+            finished = self.claim(group_ids, reserved=reserved)
+        self.offer(finished)
+
+    def claim(self, group_ids: Collection[int], *, reserved: bool) -> list[GroupRecord]:
+        """Do the same with the lock held. Returns the groups that have finished, for `offer`."""
+        records = [self._record(group_id) for group_id in group_ids]
+        for record in records:
+            record.owner = Owner.CALLER if reserved else Owner.TRAINING
+        if self._lost_below is not None:
+            self._forget_lost_groups(self._lost_below)
+        return [record for record in records if record.is_finished]
+
+    def offer(self, records: Iterable[GroupRecord]) -> None:
+        """Let finished groups for training become ready. Called without the lock."""
+        for record in records:
+            if record.owner is Owner.TRAINING and self.on_finished(record):
+                self.ready(record)
 
     def reserve(self, group_ids: Collection[int]) -> None:
         """Keep these groups for callers that name them."""
@@ -190,12 +248,26 @@ class Ledger:
         outstanding."""
         with self.lock:
             for record in self._known(group_ids):
-                if record.is_finished:
-                    self._delete(record)
-                elif record.is_wanted:
-                    record.owner = Owner.DROPPED
+                if record.is_finished or record.is_wanted:
+                    self.discard(record)
             self._wake_if_nothing_is_left()
             self.waiters.wake(lambda waiter: not waiter.wanted.isdisjoint(group_ids))
+
+    def discard(self, record: GroupRecord) -> bool:
+        """Discard a group with the lock held. Returns True if an engine might still draw it."""
+        if record.is_finished or record.state is State.UNASSIGNED:
+            self.forget([record])
+        elif record.state is not State.GONE:
+            record.owner = Owner.DROPPED
+            return True
+        return False
+
+    def forget(self, records: Iterable[GroupRecord]) -> None:
+        """Delete groups with the lock held, and the tokens that have arrived of them."""
+        for record in records:
+            if record.state is not State.GONE:
+                self._assembler.forget({record.group_id})
+                self._delete(record)
 
     # ---- groups for training ------------------------------------------------------------------------------------
 
@@ -302,12 +374,11 @@ class Ledger:
         """Add the tokens of a frame, and note the groups that start or end with it."""
         header = frame.header
         with self.lock:
-            self.newest_version = max(self.newest_version, header.version if header.num_tokens else 0)
             self.on_frame(frame)
             groups = self._assembler.add(frame)
             for start in header.groups:
                 if not (record := self._record(start.group_id)).is_finished:
-                    record.state = State.DRAWING
+                    record.state, record.engine_id = State.DRAWING, header.engine_id
             if self._assembler.faults:
                 self._raise_faults()
             offered = self._finish(groups, header.engine_id)
@@ -315,7 +386,7 @@ class Ledger:
                 self._damaged = False
                 self._lost_below = header.next_group_id
                 self._forget_lost_groups(self._lost_below)
-        self._offer(offered)
+        self.offer(offered)
         for listener in self._listeners:
             listener()
 
@@ -325,7 +396,7 @@ class Ledger:
             offered = self._finish(self._assembler.abandon())
             self._damaged = True
             self.waiters.fail(error)
-        self._offer(offered)
+        self.offer(offered)
 
     def fail(self, group_ids: Collection[int]) -> None:
         """End groups that no engine continues, with finish_reason "error"."""
@@ -334,7 +405,7 @@ class Ledger:
             offered = self._finish([self._assembler.fail(group_id) for group_id in known])
             lost = set(group_ids).difference(known)
             self._count_as_lost(lost, f"no engine goes on with groups {sorted(lost)}, of which nothing has come")
-        self._offer(offered)
+        self.offer(offered)
 
     def end(self, error: InflightError) -> None:
         """Note that no more frames arrive, and raise this in callers that would wait."""
@@ -346,53 +417,112 @@ class Ledger:
         with self.lock:
             self.waiters.wake(lambda waiter: True, error)
 
-    # ---- other engines and trainers -----------------------------------------------------------------------------
+    # ---- engines ------------------------------------------------------------------------------------------------
 
-    def unfinished(self) -> tuple[dict[int, Drawn | None], int]:
-        """Return what an engine that has ended left unfinished and a caller wants, and forget all else.
+    def begin(self, prompt: Prompt, at: Any, origin: tuple[int, int] | None = None) -> GroupRecord:
+        """Make the record of a prompt that an engine is about to be given, with the lock held. A prompt without a seed
+        gets one, which an engine that continues the group needs too. `claim` gives the group to the user."""
+        params, ids = prompt.params, self.next_ids
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(62))
+            prompt = msgspec.structs.replace(prompt, params=params)
+        self.next_ids = Ids(ids.group_id + 1, ids.first_request_id + params.n)
+        record = self.records[ids.group_id] = GroupRecord(ids.group_id, prompt=prompt, ids=ids, origin=origin, at=at)
+        return record
 
-        Maps the ids of groups to their tokens so far, or to None if none has arrived. Next to it, the first request id
-        that was not announced."""
+    def count_from(self, ids: Ids) -> None:
+        """Give later groups these ids or larger ones."""
+        mine = self.next_ids
+        self.next_ids = Ids(max(ids.group_id, mine.group_id), max(ids.first_request_id, mine.first_request_id))
+
+    def find(self, request_id: int) -> GroupRecord | None:
+        """Return the unfinished group of a request, if this process submitted it."""
         with self.lock:
-            self._damaged, self._lost_below = False, None
-            return self.unfinished_of("", self.records.keys()), self._assembler.next_request_id
+            unfinished = (record for record in self.records.values() if not record.is_finished)
+            return next((record for record in unfinished if request_id in record.request_ids), None)
 
-    def unfinished_of(self, engine_id: str, group_ids: Collection[int]) -> dict[int, Drawn | None]:
-        """Return the same for one of several engines; these groups were submitted to it."""
+    def note_cancelled(self, group_ids: Collection[int], request_ids: Collection[int]) -> None:
+        """Note samples that are to end, also on an engine that continues their groups."""
         with self.lock:
-            left: dict[int, Drawn | None] = {}
-            for group_id in sorted(self._assembler.group_ids_at(engine_id).union(group_ids)):
-                record = self.records.get(group_id)
-                if record is None or not record.is_wanted:
-                    self._assembler.forget({group_id})
-                    if record is not None:
-                        self._delete(record)
-                elif group_id in group_ids and not record.is_finished:
-                    left[group_id] = self._assembler.drawn(group_id)
-            return left
+            for record in self._known(group_ids):
+                record.cancelled.update(record.request_ids)
+            for request_id in request_ids:
+                if (record := self.find(request_id)) is not None:
+                    record.cancelled.add(request_id)
 
-    def snapshot(self) -> tuple[list[HeldGroup], int]:
-        """Return all groups that are outstanding, in the order in which they leave, with all that has arrived of them.
-        Next to it, the first request id that was not announced."""
+    @property
+    def unassigned(self) -> list[GroupRecord]:
+        """Groups that no engine draws. Called with the lock held."""
+        return [record for record in self.records.values() if record.state is State.UNASSIGNED]
+
+    def unassign(self, at: Any, engine_id: str, version: int) -> int:
+        """Note that an engine has ended, all of whose frames have been read. Groups that a caller wants become
+        unassigned, and all others are forgotten. version: the newest one of the engine. Returns the number of the
+        former."""
+        with self.lock:
+            num_left = 0
+            for record in list(self.records.values()):
+                if record.at is not at and record.engine_id != engine_id:
+                    continue
+                if not record.is_wanted:
+                    self.forget([record])
+                elif not record.is_finished:
+                    record.version = max(record.version, version)
+                    self._unassign(record)
+                    num_left += 1
+            self.changed.notify_all()
+            return num_left
+
+    def assign(self, record: GroupRecord, at: Any) -> None:
+        """Note that an engine is about to continue a group, with the lock held."""
+        record.at, record.state = at, State.SUBMITTED if record.drawn is None else State.DRAWING
+
+    def _unassign(self, record: GroupRecord) -> None:
+        record.drawn = self._assembler.drawn(record.group_id)
+        record.at, record.state, record.waited_s = None, State.UNASSIGNED, 0.0
+        if not record.drawn or not any(record.drawn.values()):
+            record.version = 0
+        elif record.prompt is not None and record.pin == LIVE_VERSION:  # its version is the one that has drawn it
+            partial = self._assembler.partial(record.group_id)
+            version = next(int(r.weight_versions[0]) for r in partial if len(r.weight_versions))
+            record.prompt = msgspec.structs.replace(record.prompt, version=version)
+
+    # ---- trainers that follow -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[SavedGroup]:
+        """Return all groups that are outstanding, in the order in which they leave, with all that has arrived of
+        them."""
         with self.lock:
             lent = sorted(group_id for group_id, record in self.records.items() if record.state is State.LENT)
             in_order = dict.fromkeys([*lent, *self._ready, *sorted(self.records)])
-            wanted = [self.records[group_id] for group_id in in_order if self.records[group_id].is_wanted]
-            groups = [HeldGroup(r.group_id, r.owner is Owner.CALLER, self._arrived(r)) for r in wanted]
-            return groups, self._assembler.next_request_id
+            records = [self.records[group_id] for group_id in in_order]
+            return [
+                SavedGroup(r.ids, r.owner is Owner.CALLER, r.prompt, r.origin, self._arrived(r))
+                for r in records
+                if r.is_wanted and r.prompt is not None
+            ]
 
-    def restore(self, groups: Sequence[HeldGroup], starts: Mapping[int, GroupStart], next_request_id: int) -> None:
-        """Continue groups of another ledger. starts: the beginnings of the groups of which something has arrived."""
+    def restore(self, groups: Sequence[SavedGroup], next_ids: Ids) -> None:
+        """Continue groups that another trainer has saved, before anything is submitted. Raises InflightError if
+        something was."""
         with self.lock:
-            self._assembler.next_request_id = max(next_request_id, self._assembler.next_request_id)
+            if any(record.is_wanted for record in self.records.values()):
+                raise InflightError("prompts were submitted already; load a run before that")
+            self.count_from(next_ids)
             for group in groups:
-                record = self._record(group.group_id)
-                record.owner = Owner.CALLER if group.reserved else Owner.TRAINING
-                if group.group_id in starts and not group.is_finished:
-                    self._assembler.restore(starts[group.group_id], group.rollouts)
-                    record.state = State.DRAWING
+                owner = Owner.CALLER if group.reserved else Owner.TRAINING
+                record = GroupRecord(group.ids.group_id, owner, prompt=group.prompt, ids=group.ids, origin=group.origin)
+                self.records[record.group_id] = record
+                if not group.is_finished:
+                    if group.rollouts:
+                        self._assembler.restore(group.start, group.rollouts)
+                    record.version = max(
+                        (int(r.weight_versions[-1]) for r in group.rollouts if len(r.weight_versions)), default=0
+                    )
+                    self._unassign(record)
             offered = self._finish([group.rollouts for group in groups if group.is_finished])
-        self._offer(offered)
+            self.changed.notify_all()
+        self.offer(offered)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -434,11 +564,6 @@ class Ledger:
     def _wake_if_nothing_is_left(self) -> None:
         if len(self.waiters) and self._nothing_is_left:
             self.waiters.wake_for_any()
-
-    def _offer(self, records: Iterable[GroupRecord]) -> None:
-        for record in records:
-            if record.owner is Owner.TRAINING and self.on_finished(record):
-                self.ready(record)
 
     def _finish(self, groups: list[Group], engine_id: str = "") -> list[GroupRecord]:
         """Keep groups that this engine has ended."""

@@ -100,7 +100,7 @@ class ReplaySource:
         self._began = False
         self._looked_at = 0
         self.state = "replaying"
-        self.silent_s = 0.0
+        self.silent_s, self.is_urgent = 0.0, False
 
     def read_for(self, ledger: Ledger) -> None:
         """Begin when somebody waits at this ledger, and mind how much it holds."""

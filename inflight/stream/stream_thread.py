@@ -1,4 +1,4 @@
-"""The thread that reads the frames of an engine into the ledger."""
+"""The thread that reads frames into the ledger."""
 
 import logging
 import threading
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from time import sleep
 from typing import Protocol
 
-from inflight.core.clock import now_ns
-from inflight.core.errors import EngineDiedError, EngineHungError, FrameError, InflightError, StreamGapError
+from inflight.core.errors import FrameError, InflightError, StreamGapError
 from inflight.core.frames import TokenFrame
 from inflight.stream.ledger import Ledger
 
@@ -16,18 +15,23 @@ logger = logging.getLogger(__name__)
 _POLL_MS = 100
 _CLOSE_S = 2.0
 SILENCE_S = 5.0
-"""If nothing comes for so long while groups are outstanding, the engine is asked whether it is there."""
+"""Time without a sign of life after which an engine is asked whether it is there."""
 MEMORY_BYTES = 1 << 30
 
 
 class FrameSource(Protocol):
-    """Where frames come from; `StreamReader` describes it."""
+    """Where frames come from; `StreamReader` and `MergedFrames` describe it."""
 
     @property
     def state(self) -> str: ...
 
     @property
     def silent_s(self) -> float: ...
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if frames have to be read even if there is no memory for their groups."""
+        ...
 
     def receive(self, timeout_ms: int) -> TokenFrame | None: ...
 
@@ -43,35 +47,27 @@ class StreamThread:
         ledger: Ledger,
         *,
         check_engine: Callable[[], None],
-        ask_engine: Callable[[float], None] = lambda silent_s: None,
-        recover: Callable[[EngineDiedError], FrameSource] | None = None,
         silence_s: float = SILENCE_S,
         memory_bytes: int = MEMORY_BYTES,
     ):
-        """check_engine: raises if the engine is known to be dead. ask_engine: raises if it does not answer; it is given
-        the seconds for which nothing has come. recover: replaces an engine that has ended, and returns what its
-        successor's frames come from, or raises. memory_bytes: while finished groups take more and nobody waits, nothing
-        more is read."""
+        """check_engine: raises if no engine is left; it is called while nothing arrives. silence_s: time without a sign
+        of life after which the state is "silent". memory_bytes: while finished groups take more and no caller waits,
+        nothing more is read."""
         self.source, self._ledger = source, ledger
-        self._check_engine, self._ask_engine, self._silence_s = check_engine, ask_engine, silence_s
-        self._recover, self._recovering = recover, False
-        self._memory_bytes = memory_bytes
+        self._check_engine, self._silence_s, self._memory_bytes = check_engine, silence_s, memory_bytes
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="inflight-stream", daemon=True)
         self._thread.start()
 
     @property
     def state(self) -> str:
-        """What the engine said last of what it does, "silent" if it has said nothing for long, or "closed"."""
+        """The last state that the engine has reported, "silent" if it has sent nothing for long, or "closed"."""
         if self._ledger.waiters.ended is not None:
             return "closed"
-        if self._recovering:
-            return "restarting"
         return "silent" if self.source.silent_s > self._silence_s else self.source.state
 
     def close(self) -> None:
-        """Stop reading. Callers that still wait get an InflightError. A thread that waits for a hung engine ends with
-        the engine."""
+        """Stop reading. Callers that still wait get an InflightError. Safe to call twice."""
         self._closing = True
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -91,44 +87,19 @@ class StreamThread:
             self.source.close()
 
     def _read(self) -> None:
-        asked_ns, ledger = now_ns(), self._ledger
+        source, ledger = self.source, self._ledger
         while not self._closing:
-            if ledger.finished_bytes > self._memory_bytes and not len(ledger.waiters):
+            is_full = ledger.finished_bytes > self._memory_bytes and not len(ledger.waiters)
+            if is_full and not source.is_urgent:
                 self._check_engine()
                 sleep(_POLL_MS / 1e3)
                 continue
             try:
-                frame = self.source.receive(_POLL_MS)
+                frame = source.receive(_POLL_MS)
                 if frame is not None:
                     ledger.take_in(frame)
                     continue
             except (FrameError, StreamGapError) as error:
                 ledger.lose(error)
                 continue
-            try:
-                self._check_engine()
-            except EngineDiedError as error:
-                self._go_on_with_successor(error)
-            silent_s = min(self.source.silent_s, (now_ns() - asked_ns) / 1e9)
-            if silent_s > self._silence_s and ledger.outstanding:
-                self._ask(self.source.silent_s)
-                asked_ns = now_ns()
-
-    def _go_on_with_successor(self, death: EngineDiedError) -> None:
-        """Read the frames of the engine that follows the one that has ended."""
-        if self._recover is None or self._closing:
-            raise death
-        self._recovering = True
-        try:
-            self.source.close()
-            self.source = self._recover(death)
-        finally:
-            self._recovering = False
-
-    def _ask(self, silent_s: float) -> None:
-        """Ask whether the engine is there, and raise in callers that wait if it hangs. It may take as long as the bound
-        on the engine's answers."""
-        try:
-            self._ask_engine(silent_s)
-        except EngineHungError as error:
-            self._ledger.report(error)
+            self._check_engine()

@@ -7,8 +7,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from inflight.core import waiting
 from inflight.core.connection import Answer, Connection
@@ -57,30 +58,71 @@ _CHECKSUMS_S = 600.0
 """Time limit for an engine to compute the checksums of its weights."""
 
 
+class PublishedEngine(Protocol):
+    """An engine of one member or several, as its publishers need to know it."""
+
+    changing: AbstractContextManager[Any]
+    """Held while members come and go, and while a publisher attaches to those that serve."""
+
+    @property
+    def comes_back(self) -> bool:
+        """True if another process takes the place of one that ends, until `check` raises."""
+        ...
+
+    def check(self) -> None:
+        """Raise if no member is left."""
+
+    def serving(self) -> "list[EngineAddress]":
+        """Return the processes that serve. While all are being restarted, wait for one. Raises what `check` does."""
+        ...
+
+    def follow(self, publisher: Any) -> None:
+        """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
+        `changing` held."""
+
+    def published(self, version: int, called_ns: int) -> None:
+        """Note a call of `publish()`."""
+
+    def stepped(self, unpublished_steps: int) -> None:
+        """Note the number of optimizer steps since the last publish."""
+
+    def kill(self, endpoint: str) -> None:
+        """End a process that gets no more versions, since it did not answer. Called if it comes back."""
+
+
 @dataclass(frozen=True, slots=True)
-class EngineEndpoint:
-    """An engine, as a publisher needs to know it."""
+class EngineAddress:
+    """A process of an engine."""
 
     endpoint: str
-    check: Callable[[], None] = lambda: None
-    """Called while waiting for the engine; raises if it is known to be dead."""
-    on_publish: Callable[[int, int], None] = lambda version, called_ns: None
-    """Called with every publish."""
-    on_step: Callable[[int], None] = lambda unpublished_steps: None
-    """Called before every optimizer step, with the number of steps since the last publish."""
-    comes_back: bool = False
-    """An engine that ends has a successor, which `Publisher.replace` is told of, until `check` raises."""
-    keys: Callable[[str], ClientKeys | None] = lambda endpoint: None
-    """Returns the keys for an endpoint of TCP: this one, or that of a successor."""
-    end: Callable[[str], None] = lambda endpoint: None
-    """Called with the endpoint of an engine that comes back and is sent nothing more, as it did not answer."""
-    check_process: Callable[[str], None] = lambda endpoint: None
-    """Raises EngineDiedError if the process at an endpoint, this one or an earlier one, is known to have ended."""
-    living: Callable[[str], str] = lambda endpoint: endpoint
-    """Returns the endpoint of the process that serves, given an earlier one; while the engine is being restarted it
-    waits for that. Raises EngineDiedError if none will serve."""
-    follow: Callable[[Any, str], bool] = lambda publisher, endpoint: True
-    """Has `Publisher.replace` told of successors of the process at an endpoint. False if that does not serve."""
+    """Its control socket."""
+    engine: PublishedEngine
+    keys: ClientKeys | None = None
+    """The keys for an endpoint of TCP."""
+    check_process: Callable[[], None] = lambda: None
+    """Raises EngineDiedError if the process is known to have ended."""
+
+
+class LoneEngine:
+    """An engine of which only the endpoint of its process is known."""
+
+    comes_back = False
+
+    def __init__(self, endpoint: str, check: Callable[[], None] = lambda: None):
+        """check: raises if the process is known to have ended."""
+        self.changing: AbstractContextManager[Any] = nullcontext()
+        self._endpoint, self._check = endpoint, check
+
+    def check(self) -> None:
+        self._check()
+
+    def serving(self) -> list[EngineAddress]:
+        return [EngineAddress(self._endpoint, self)]
+
+    def follow(self, publisher: Any) -> None: ...
+    def published(self, version: int, called_ns: int) -> None: ...
+    def stepped(self, unpublished_steps: int) -> None: ...
+    def kill(self, endpoint: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +137,11 @@ class EngineLink:
     """An engine that this process publishes to. Making one attaches to it.
 
     Raises LayoutMismatchError, naming what differs, PublisherConflictError if another publisher lives, EngineHungError,
-    VersionMismatchError, EngineDiedError, or what `address.check` raises. Not for use from several threads at once, but
-    for `check`, `give_up` and `unlock`.
+    VersionMismatchError, EngineDiedError, or what `PublishedEngine.check` raises. Not for use from several threads at
+    once, but for `check`, `give_up` and `unlock`.
     """
 
-    def __init__(self, address: EngineEndpoint, source: Source, *, transport: str, timeout_s: float):
+    def __init__(self, address: EngineAddress, source: Source, *, transport: str, timeout_s: float):
         """transport: its name, as the engine knows it. timeout_s: for how long the engine may be silent while something
         is waited for. A slot may take longer."""
         self.address = address
@@ -107,9 +149,7 @@ class EngineLink:
         self._given_up = False
         self._keeps_slots_because = ""
         """What the engine's last status says about its slots."""
-        self._connection = Connection(
-            address.endpoint, self._take, linger_ms=_LINGER_MS, keys=address.keys(address.endpoint)
-        )
+        self._connection = Connection(address.endpoint, self._take, linger_ms=_LINGER_MS, keys=address.keys)
         self._lock_file: int | None = None
         self._alive_file: int | None = None
         self._files = threading.Lock()
@@ -184,9 +224,9 @@ class EngineLink:
         answer.result()
 
     def check(self) -> None:
-        """Raise what `address.check` does, or EngineDiedError if this process of the engine is known to have ended."""
-        self.address.check()
-        self.address.check_process(self.address.endpoint)
+        """Raise EngineDiedError if no member of the engine is left, or this process is known to have ended."""
+        self.address.engine.check()
+        self.address.check_process()
         with self._files:
             dead = self._alive_file is not None and is_free(self._alive_file)
         if dead:

@@ -200,8 +200,8 @@ class StagingBuffer(Target):
         self.lost[engine.address.endpoint] = error.with_traceback(None)
         if isinstance(error, EngineBusyError) and not self.engines:
             self._error = error  # its successor would have lost what keeps it busy
-        elif engine.address.comes_back:  # else it would live on with old weights
-            engine.address.end(engine.address.endpoint)
+        elif engine.address.engine.comes_back:  # else it would live on with old weights
+            engine.address.engine.kill(engine.address.endpoint)
         engine.detach()
 
     def _remove_ended(self) -> None:

@@ -12,7 +12,7 @@ from typer.main import get_command
 from waiting import PATIENCE_S
 
 from inflight.cli import app
-from inflight.engine.launcher import _environment
+from inflight.fleet.process.local import _environment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"

@@ -345,7 +345,7 @@ def test_an_engine_that_died_is_told(scripted_dir):
     with inflight.launch(scripted_dir, device="cpu", max_sequences=4, max_context=128, threads=1) as engine:
         server = engine.serve(port=0)
         assert call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})[0] == 200
-        engine._supervisor.kill(engine._launcher.client.endpoint)
+        engine.members[0].process.kill()
         wait_until(lambda: call(server, "GET", "/health")[0:1] != (200,))
         status, answer = call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})
         assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")

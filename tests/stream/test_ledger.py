@@ -11,8 +11,11 @@ import pytest
 from made_frames import ends, make_frame, starts
 from waiting import wait_until
 
-from inflight.core.errors import StreamGapError
+from inflight.core.errors import InflightError, StreamGapError
 from inflight.core.frames import Finish, TokenFrame
+from inflight.core.messages import Ids, Prompt
+from inflight.core.sampling import SamplingParams
+from inflight.stream.ledger import GroupRecord, Ledger, State
 
 
 def arrive(wire, group_ids, sequence):
@@ -40,7 +43,9 @@ def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
     assert (a.num_tokens, a.num_rollouts, a.held_tokens, a.held_rollouts, a.oldest) == (4, 1, 4, 1, 5)
     assert (b.num_tokens, b.num_rollouts, b.held_tokens, b.held_rollouts, b.oldest) == (1, 0, 1, 0, None)
 
-    assert ledger.unfinished_of("a", [0, 1]) == {1: (1, {1: [101, 101]})}
+    assert ledger.unassign(object(), "a", 5) == 1
+    [left] = ledger.unassigned
+    assert (left.group_id, left.drawn) == (1, {1: [101, 101]})
     wire.send(from_engine("b", 3, [1], groups=starts(1)))  # which goes on with what a has begun
     assert ledger.held_of("a", 4, 1).held_tokens == 2
     assert ledger.held_of("b", 2, 0).held_tokens == 4
@@ -60,7 +65,9 @@ def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
         from_engine("b", 1, [3], groups=starts(3)),
     )
     wire.stream.drop([1])
-    assert ledger.unfinished_of("a", [0, 1, 2, 7]) == {0: (0, {0: [100]})}
+    assert ledger.unassign(object(), "a", 5) == 1
+    [left] = ledger.unassigned
+    assert (left.group_id, left.drawn) == (0, {0: [100]})
     assert [i for i in range(4) if ledger._assembler.knows(i)] == [0, 3]
 
 
@@ -249,3 +256,39 @@ def test_news_are_what_came_since(wire):
     wire.stream.ledger.unlisten(rung.release)
     wire.send(from_engine("a", 3, [1], groups=starts(1)))
     assert not rung.acquire(timeout=0.3)
+
+
+def test_a_group_that_its_engine_left_and_that_is_dropped_leaves_nothing(wire):
+    ledger, engine = wire.stream.ledger, object()
+    with ledger.lock:
+        records = [ledger.begin(Prompt([1], SamplingParams()), engine) for _ in range(3)]
+        kept, dropped, never_claimed = records
+        assert ledger.claim([0, 1], reserved=True) == []
+    assert [record.prompt.params.seed is not None for record in records] == [True] * 3
+    assert ledger.unassign(engine, "a", 0) == 2
+    assert never_claimed.state is State.GONE
+    ledger.drop([1])
+    assert dropped.state is State.GONE
+    assert ledger.unassigned == [kept]
+    assert ledger.outstanding == list(ledger.records) == [0]
+    assert ledger.next_ids == Ids(3, 3)
+
+
+def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
+    ledger, engine, other = wire.stream.ledger, object(), Ledger()
+    with ledger.lock:
+        for _ in range(3):
+            ledger.begin(Prompt([1], SamplingParams()), engine)
+        ledger.claim([0, 1], reserved=False)
+        ledger.claim([2], reserved=True)
+    wire.send(from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2), finishes=ends(1)))
+    wait_until(lambda: ledger.records[1].is_finished)
+    other.restore(ledger.snapshot(), ledger.next_ids)
+    assert other.outstanding == [0, 1, 2]
+    assert {record.group_id: record.drawn for record in other.unassigned} == {0: {0: [100]}, 2: {2: [102]}}
+    ready = other.next()
+    assert isinstance(ready, GroupRecord)
+    assert ready.rollouts[0].token_ids.tolist() == [101]
+    assert other.next_ids == Ids(3, 3)
+    with pytest.raises(InflightError, match="submitted already"):
+        other.restore([], Ids(0, 0))

@@ -54,7 +54,7 @@ class Bases:
 
     def __init__(self, backend: str, directory: Path):
         self.vllm, self._directory = backend == "vllm", directory
-        self._engines: dict[tuple[str, int], inflight.LaunchedEngine] = {}
+        self._engines: dict[tuple[str, int], inflight.Engine] = {}
 
     def base(self, name: str, seed: int = 0):
         return make_model(name, seed, **(WIDE_HEADS if self.vllm else {}))
@@ -66,7 +66,7 @@ class Bases:
             pytest.skip("vLLM refuses models with experts on a CPU")
         return peft_kinds.make(kind, self.base)
 
-    def engine(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
+    def engine(self, name: str, lora_rank: int) -> inflight.Engine:
         key = name, lora_rank
         if key not in self._engines:
             if self.vllm and len(self._engines) == 5:  # each takes a gigabyte

@@ -23,6 +23,7 @@ from inflight.core.options import EngineOptions, Startup
 from inflight.core.version import PACKAGE
 from inflight.engine.client import EngineClient
 from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
+from inflight.fleet.process.base import Placement
 from inflight.weights.cuda_ipc import ALLOCATOR_VARIABLES, without_expandable_segments
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
@@ -34,11 +35,13 @@ _SHUTDOWN_S = 5.0
 """Bound for the answer to `shutdown`, and then again for the end."""
 
 
-class EngineLauncher:
+class LocalProcess:
     """An engine process that belongs to this one: it ends when this one ends, however that happens.
 
-    Its sockets, locks and log lie in a temporary directory. Raises what kept the engine from starting.
+    Its sockets, locks and log are in a temporary directory. Raises what kept the engine from starting.
     """
+
+    shares_memory = True
 
     def __init__(self, options: EngineOptions):
         remove_orphan_directories()
@@ -113,6 +116,14 @@ class EngineLauncher:
         finally:
             self._make_end()
             self.client.close()
+
+
+class Local(Placement):
+    """Processes of this machine. They end with this one."""
+
+    def start(self, options: EngineOptions, closing: threading.Event) -> LocalProcess:
+        """Launch an engine."""
+        return LocalProcess(options)
 
 
 def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Popen:
