@@ -56,8 +56,8 @@ class Replay(RolloutStream):
             check_engine=lambda: None,
             in_order=True,
         )
-        self.expect([*self.group_ids, *left_out])
-        self.drop(left_out)
+        self.ledger.expect([*self.group_ids, *left_out])
+        self.ledger.drop(left_out)
         source.read_for(self.ledger)
 
     def __enter__(self) -> "Replay":

@@ -61,7 +61,7 @@ class Fleet:
         self.lock = self.ledger.changed
         """Guards the ledger, and all that follows."""
         self.changing = threading.RLock()
-        """Held while members come and go, and while a publisher attaches to those that serve."""
+        """Held while members join and leave, and while a publisher attaches to those that serve."""
         self.members: list[Member] = []
         self.publishers: WeakSet[Publisher] = WeakSet()
         """Publishers to all members."""

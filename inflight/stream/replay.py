@@ -1,4 +1,4 @@
-"""The frames of a journal as a stream: what is in it, and what a ledger reads instead of an engine's frames."""
+"""The frames of a journal as a stream, and a summary of it."""
 
 import time
 from collections.abc import Callable, Iterator

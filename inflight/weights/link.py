@@ -62,7 +62,7 @@ class PublishedEngine(Protocol):
     """An engine of one member or several, as its publishers need to know it."""
 
     changing: AbstractContextManager[Any]
-    """Held while members come and go, and while a publisher attaches to those that serve."""
+    """Held while members join and leave, and while a publisher attaches."""
 
     @property
     def comes_back(self) -> bool:

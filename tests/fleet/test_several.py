@@ -386,7 +386,7 @@ def test_a_run_goes_on_with_another_pool(pool, publisher, decided_dir, undisturb
         inflight.Run(other, another).load(tmp_path)
         assert other.stream.outstanding == [*ids, finished]
         assert other.submit([[9]], PARAMS) == [finished + 1]
-        other.stream.drop([finished + 1])
+        other.stream.ledger.drop([finished + 1])
         again = other.stream.collect([finished])
         assert again[0][0].token_ids.tolist() == first[0][0].token_ids.tolist()
         assert by_submission(ids, rollouts_of(other)) == undisturbed

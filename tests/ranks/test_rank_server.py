@@ -231,7 +231,7 @@ def test_a_rank_that_has_left_needs_no_end(trainer):
 
 def test_rank_0_that_waits_for_rollouts_hears_of_a_lost_rank(trainer, wire):
     two = trainer(2)
-    wire.stream.expect([0])
+    wire.stream.ledger.expect([0])
     wire.stream.sharing = two.server
     engine = two.attach(1)
     running = two.start(next, wire.stream.batches(rollouts=1, score=lambda rollout: 0.0))

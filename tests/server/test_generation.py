@@ -63,7 +63,7 @@ def test_samples_that_end_before_the_others_are_told_at_once(wire):
     async def work():
         bell = Bell(wire.stream.ledger, 0.0)
         generation = Generation(wire.stream, bell, [0], lambda *_: None)
-        wire.stream.expect([0])
+        wire.stream.ledger.expect([0])
         group = GroupStart(0, 0, [1], inflight.SamplingParams(n=2))
         wire.send(make_frame(2, 0, groups=[group], finishes=[Finish(0, "stop", 1)]))
         parts = generation.parts()
@@ -99,7 +99,7 @@ def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
                 assert time.monotonic() < deadline, told
                 await asyncio.sleep(0.01)
 
-        wire.stream.expect([0, 1])
+        wire.stream.ledger.expect([0, 1])
         tasks = [asyncio.create_task(follow(which)) for which in range(2)]
         one, other = (GroupStart(i, i, [1], inflight.SamplingParams()) for i in range(2))
         while bell._num_followers < 2:

@@ -75,7 +75,7 @@ def test_what_a_trainer_has_no_memory_for_waits_in_the_engine_and_on_its_disk(tm
 
 
 def test_the_engine_is_told_what_is_held(wire):
-    wire.stream.expect([0, 1, 2])
+    wire.stream.ledger.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 1)))
     deadline = time.monotonic() + 120
     while (held := wire.writer.trainer).held_tokens != 3 or held.held_rollouts != 2:

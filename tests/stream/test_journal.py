@@ -263,7 +263,7 @@ def test_a_stream_ends_when_its_journal_takes_no_more(tmp_path, monkeypatch):
     writer = JournalWriter(tmp_path / "journal")
     wire = Wire(tmp_path, journal=writer)
     try:
-        wire.stream.expect(range(9))
+        wire.stream.ledger.expect(range(9))
         wire.send(*(make_frame(n + 1, n, groups=starts(n), finishes=ends(n)) for n in range(5)))
         with pytest.raises(JournalError, match="No space left"):
             wire.stream.collect(range(9), timeout_s=20)

@@ -33,7 +33,7 @@ def from_engine(engine_id, sequence, request_ids, **header):
 
 def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
     ledger = wire.stream.ledger
-    wire.stream.expect([0, 1, 2])
+    wire.stream.ledger.expect([0, 1, 2])
     wire.send(
         from_engine("a", 0, [0, 1], groups=starts(0, 1)),
         from_engine("b", 1, [2], groups=starts(2)),
@@ -59,12 +59,12 @@ def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
 
 def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
     ledger = wire.stream.ledger
-    wire.stream.expect([0, 1])
+    wire.stream.ledger.expect([0, 1])
     wire.send(
         from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2)),  # of 2, nobody has learned that it was accepted
         from_engine("b", 1, [3], groups=starts(3)),
     )
-    wire.stream.drop([1])
+    wire.stream.ledger.drop([1])
     assert ledger.unassign(object(), "a", 5) == 1
     [left] = ledger.unassigned
     assert (left.group_id, left.drawn) == (0, {0: [100]})
@@ -72,7 +72,7 @@ def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
 
 
 def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
-    wire.stream.expect([0], reserved=True)
+    wire.stream.ledger.expect([0], reserved=True)
     errors = []
 
     def wait():
@@ -99,8 +99,8 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
         if draw.random() < 0.4:
             named[draw.randrange(2)].append(group_id)
     free = sorted(set(range(count)) - set(named[0]) - set(named[1]))
-    wire.stream.expect(free)
-    wire.stream.expect(named[0], reserved=True)
+    wire.stream.ledger.expect(free)
+    wire.stream.ledger.expect(named[0], reserved=True)
     seen, lock, failures = [], threading.Lock(), iter([True, False, False, True] * 1000)
 
     def take(groups):
@@ -128,7 +128,7 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
     def by_name(ids, late):
         if late:
             time.sleep(0.05)  # some have finished by now, before anybody expects them
-            wire.stream.expect(ids, reserved=True)
+            wire.stream.ledger.expect(ids, reserved=True)
         half = len(ids) // 2
         take(wire.stream.collect(ids[:half]))
         for group in wire.stream.groups(ids[half:]):
@@ -152,9 +152,9 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
 
 
 def test_groups_that_nobody_wants_any_more_are_thrown_away(wire):
-    wire.stream.expect([0, 1, 2])
+    wire.stream.ledger.expect([0, 1, 2])
     arrive(wire, [0], 0)
-    wire.stream.drop([0, 1])
+    wire.stream.ledger.drop([0, 1])
     arrive(wire, [1, 2], 1)
     assert [group[0].group_id for group in wire.stream.groups()] == [2]
     assert wire.stream.outstanding == []
@@ -163,7 +163,7 @@ def test_groups_that_nobody_wants_any_more_are_thrown_away(wire):
 def test_who_waits_for_named_groups_that_are_lost_is_told(wire):
     from inflight.core.errors import StreamGapError
 
-    wire.stream.expect([0, 1], reserved=True)
+    wire.stream.ledger.expect([0, 1], reserved=True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wire.stream.collect, [0, 1])
         arrive(wire, [0], 0)
@@ -179,25 +179,25 @@ def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for
     """Another thread submitted it, and had not been answered yet when the gap was noticed."""
     from inflight.core.errors import StreamGapError
 
-    wire.stream.expect([0])
+    wire.stream.ledger.expect([0])
     arrive(wire, [0], 0)
     wire.send(make_frame(0, 5, next_group_id=2))
     wait_until(lambda: wire.stream.ledger.waiters._errors)
     with pytest.raises(StreamGapError):
         wire.stream.collect([0])
-    wire.stream.expect([1])
+    wire.stream.ledger.expect([1])
     assert [group[0].group_id for group in wire.stream.groups()] == [0]
 
 
 def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finished(wire):
     for sequence in range(30):
         group_ids = list(range(10 * sequence, 10 * sequence + 10))
-        wire.stream.expect(group_ids)
+        wire.stream.ledger.expect(group_ids)
         arrive(wire, group_ids, sequence)
         wait_until(lambda group_ids=group_ids: len(wire.stream.ledger._ready) == len(group_ids))
         wire.stream.collect(group_ids)
     assert not wire.stream.ledger._ready
-    wire.stream.expect([300])
+    wire.stream.ledger.expect([300])
     arrive(wire, [300], 30)
     assert [group[0].group_id for group in wire.stream.groups()] == [300]
 
@@ -212,7 +212,7 @@ def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
 
 def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
     ledger = wire.stream.ledger
-    wire.stream.expect([0, 1])
+    wire.stream.ledger.expect([0, 1])
     any_group = ledger.next()
     assert (ledger.held_of("a", 0, 0).waits, ledger.held_of("a", 0, 0).awaits_ends) == (True, False)
     certain = ledger.take([1])
@@ -226,10 +226,10 @@ def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
     """A waiter that stayed would tell the engine for ever that somebody waits."""
     ledger = wire.stream.ledger
-    wire.stream.expect([0, 1], reserved=True)
+    wire.stream.ledger.expect([0, 1], reserved=True)
     waiting = ledger.take([0])
     assert ledger.held_of("a", 0, 0).waits
-    wire.stream.drop([0])
+    wire.stream.ledger.drop([0])
     waiting.result(timeout=10)
     assert not ledger.held_of("a", 0, 0).waits
     with pytest.raises(ValueError, match="not outstanding"):
@@ -239,7 +239,7 @@ def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
 def test_news_are_what_came_since(wire):
     rung = threading.Semaphore(0)
     wire.stream.ledger.listen(rung.release)
-    wire.stream.expect([0], reserved=True)
+    wire.stream.ledger.expect([0], reserved=True)
     wire.send(from_engine("a", 0, [0], groups=starts(0)), from_engine("a", 1, [0]))
     assert rung.acquire(timeout=10)
     assert rung.acquire(timeout=10)

@@ -1,4 +1,4 @@
-"""The stream as the trainer sees it: finished groups, scored while others are drawn, and batches of them."""
+"""The stream of the trainer: finished groups, scored while others are drawn, and batches of them."""
 
 import asyncio
 import threading
@@ -30,22 +30,22 @@ _CHECK_S = 0.1
 
 
 class Sharing(Protocol):
-    """What splits batches over the ranks of a trainer."""
+    """Splits batches over the ranks of a trainer."""
 
     def check(self) -> None:
         """Raise if a rank is lost."""
 
     def shares(self, batches: Iterator[PackedBatch], stream: "RolloutStream") -> Iterator[PackedBatch]:
-        """Yield this rank's share of each batch, and give the others theirs."""
+        """Yield this rank's share of each batch, and send the other shares."""
         ...
 
 
 class RolloutStream:
     """Groups in the order in which they finish, or in which they are scored. Safe to use from several threads at once.
 
-    A thread receives them all the time, also while the trainer computes. tokenizer_lock: held while the tokenizer is
-    used, which is not safe to use from several threads. in_order: groups are handed out in the order in which they
-    finished, however long each is scored.
+    A thread receives them, also while the trainer computes. tokenizer_lock: held while the tokenizer is used; it is not
+    safe to use from several threads. in_order: groups are returned in the order in which they finished, however long
+    each is scored.
     """
 
     def __init__(
@@ -59,57 +59,53 @@ class RolloutStream:
         in_order: bool = False,
         **options: Any,
     ):
-        """options: those of `StreamThread`."""
+        """options: the options of `StreamThread`."""
         self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
         self.ledger = ledger
-        """Records of groups, for the owner of the engines."""
+        """Records of the groups."""
         self._scoring = GroupScoring(prepare=self._with_text, ready=ledger.ready, in_order=in_order)
         ledger.on_frame, ledger.on_finished = meter.frame, self._scoring.start_if_wanted
         self.thread = StreamThread(source, ledger, **options)
         """Reads the frames."""
         self.sharing: Sharing | None = None
-        """If it is there, `batches` yields this rank's shares alone."""
+        """If set, `batches` yields only the shares of this rank."""
         self.dropped = Dropped()
-        """What `batches` has left out so far, and why."""
+        """Counts of what `batches` has omitted, with the reasons."""
         self.last_reward = float("nan")
-        """Mean reward of the batch that `batches` yielded last."""
+        """Mean reward of the last batch."""
         self._nothing_to_learn = NothingToLearn()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens received so far, of finished and unfinished samples."""
+        """Number of tokens received, of finished and unfinished samples."""
         return self.ledger.num_tokens
 
     @property
     def state(self) -> str:
-        """What the engine is doing: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
-        "waits for weights", "restarting"; "silent" if it has said nothing for some seconds, and "closed" when nothing
-        comes any more."""
+        """State of the engine: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
+        "waits for weights", "restarting"; "silent" if nothing has arrived for some seconds, and "closed" when nothing
+        arrives any more."""
         return self.thread.state
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the tokens take which were received and not handed out."""
+        """Bytes of the tokens that were received and not returned."""
         return self.ledger.nbytes
 
     @property
     def outstanding(self) -> list[int]:
-        """Ids of the groups that were submitted and not handed out yet."""
+        """Ids of the groups that were submitted and not returned yet."""
         return self.ledger.outstanding
 
-    def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
-        """These groups were submitted. Those that are reserved go only to `collect` or `groups` with their ids."""
-        self.ledger.expect(group_ids, reserved=reserved)
-
     def drop(self, group_ids: Collection[int]) -> None:
-        """Nobody wants these groups any more; what arrives of them is thrown away."""
+        """Discard these groups, also the tokens that arrive later."""
         self.ledger.drop(group_ids)
 
     def groups(
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> Iterator[Group]:
-        """Every finished group, its samples in order, until nothing that was submitted is outstanding.
+        """Yield every finished group, its samples in order, until no group is outstanding.
 
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
         (`engine.submit(…)` without `train=False`) and that no call has named.
@@ -131,7 +127,7 @@ class RolloutStream:
     async def agroups(
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> AsyncIterator[Group]:
-        """The same groups as `groups` yields, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        """Yield the same groups as `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
         wanted, scorer = self._claim(group_ids, score)
         while (answer := self._hand_out(wanted, scorer)) is not None:
             if isinstance(answer, Future):
@@ -140,7 +136,7 @@ class RolloutStream:
                 yield answer
 
     def collect(self, group_ids: Collection[int], *, timeout_s: float | None = None) -> list[Group]:
-        """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`.
+        """Return these groups, in the order of `group_ids`, as soon as all have finished.
 
         timeout_s: None waits as long as the engine lives and answers. Raises TimeoutError, ValueError if a group is not
         outstanding, and what `groups` raises; then nothing has been taken.
@@ -155,7 +151,7 @@ class RolloutStream:
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     async def acollect(self, group_ids: Collection[int]) -> list[Group]:
-        """The same as `collect`, for asyncio."""
+        """Do the same as `collect`, for asyncio."""
         while isinstance(found := self.ledger.take(group_ids), Future):
             try:
                 await asyncio.wrap_future(found)
@@ -165,7 +161,7 @@ class RolloutStream:
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     def partial(self, group_id: int) -> Group:
-        """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
+        """Return the unfinished samples of a group with their tokens so far, without text. Raises as `groups` does."""
         return self.ledger.partial(group_id)
 
     @named()
@@ -177,7 +173,7 @@ class RolloutStream:
         staleness: Sequence[StalenessRule] = (),
         advantages: str | Advantages = "grpo",
     ) -> Iterator[PackedBatch]:
-        """Batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
+        """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
         They contain the prompts submitted for training. Prompts submitted with `train=False`, drawn by `generate`, or
         drawn greedily are not among them (`collect` has those). score: a function of a rollout, plain or `async`, or a
@@ -242,7 +238,7 @@ class RolloutStream:
             _warn_of_no_batch(left_out, num_greedy)
 
     def close(self) -> None:
-        """Read no more, and let the threads go."""
+        """Stop reading, and end the threads."""
         self.thread.close()
         self._scoring.close()
 
@@ -251,7 +247,7 @@ class RolloutStream:
     def _claim(
         self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
     ) -> tuple[set[int] | None, GroupScorer | None]:
-        """(the groups that are wanted by name, None for those for training; who scores them)"""
+        """Return the ids of the wanted groups (None: all for training), and their scorer."""
         if group_ids is None:
             return None, None if score is None else self._scoring.score_with(score)
         if score is not None:
@@ -260,7 +256,7 @@ class RolloutStream:
         return set(group_ids), None
 
     def _hand_out(self, wanted: set[int] | None, scorer: GroupScorer | None) -> "Group | Future[None] | None":
-        """The next group, a future that says when to ask again, or None if there are no more."""
+        """Return the next group, a future that is done when to ask again, or None if there are no more."""
         if wanted is None:
             answer = self._borrow(scorer)
             if not isinstance(answer, GroupRecord):
@@ -299,8 +295,8 @@ class RolloutStream:
         return answer
 
     def text_of_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special ones included; "" for each without a tokenizer. Bytes that are part
-        of a character are shown as U+FFFD."""
+        """Return the text of each token by itself, including special tokens; "" for each without a tokenizer. A part of
+        a character becomes U+FFFD."""
         if self._tokenizer is None:
             return [""] * len(token_ids)
         with self._tokenizer_lock:
