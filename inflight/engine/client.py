@@ -71,8 +71,23 @@ class EngineClient:
         timeout_s: a bound for this call; None: `answer_timeout_s`. Raises what the engine raises, InvalidRequestError
         for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that do not fit it.
         """
+        return self.start_call(verb, arguments, returns, timeout_s=timeout_s)()
+
+    def start_call(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+        returns: type[Value] = _NONE,
+        *,
+        timeout_s: float | None = None,
+    ) -> Callable[[], Value]:
+        """Send a call at once, and return a function that waits for its value. Both raise what `call` raises."""
         answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
-        return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent), returns)
+
+        def value() -> Value:
+            return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent), returns)
+
+        return value
 
     def call_soon(self, verb: str, arguments: Mapping[str, Any]) -> Answer:
         """Call a verb without waiting for the answer."""

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from inflight.core.errors import EngineDiedError, EngineHungError, InflightError, InvalidRequestError
@@ -44,6 +45,8 @@ ENDED = object()
 Value = TypeVar("Value")
 Part = tuple[Member, EngineFrames, list[tuple[int, GroupRecord]]]
 """An engine, the connection to its process, and the groups for it, each with its place in the submitted list."""
+Sent = tuple[Part, Callable[[], Any]]
+"""A part that was sent to its engine, and the function that waits for the answer."""
 
 
 class Fleet:
@@ -295,25 +298,23 @@ class Fleet:
     def submit(self, prompts: Sequence[Prompt], *, reserved: bool) -> list[int]:
         """Submit prompts, all or none, each to the least loaded engine. Returns the ids of their groups. Raises the
         error of an engine that refuses one."""
-        todo, records = list(enumerate(prompts)), dict[int, GroupRecord]()
-        try:
-            while todo:
-                parts = self._assign(todo)
-                records |= {index: record for *_, given in parts for index, record in given}
-                todo = self._claim(self._send(parts), reserved)
-        except BaseException:
-            self._undo(records.values())
-            raise
-        return [records[index].group_id for index in range(len(prompts))]
+        return self._complete(self._dispatch(list(enumerate(prompts))), reserved)
 
     async def asubmit(self, prompts: Sequence[Prompt]) -> list[int]:
-        """Do the same for asyncio, with groups that are reserved. If the task is cancelled, nothing is submitted."""
+        """Do the same for asyncio, with groups that are reserved. If the task is cancelled, its groups are discarded.
+        Prompts of several tasks are sent in the order of the calls, unless their engine is being restarted."""
+        several = len(self.members) > 1 and any(prompt.version not in (None, LIVE_VERSION) for prompt in prompts)
+        is_ready = self.usable and not several
+        sent = self._dispatch(list(enumerate(prompts))) if is_ready else None
         try:
-            submitting = self._submits.submit(self.submit, prompts, reserved=True)
+            if sent is None:
+                submitting = self._submits.submit(self.submit, prompts, reserved=True)
+            else:
+                submitting = self._submits.submit(self._complete, sent, reserved=True)
         except RuntimeError as error:
             raise InflightError("the engine was closed") from error
         try:
-            return await asyncio.wrap_future(submitting)
+            return await asyncio.shield(asyncio.wrap_future(submitting))
         except asyncio.CancelledError:
             submitting.add_done_callback(self._undo_late)
             raise
@@ -325,11 +326,10 @@ class Fleet:
             with self.lock:
                 member, frames = self._wait_for_owner(request_id)
                 record = self._new_record(prompt, member, frames, (request_id, at))
-            part = (member, frames, [(0, record)])
             params = record.prompt.params if record.prompt is not None else prompt.params
+            sent = self._start((member, frames, [(0, record)]), "fork", {**arguments, "params": params}, int)
             try:
-                accepted = self._ask(part, "fork", {**arguments, "params": params, "ids": record.ids}, int)
-                again = self._claim([(part, accepted)], reserved=False)
+                again = self._claim(self._accepted([sent]), reserved=False)
             except BaseException:
                 self._undo([record])
                 raise
@@ -383,41 +383,55 @@ class Fleet:
         member.num_given += prompt.params.n
         return self.ledger.begin(prompt, frames, origin)
 
-    def _send(self, parts: Sequence[Part]) -> list[tuple[Part, bool]]:
+    def _dispatch(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Sent]:
+        """Send prompts to engines, without waiting for their answers."""
+        sent: list[Sent] = []
+        for part in self._assign(prompts) if prompts else ():
+            submitted = [record.prompt for _, record in part[2]]
+            sent.append(self._start(part, "submit", {"prompts": submitted}, list[int]))
+        return sent
+
+    def _start(self, part: Part, verb: str, arguments: dict[str, Any], returns: Any) -> Sent:
+        """Send a part to its engine. Returns it with the function that waits for the answer."""
+        _, frames, given = part
+        ids = [record.ids for _, record in given]
+        arguments["ids"] = ids if verb == "submit" else ids[0]
+        try:
+            return part, frames.client.start_call(verb, arguments, returns)
+        except InflightError as error:  # raised where the others are waited for
+            return part, partial(_raise, error)
+
+    def _complete(self, sent: list[Sent], reserved: bool) -> list[int]:
+        """Wait for the answers to prompts that were sent, and submit those again whose engine has ended."""
+        records: dict[int, GroupRecord] = {}
+        try:
+            while sent:
+                records |= {index: record for (_, _, given), _ in sent for index, record in given}
+                sent = self._dispatch(self._claim(self._accepted(sent), reserved))
+        except BaseException:
+            self._undo(records.values())
+            raise
+        return [records[index].group_id for index in sorted(records)]
+
+    def _accepted(self, sent: Sequence[Sent]) -> list[tuple[Part, bool]]:
         """Return with each part whether its engine has accepted it, and not ended. Raises the error of an engine that
         refuses one, as soon as all have answered."""
-        rest = [self.later(self._submit, part) for part in parts[1:]]
-        try:
-            first = self._submit(parts[0])
-        finally:
-            wait(rest)
-        return list(zip(parts, [first, *(each.result() for each in rest)], strict=True))
-
-    def _submit(self, part: Part) -> bool:
-        """Return what `_ask` returns. Raises InvalidRequestError that names a prompt by its place in the list of the
-        user."""
-        given = [record for _, record in part[2]]
-        arguments = {"prompts": [record.prompt for record in given], "ids": [record.ids for record in given]}
-        try:
-            return self._ask(part, "submit", arguments, list[int])
-        except InvalidRequestError as error:
-            places = [index for index, _ in part[2]]
-            text = re.sub(r"\bprompt (\d+)", lambda match: f"prompt {places[int(match[1])]}", str(error), count=1)
-            raise type(error)(text) from None
-
-    def _ask(self, part: Part, verb: str, arguments: Mapping[str, Any], returns: Any) -> bool:
-        """Return whether the engine has accepted a part, and not ended. Raises its error if it refuses."""
-        member, frames, given = part
-        try:
-            return self.reach(member, frames, lambda client: client.call(verb, arguments, returns)) is not ENDED
-        except EngineHungError:  # it might accept the part later
-            raise
-        except InflightError:
-            with self.lock:
-                if member.frames is frames:
-                    member.num_given -= sum(record.num_samples for _, record in given)
-                self.ledger.forget(record for _, record in given)
-            raise
+        answered: list[tuple[Part, bool]] = []
+        refusal: InflightError | None = None
+        for part, answer in sent:
+            member, frames, given = part
+            try:
+                answered.append((part, self.reach(member, frames, lambda _, answer=answer: answer()) is not ENDED))
+            except InflightError as error:
+                refusal = refusal or _by_place(error, [index for index, _ in given])
+                if not isinstance(error, EngineHungError):  # else it might accept the part later
+                    with self.lock:
+                        if member.frames is frames:
+                            member.num_given -= sum(record.num_samples for _, record in given)
+                        self.ledger.forget(record for _, record in given)
+        if refusal is not None:
+            raise refusal
+        return answered
 
     def _claim(self, parts: Iterable[tuple[Part, bool]], reserved: bool) -> list[tuple[int, Prompt]]:
         """Give the user the groups that engines have accepted. Returns those to submit again: their engine has ended,
@@ -460,3 +474,15 @@ class Fleet:
                 if frames is record.at:
                     return member, frames
             self._wait(waited, f"the engine of request {request_id} has ended, and another one goes on with it")
+
+
+def _by_place(error: InflightError, places: Sequence[int]) -> InflightError:
+    """Let an error name a prompt by its place in the list of the user."""
+    if not isinstance(error, InvalidRequestError) or list(places) == list(range(len(places))):
+        return error
+    text = re.sub(r"\bprompt (\d+)", lambda match: f"prompt {places[int(match[1])]}", str(error), count=1)
+    return type(error)(text)
+
+
+def _raise(error: InflightError) -> NoReturn:
+    raise error
