@@ -27,7 +27,6 @@ from inflight.core.clock import now_ns
 from inflight.core.frames import TokenFrame
 from inflight.stream.assembler import Assembler
 from inflight.stream.ledger import Ledger, State
-from inflight.stream.reader import StreamReader
 from inflight.stream.token_store import TokenStore
 
 GROUPS = 24
@@ -62,8 +61,10 @@ class Commands(threading.Thread):
         """Called by the thread that reads the stream, which alone may touch its socket."""
         if self._drop:
             self._drop = False
-            reader = self._fleet.members[0].frames.reader
-            assert isinstance(reader, StreamReader)
+            frames = self._fleet.members[0].frames
+            assert frames is not None
+            reader = frames.reader
+            assert reader is not None
             endpoint = reader.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             reader.socket.disconnect(endpoint)
             reader.socket.connect(endpoint)

@@ -67,6 +67,16 @@ def test_groups_are_iterated_in_a_task_as_they_finish(engine, alone):
     assert groups[0][0].token_ids.tolist() == alone[1]
 
 
+def test_prompts_of_tasks_are_sent_in_the_order_of_their_calls(engine):
+    async def submit() -> list[list[int]]:
+        return await asyncio.gather(*(engine.asubmit([[1, 2, 3]], params(1)) for _ in range(100)))
+
+    ids = [group_id for [group_id] in asyncio.run(submit())]
+    assert ids == sorted(ids)
+    requests = [group[0].request_id for group in engine.stream.collect(ids)]
+    assert requests == sorted(requests)
+
+
 def test_a_task_that_is_cancelled_cancels_its_prompts(engine):
     async def work():
         endless = inflight.SamplingParams(max_tokens=61, n=32, ignore_eos=True)

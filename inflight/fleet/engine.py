@@ -406,6 +406,7 @@ class Engine:
         def ask(client: EngineClient) -> list[Digests]:
             return client.call("digests", {"least": least}, list[Digests])
 
+        answers: list[list[Digests]] = []
         while not all(answers := list(self._fleet.call_all(ask).values())):
             if now_ns() > deadline:
                 raise TimeoutError(f"the digests of version {least} were not computed within {timeout_s:.0f} s")

@@ -61,8 +61,10 @@ _CHECKSUMS_S = 600.0
 class PublishedEngine(Protocol):
     """An engine of one member or several, as its publishers need to know it."""
 
-    changing: AbstractContextManager[Any]
-    """Held while members join and leave, and while a publisher attaches."""
+    @property
+    def changing(self) -> Any:
+        """Lock that is held while members join and leave, and while a publisher attaches."""
+        ...
 
     @property
     def comes_back(self) -> bool:
