@@ -25,8 +25,8 @@ from truth_load import Load
 import inflight
 from inflight.core.clock import now_ns
 from inflight.core.frames import TokenFrame
-from inflight.stream.inbox import Inbox
-from inflight.stream.reader import StreamReader
+from inflight.stream.assembler import Assembler
+from inflight.stream.ledger import Ledger, State
 from inflight.stream.token_store import TokenStore
 
 GROUPS = 24
@@ -38,12 +38,13 @@ _REPORT_S, _POLL_S = 0.5, 0.005
 class Commands(threading.Thread):
     """Obeys the commands, until `stop` or the end of what writes them."""
 
-    def __init__(self, engine: inflight.LaunchedEngine, load: Load):
+    def __init__(self, engine: inflight.Engine, load: Load):
         super().__init__(daemon=True)
         self.stopping = threading.Event()
-        self._load, self._inbox = load, engine.stream.inbox
+        self._load, self._fleet = load, engine._fleet
         self._drop = False
-        self._on_frame, self._inbox._on_frame = self._inbox._on_frame, self._drop_connection
+        ledger = engine.stream.ledger
+        self._on_frame, ledger.on_frame = ledger.on_frame, self._drop_connection
 
     def run(self) -> None:
         for line in sys.stdin:
@@ -60,8 +61,10 @@ class Commands(threading.Thread):
         """Called by the thread that reads the stream, which alone may touch its socket."""
         if self._drop:
             self._drop = False
-            reader = self._inbox.source
-            assert isinstance(reader, StreamReader)
+            frames = self._fleet.members[0].frames
+            assert frames is not None
+            reader = frames.reader
+            assert reader is not None
             endpoint = reader.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             reader.socket.disconnect(endpoint)
             reader.socket.connect(endpoint)
@@ -72,7 +75,7 @@ def report(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def tell_successors(engine: inflight.LaunchedEngine) -> None:
+def tell_successors(engine: inflight.Engine) -> None:
     """Say when each process of the engine draws its first token."""
     pid = 0
     while True:
@@ -87,27 +90,29 @@ def tell_successors(engine: inflight.LaunchedEngine) -> None:
 
 def forget_a_token() -> None:
     """A successor goes on without the last token of a request."""
-    unfinished = Inbox.unfinished
+    drawn = Assembler.drawn
 
-    def forgetful(inbox: Inbox) -> Any:
-        groups, next_request_id = unfinished(inbox)
-        [tokens, *_] = [tokens for known in groups.values() if known for tokens in known[1].values() if tokens]
-        tokens.pop()
-        return groups, next_request_id
+    def forgetful(assembler: Assembler, group_id: int) -> Any:
+        known = drawn(assembler, group_id)
+        if tokens := next((tokens for tokens in (known or {}).values() if tokens), None):
+            tokens.pop()
+        return known
 
-    patch.object(Inbox, "unfinished", forgetful).start()
+    patch.object(Assembler, "drawn", forgetful).start()
 
 
 def forget_a_group() -> None:
-    """A successor is not told of a group."""
-    unfinished = Inbox.unfinished
+    """A successor is not given a group."""
+    unassign = Ledger.unassign
 
-    def forgetful(inbox: Inbox) -> Any:
-        groups, next_request_id = unfinished(inbox)
-        groups.popitem()
-        return groups, next_request_id
+    def forgetful(ledger: Ledger, *arguments: Any) -> int:
+        with ledger.lock:
+            num_left = unassign(ledger, *arguments)
+            if ledger.unassigned:
+                ledger.unassigned[-1].state = State.DRAWING
+            return num_left
 
-    patch.object(Inbox, "unfinished", forgetful).start()
+    patch.object(Ledger, "unassign", forgetful).start()
 
 
 def state_another_version() -> None:

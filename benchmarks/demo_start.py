@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.session import launch
+from inflight.fleet.launching import launch
 from inflight.tools.demo.recipes import SMALL
 from inflight.tools.demo.run import held_out_accuracy, longest
 from inflight.tools.demo.start import MODEL, RECIPE, START_FILE, TASK, start_metadata, write_start

@@ -56,7 +56,7 @@ class Settings:
 class Prepared:
     """An engine and the start of all runs of one seed."""
 
-    engine: inflight.LaunchedEngine
+    engine: inflight.Engine
     make_model: Callable[[], torch.nn.Module]
     examples: Callable[[], Iterator[Any]]
     score: Callable[[inflight.Rollout], float]

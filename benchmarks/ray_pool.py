@@ -9,7 +9,7 @@ machine_ratio: the same of two engines in processes of their own that draw for n
 what the cores allow.
 publish: milliseconds that the trainer waits for a publish (`publish()` and `wait_copied()`) to one engine and to three,
 in alternation, and until the version is live on all. The engines draw nothing meanwhile, as they would take the cores
-that the trainer computes on. The same engines serve throughout; the pool lets them go and takes them back.
+that the trainer computes on. An engine that is not measured ends, and is started again for the next round.
 """
 
 import multiprocessing
@@ -35,14 +35,15 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.engine.engine import Engine
 from inflight.engine.shapes import shape_config
-from inflight.ray import EnginePool, PlacedEngine, Placement
+from inflight.ray import Placement
 
 MODEL, SEQUENCES, GROUP, PROMPT, PAIRS, PUBLISHES = "small", 32, 8, 32, 7, 15
 TOKENS = 64, 192
 """The fewest and the most of an answer."""
 FIRST_S, WINDOW_S = 1.0, 4.0
 """Seconds before tokens count, and for which they do."""
-LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
+LEFT = Placement(resources={"left": 1}, allow_unencrypted=True)
+RIGHT = Placement(resources={"right": 1}, allow_unencrypted=True)
 
 
 @contextmanager
@@ -61,14 +62,12 @@ def cluster() -> Iterator[None]:
         made.shutdown()
 
 
-def keep(pool: EnginePool, engines: list[PlacedEngine]) -> None:
-    """Have these engines in the pool, and no others."""
-    for engine in engines:
-        if engine not in pool.engines:
-            pool.add(engine)
-    for engine in pool.engines:
-        if engine not in engines:
-            pool.remove(engine)
+def keep(pool: inflight.Engine, places: list[Placement]) -> None:
+    """Have members in these places, and no others."""
+    while len(pool.members) > len(places):
+        pool.remove(pool.members[-1])
+    for place in places[len(pool.members) :]:
+        pool.add(placement=place)
 
 
 def make_prompt(numbers: random.Random) -> tuple[list[int], inflight.SamplingParams]:
@@ -76,7 +75,7 @@ def make_prompt(numbers: random.Random) -> tuple[list[int], inflight.SamplingPar
     return prompt, inflight.SamplingParams(n=GROUP, max_tokens=numbers.randint(*TOKENS), ignore_eos=True, seed=1)
 
 
-def draw(pool: EnginePool) -> float:
+def draw(pool: inflight.Engine) -> float:
     """Tokens per second while the engines always have something to begin."""
     numbers, outstanding, num_tokens = random.Random(0), set[int](), 0
 
@@ -86,7 +85,7 @@ def draw(pool: EnginePool) -> float:
 
     begin = now_ns() + int(1e9 * FIRST_S)
     end = begin + int(1e9 * WINDOW_S)
-    for _ in range(len(pool.engines) * 2 * SEQUENCES // GROUP):
+    for _ in range(len(pool.members) * 2 * SEQUENCES // GROUP):
         submit()
     for group in pool.stream.groups():
         outstanding.remove(group[0].group_id)
@@ -102,11 +101,11 @@ def draw(pool: EnginePool) -> float:
     return num_tokens / WINDOW_S
 
 
-def measure_throughput(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str, Any]:
+def measure_throughput(pool: inflight.Engine, places: list[Placement]) -> dict[str, Any]:
     rates: dict[int, list[float]] = {1: [], 2: []}
     for pair in range(PAIRS + 1):
         for count in rates:
-            keep(pool, engines[:count])
+            keep(pool, places[:count])
             rate = draw(pool)
             if pair:  # the first ones warm up
                 rates[count].append(rate)
@@ -163,7 +162,7 @@ def measure_machine() -> float:
     return median_ratio(drawn[2], drawn[1])
 
 
-def measure_publishes(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str, Any]:
+def measure_publishes(pool: inflight.Engine, places: list[Placement]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape_config(MODEL))
     waited: dict[int, list[float]] = {1: [], 3: []}
@@ -172,7 +171,7 @@ def measure_publishes(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str
         for count in waited:
             with pool.publisher(model) as publisher:
                 pool.wait_for_version(publisher.publish())
-                keep(pool, engines[:count])
+                keep(pool, places[:count])
                 for publish in range(PUBLISHES + 3):
                     begin = time.perf_counter()
                     version = publisher.publish()
@@ -182,11 +181,11 @@ def measure_publishes(pool: EnginePool, engines: list[PlacedEngine]) -> dict[str
                     if part and publish >= 3:  # all buffers were written to before
                         waited[count].append(copied - begin)
                         live[count].append(time.perf_counter() - begin)
-                keep(pool, engines)
+                keep(pool, places)
     ms = {count: 1e3 * median(seconds) for count, seconds in waited.items()}
     return {
         "model": MODEL,
-        "bytes": engines[0].info.layout.total_bytes,
+        "bytes": pool.info.layout.total_bytes,
         "trainer_waits_ms": {"one": ms[1], "three": ms[3]},
         "ratio": ms[3] / ms[1],
         "live_ms": {"one": 1e3 * median(live[1]), "three": 1e3 * median(live[3])},
@@ -197,14 +196,11 @@ def main() -> None:
     torch.set_num_threads(1)
     machine = measure_machine()
     options = inflight.EngineOptions(MODEL, device="cpu", dtype="float32", threads=1, max_sequences=SEQUENCES)
-    engines: Any
     with cluster():
-        with EnginePool([options] * 2, [LEFT, RIGHT], allow_unencrypted=True) as pool:
-            engines = pool.engines
-            throughput = measure_throughput(pool, engines)
-        with EnginePool([options] * 3, [LEFT, RIGHT, LEFT], allow_unencrypted=True) as pool:
-            engines = pool.engines
-            publishes = measure_publishes(pool, engines)
+        with inflight.launch([options] * 2, placement=[LEFT, RIGHT]) as pool:
+            throughput = measure_throughput(pool, [LEFT, RIGHT])
+        with inflight.launch([options] * 3, placement=[LEFT, RIGHT, LEFT]) as pool:
+            publishes = measure_publishes(pool, [LEFT, RIGHT, LEFT])
     throughput["machine_ratio"] = machine
     finish("ray-pool", {"ray": ray.__version__, "throughput": throughput, "publish": publishes})
 

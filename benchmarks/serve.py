@@ -39,7 +39,7 @@ def prompt(index: int) -> list[int]:
     return [(index * 31 + place * 7) % 8000 for place in range(PROMPT)]
 
 
-async def alone(engine: inflight.LaunchedEngine) -> None:
+async def alone(engine: inflight.Engine) -> None:
     async def client(first: int) -> None:
         for index in range(first, first + REQUESTS):
             params = inflight.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -108,7 +108,7 @@ async def run_clients(port: int, clients: int, requests: int, stream: bool) -> d
 # ---- the measurement ------------------------------------------------------------------------------------------------
 
 
-def measure_throughput(engine: inflight.LaunchedEngine, port: int) -> dict[str, Any]:
+def measure_throughput(engine: inflight.Engine, port: int) -> dict[str, Any]:
     def timed(function: Callable[[], Any]) -> float:
         began = time.monotonic()
         function()

@@ -177,7 +177,7 @@ class Load:
     """Threads that keep so many groups in flight, call `generate`, publish every so often and judge what comes out,
     until `finish`. What makes one of them end is raised by `check`."""
 
-    def __init__(self, engine: inflight.LaunchedEngine, *, seed: int, groups: int, publish_every_s: float):
+    def __init__(self, engine: inflight.Engine, *, seed: int, groups: int, publish_every_s: float):
         self._engine, self._groups, self._publish_every_s = engine, groups, publish_every_s
         self.judge = Judge()
         self._draw = random.Random(seed)

@@ -28,7 +28,7 @@ def reward(rollout: inflight.Rollout) -> float:
 class PolicyTrainer(Trainer):
     """A Trainer of what the engine draws."""
 
-    engine: inflight.LaunchedEngine
+    engine: inflight.Engine
 
     def get_train_dataloader(self) -> Any:
         rank, size = self.args.process_index, self.args.world_size

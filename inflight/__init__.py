@@ -18,17 +18,16 @@ _HOME = {
         "inflight.core.rollout": "Rollout",
         "inflight.core.sampling": "SamplingParams",
         "inflight.core.spans": "span",
-        "inflight.engine.engine": "Engine",
         "inflight.tools.journal_replay": "replay",
-        "inflight.pool.pool": "EnginePool launch_pool",
-        "inflight.session": "RemoteEngine LaunchedEngine attach launch",
+        "inflight.fleet.engine": "Engine",
+        "inflight.fleet.launching": "attach launch",
         "inflight.run": "Run",
         "inflight.training.data.advantages": "group_advantages turn_advantages",
         "inflight.training.data.batch": "PackedBatch pack",
         "inflight.training.config": "GRPOConfig",
         "inflight.training.grpo": "grpo",
         "inflight.training.recording": "RunRecorder",
-        "inflight.ranks.attached": "AttachedEngine attach_local",
+        "inflight.ranks.attached": "AttachedEngine",
         "inflight.training.model.forward": "score_tokens token_logprobs",
         "inflight.training.objective.loss": "policy_loss",
         "inflight.training.objective.objective": "Objective",
@@ -58,22 +57,17 @@ if TYPE_CHECKING:  # the same names, for editors and type checkers
     from inflight.core.rollout import Rollout as Rollout
     from inflight.core.sampling import SamplingParams as SamplingParams
     from inflight.core.spans import span as span
-    from inflight.engine.engine import Engine as Engine
+    from inflight.fleet.engine import Engine as Engine
+    from inflight.fleet.launching import attach as attach
+    from inflight.fleet.launching import launch as launch
     from inflight.observability.loggers import JsonLines as JsonLines
     from inflight.observability.loggers import PrometheusLogger as PrometheusLogger
     from inflight.observability.loggers import TensorBoard as TensorBoard
     from inflight.observability.loggers import Trackio as Trackio
     from inflight.observability.loggers import WandB as WandB
     from inflight.observability.loggers import open_logger as open_logger
-    from inflight.pool.pool import EnginePool as EnginePool
-    from inflight.pool.pool import launch_pool as launch_pool
     from inflight.ranks.attached import AttachedEngine as AttachedEngine
-    from inflight.ranks.attached import attach_local as attach_local
     from inflight.run import Run as Run
-    from inflight.session import LaunchedEngine as LaunchedEngine
-    from inflight.session import RemoteEngine as RemoteEngine
-    from inflight.session import attach as attach
-    from inflight.session import launch as launch
     from inflight.tools.journal_replay import replay as replay
     from inflight.training.config import GRPOConfig as GRPOConfig
     from inflight.training.data.advantages import group_advantages as group_advantages

@@ -16,13 +16,12 @@ from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.errors import LayoutMismatchError, ProtocolError, RunFileError
 from inflight.core.files import file_errors, replacing
-from inflight.core.messages import Prompt
+from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout
+from inflight.fleet.engine import Engine
 from inflight.ranks.attached import AttachedEngine, FollowingPublisher
-from inflight.running_engine import RunningEngine
-from inflight.stream.held_groups import HeldGroup
+from inflight.stream.held_groups import SavedGroup
 from inflight.stream.rollout_codec import Arrays, RolloutHeader, arrays_of, decode, encode, header_of, make_rollout
-from inflight.supervisor import Snapshot
 from inflight.training.random_state import random_state, restore_random_state
 
 if TYPE_CHECKING:
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("inflight")
 
-_MAGIC = b"inflight run 1\n"
+_MAGIC = b"inflight run 2\n"
 _DIGEST_BYTES = 16
 
 
 class _Group(msgspec.Struct, frozen=True):
-    group_id: int
+    ids: Ids
     reserved: bool
     prompt: Prompt
     forked_from: tuple[int, int] | None
@@ -62,22 +61,21 @@ class _Clock(msgspec.Struct, frozen=True):
         return (now.monotonic_ns - now.since_epoch_ns) - (self.monotonic_ns - self.since_epoch_ns)
 
 
-class _Engine(msgspec.Struct, frozen=True):
+class _EngineState(msgspec.Struct, frozen=True):
     """What rank 0 holds of the engine."""
 
     fingerprint: str
     published: list[tuple[int, int]]
     """Versions, and when each was published."""
     groups: list[_Group]
-    next_group_id: int
-    next_request_id: int
+    next_ids: Ids
 
 
 class _File(msgspec.Struct, frozen=True):
     version: int
     clock: _Clock
     progress: dict[str, Any]
-    engine: _Engine | None
+    engine: _EngineState | None
     """None: another rank than 0 wrote it."""
 
     @property
@@ -93,9 +91,7 @@ class Run:
     version; the state of the random number generators; and `progress`. Under torchrun every rank has its Run.
     """
 
-    def __init__(
-        self, engine: "RunningEngine | AttachedEngine", publisher: "Publisher | ShardSender | FollowingPublisher"
-    ):
+    def __init__(self, engine: "Engine | AttachedEngine", publisher: "Publisher | ShardSender | FollowingPublisher"):
         self._engine, self._publisher = engine, publisher
         self.progress: dict[str, Any] = {}
         """What the trainer notes beside it; JSON-like. `grpo` notes under "grpo" how far it has come."""
@@ -111,13 +107,12 @@ class Run:
         self._meet()
         path, engine = self._path(directory), self._engine
         version = self._publisher.version
-        if isinstance(engine, RunningEngine) and not engine.is_shared and engine.staleness.unpublished_steps:
+        if isinstance(engine, Engine) and not engine.is_shared and engine.staleness.unpublished_steps:
             version += 1  # steps were taken since: what `load` publishes is not what drew the tokens of this version
         header = _File(version, _Clock.read(), self.progress, None)
         arrays: list[Arrays] = []
-        if isinstance(engine, RunningEngine):
-            snapshot = engine.snapshot()
-            described, arrays = _describe(engine, snapshot)
+        if isinstance(engine, Engine):
+            described, arrays = _describe(engine)
             header = msgspec.structs.replace(header, engine=described)
         _write(path, header, [*arrays, random_state()])
         self._meet()
@@ -133,14 +128,14 @@ class Run:
         """
         header, arrays, random_arrays = _read(self._path(directory))
         engine = self._engine
-        if isinstance(engine, RunningEngine) and header.engine is not None:
+        if isinstance(engine, Engine) and header.engine is not None:
             if header.engine.fingerprint != engine.info.layout.fingerprint:
                 raise LayoutMismatchError(
                     f"the run in {directory} was saved with other tensors, shapes or dtypes than this engine's"
                 )
             if engine.stream.outstanding:
                 raise RunFileError("prompts were submitted already; load a run before that")
-        elif isinstance(engine, RunningEngine) or header.engine is not None:
+        elif isinstance(engine, Engine) or header.engine is not None:
             raise RunFileError(f"{self._path(directory)} was written by another rank than the one that reads it")
         if 0 < self._publisher.version >= header.version:
             raise RunFileError(
@@ -150,11 +145,12 @@ class Run:
         if header.version:
             self._publisher.continue_from(header.version)
             self._publisher.publish(*(() if weights is None else (weights,)))
-        if isinstance(engine, RunningEngine) and header.engine is not None:
+        if isinstance(engine, Engine) and header.engine is not None:
             engine.wait_for_version(header.version)
             shift_ns = header.clock.shift_to(_Clock.read())
             engine.staleness.restore([(version, ns + shift_ns) for version, ns in header.engine.published])
-            engine.restore(_snapshot(header.engine, arrays, shift_ns))
+            groups = _saved_groups(header.engine, arrays, shift_ns)
+            engine.stream.ledger.restore(groups, header.engine.next_ids)
         self.progress = header.progress
         restore_random_state(random_arrays)
         self._meet()
@@ -170,34 +166,30 @@ class Run:
             dist.barrier()
 
 
-def _describe(engine: RunningEngine, snapshot: Snapshot) -> tuple[_Engine, list[Arrays]]:
-    groups = [
-        _Group(group.group_id, group.reserved, prompt, origin, [header_of(rollout) for rollout in group.rollouts])
-        for group, (prompt, origin) in zip(snapshot.groups, snapshot.submitted, strict=True)
-    ]
-    described = _Engine(
+def _describe(engine: Engine) -> tuple[_EngineState, list[Arrays]]:
+    ledger = engine.stream.ledger
+    with ledger.lock:  # so that all is of one moment
+        saved, next_ids = ledger.snapshot(), ledger.next_ids
+    described = _EngineState(
         fingerprint=engine.info.layout.fingerprint,
         published=engine.staleness.published_times,
-        groups=groups,
-        next_group_id=snapshot.next_group_id,
-        next_request_id=snapshot.next_request_id,
+        groups=[_Group(g.ids, g.reserved, g.prompt, g.origin, [header_of(r) for r in g.rollouts]) for g in saved],
+        next_ids=next_ids,
     )
-    return described, [arrays_of(rollout) for group in snapshot.groups for rollout in group.rollouts]
+    return described, [arrays_of(rollout) for group in saved for rollout in group.rollouts]
 
 
-def _snapshot(engine: _Engine, arrays: Sequence[Arrays], shift_ns: int) -> Snapshot:
+def _saved_groups(engine: _EngineState, arrays: Sequence[Arrays], shift_ns: int) -> list[SavedGroup]:
     of_rollouts = iter(arrays)
 
     def rollout_of(header: RolloutHeader) -> Rollout:
         rollout = make_rollout(header, next(of_rollouts))
         return replace(rollout, sampled_at_ns=rollout.sampled_at_ns + shift_ns)
 
-    groups = [
-        HeldGroup(group.group_id, group.reserved, [rollout_of(header) for header in group.rollouts])
-        for group in engine.groups
+    return [
+        SavedGroup(g.ids, g.reserved, g.prompt, g.forked_from, [rollout_of(header) for header in g.rollouts])
+        for g in engine.groups
     ]
-    submitted = [(group.prompt, group.forked_from) for group in engine.groups]
-    return Snapshot(groups, submitted, engine.next_group_id, engine.next_request_id)
 
 
 def _write(path: Path, header: _File, arrays: Sequence[Arrays]) -> None:

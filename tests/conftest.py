@@ -16,13 +16,13 @@ from transformers import Qwen3ForCausalLM
 from truth_teller import make_truth_teller
 
 from inflight.core.options import EngineOptions
-from inflight.engine import launcher
 from inflight.engine.engine import Engine
+from inflight.fleet.process import local
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs of a shell ignore
 if not torch.cuda.is_available():  # what a GPU's driver knows of a process does not outlive a fork
-    launcher.subprocess = POPEN  # type: ignore[assignment]
+    local.subprocess = POPEN  # type: ignore[assignment]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

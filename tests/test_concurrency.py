@@ -67,6 +67,16 @@ def test_groups_are_iterated_in_a_task_as_they_finish(engine, alone):
     assert groups[0][0].token_ids.tolist() == alone[1]
 
 
+def test_prompts_of_tasks_are_sent_in_the_order_of_their_calls(engine):
+    async def submit() -> list[list[int]]:
+        return await asyncio.gather(*(engine.asubmit([[1, 2, 3]], params(1)) for _ in range(100)))
+
+    ids = [group_id for [group_id] in asyncio.run(submit())]
+    assert ids == sorted(ids)
+    requests = [group[0].request_id for group in engine.stream.collect(ids)]
+    assert requests == sorted(requests)
+
+
 def test_a_task_that_is_cancelled_cancels_its_prompts(engine):
     async def work():
         endless = inflight.SamplingParams(max_tokens=61, n=32, ignore_eos=True)
@@ -175,7 +185,7 @@ def test_a_dead_engine_is_named_by_every_call_and_what_had_arrived_is_still_ther
 @pytest.mark.slow
 def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
     engine = inflight.launch(model_dir("qwen3"), device="cpu", max_context=256, threads=1, answer_timeout_s=120)
-    engine.stream.inbox._silence_s = 0.1
+    engine._monitors[0].silence_s = 0.1
     group_ids = engine.submit([[1, 2, 3]] * 50, inflight.SamplingParams(max_tokens=250, n=4, ignore_eos=True))
     os.kill(engine.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
@@ -190,7 +200,7 @@ def test_closing_a_hung_engine_while_its_answer_is_waited_for_ends(model_dir):
 
 def test_thousands_of_requests_that_a_hung_engine_leaves_unread_do_not_keep_the_client_from_closing(model_dir):
     with inflight.launch(model_dir("qwen3"), device="cpu", max_context=64, threads=1, answer_timeout_s=1) as engine:
-        client = engine._launcher.client
+        client = engine.members[0].process.client
         os.kill(engine.pid, signal.SIGSTOP)
         for _ in range(5000):
             client.call_soon("cancel", {"group_ids": []})

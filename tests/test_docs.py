@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 import inflight
-from inflight.session import LaunchedEngine
 from inflight.tools.options_page import filled
 
 ROOT = Path(__file__).parent.parent
@@ -84,19 +83,15 @@ def test_another_text_of_an_option_is_found():
 
 
 def test_launch_takes_the_options_of_the_engine():
-    assert parameters_of(inflight.launch) == defaults_of(inflight.EngineOptions)
+    assert parameters_of(inflight.launch) == defaults_of(inflight.EngineOptions) | {"placement": None}
 
 
 def test_options_name_what_attach_takes():
     assert differences(table_of(OPTIONS, "attach"), parameters_of(inflight.attach)) == []
 
 
-def test_an_attached_engine_publishes_as_a_launched_one():
-    assert parameters_of(inflight.RemoteEngine.publisher) == parameters_of(LaunchedEngine.publisher)
-
-
 def test_options_name_what_a_publisher_takes():
-    assert differences(table_of(OPTIONS, "publisher"), parameters_of(LaunchedEngine.publisher)) == []
+    assert differences(table_of(OPTIONS, "publisher"), parameters_of(inflight.Engine.publisher)) == []
 
 
 def test_options_name_what_a_scorer_takes():

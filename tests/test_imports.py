@@ -22,19 +22,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "kernels", "weights", "models", "stream", "observability"},
     "training": {"core", "kernels", "weights", "models", "stream", "observability"},
     "ranks": {"core", "weights", "engine", "training"},
-    "supervisor": {"core", "weights", "stream", "engine", "training"},
     "server": {"core", "weights", "stream", "observability", "engine", "training"},
-    "running_engine": {
-        *("core", "weights", "stream", "observability", "engine", "training", "ranks", "supervisor", "server"),
-    },
-    "session": {"core", "stream", "observability", "engine", "ranks", "supervisor", "running_engine"},
-    "pool": {"core", "weights", "stream", "engine", "training", "ranks", "supervisor", "running_engine", "session"},
-    "ray": {"core", "weights", "engine", "supervisor", "running_engine", "pool"},
-    "run": {"core", "weights", "stream", "training", "ranks", "supervisor", "running_engine"},
-    "integrations": {"core", "weights", "stream", "engine", "training", "running_engine"},
+    "fleet": {"core", "weights", "stream", "observability", "engine", "training", "ranks", "server"},
+    "ray": {"core", "weights", "engine", "fleet"},
+    "run": {"core", "weights", "stream", "training", "ranks", "fleet"},
+    "integrations": {"core", "weights", "stream", "engine", "training", "fleet"},
     "tools": {
         *("core", "kernels", "weights", "stream", "observability", "server"),
-        *("engine", "training", "session", "run"),
+        *("engine", "training", "fleet", "run"),
     },
 }
 """Maps each part, in the order of docs/structure.md, to the parts below it that it may import."""

@@ -10,8 +10,7 @@ from waiting import wait_until
 
 import inflight
 from inflight.core.errors import InvalidRequestError, NonFiniteWeightsError
-from inflight.core.messages import LIVE_VERSION
-from inflight.running_engine import RunningEngine
+from inflight.core.messages import LIVE_VERSION, Ids
 
 LONG = inflight.SamplingParams(max_tokens=240, seed=5, ignore_eos=True)
 
@@ -172,8 +171,12 @@ def test_the_engine_says_what_it_runs_on(launch):
 
 def test_a_publisher_may_be_made_while_somebody_waits_for_a_version():
     versions, made = iter([0, 0, 1]), []
-    supervisor: Any = SimpleNamespace(call=lambda *_, **__: SimpleNamespace(version=next(versions)))
-    engine = RunningEngine(inflight.EngineOptions("tiny"), supervisor)
+    client = SimpleNamespace(endpoint="", keys=None, call=lambda *_, **__: SimpleNamespace(version=next(versions)))
+    info = SimpleNamespace(engine_id="", next_ids=Ids(0, 0))
+    process = SimpleNamespace(client=client, welcome=info, name="", check=lambda: None, close=lambda: None)
+    placement: Any = SimpleNamespace(
+        start=lambda *_: process, connect=lambda: lambda: None, check=lambda options: None, first_frame=0
+    )
 
     class Publisher:
         closed = False
@@ -181,10 +184,14 @@ def test_a_publisher_may_be_made_while_somebody_waits_for_a_version():
         def check(self) -> None:
             make()
 
+        def close(self, timeout_s: float) -> None:
+            self.closed = True
+
     def make() -> None:
         made.append(Publisher())
-        engine._publishers.add(made[-1])
+        engine._fleet.publishers.add(made[-1])
 
-    make()
-    engine.wait_for_version(1)
-    assert len(made) == 4
+    with inflight.Engine(inflight.EngineOptions("tiny"), placement) as engine:
+        make()
+        engine.wait_for_version(1)
+        assert len(made) == 4

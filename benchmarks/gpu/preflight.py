@@ -36,8 +36,8 @@ def why_not(device: str) -> str | None:
         ) as engine:
             print(engine.info.execution())
             if on_gpu and not engine.info.num_graphs:
-                launcher: Any = engine._launcher
-                print((launcher.directory / LOG_NAME).read_text())
+                process: Any = engine.members[0].process
+                print((process.directory / LOG_NAME).read_text())
                 return "no CUDA graph was recorded; the engine's log above says why"
             model = load_model(MODEL, dtype=torch.float32, device=torch.device(device), seed=1)
             with engine.publisher(model) as publisher:

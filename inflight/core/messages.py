@@ -206,6 +206,8 @@ class Welcome(_Message, frozen=True):
     protocol: int = 0
     package: str = ""
     """Where the engine's inflight lies."""
+    next_ids: Ids = Ids(0, 0)
+    """Groups that are submitted later need these ids, or larger ones."""
     no_kernels: str = ""
     """Why an engine on the CPU runs without the C kernels; "" if it has them."""
 

@@ -1,10 +1,9 @@
 """A trainer's connection to an engine process: calls of its verbs, from any number of threads and tasks."""
 
-import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -72,23 +71,23 @@ class EngineClient:
         timeout_s: a bound for this call; None: `answer_timeout_s`. Raises what the engine raises, InvalidRequestError
         for arguments that cannot be sent, and ProtocolError for an unknown verb or arguments that do not fit it.
         """
-        answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
-        return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent), returns)
+        return self.start_call(verb, arguments, returns, timeout_s=timeout_s)()
 
-    async def acall(
-        self, verb: str, arguments: Mapping[str, Any], returns: type[Value], *, undo: Callable[[Value], None]
-    ) -> Value:
-        """Do what `call` does, for asyncio. If the task is cancelled before the answer has come, another thread calls
-        `undo` with it when it comes."""
-        answer = self.call_soon(verb, arguments)
-        wrapped = asyncio.wrap_future(answer)
-        try:
-            for _ in self._waits_for(answer, f"did not answer {verb}", self.answer_timeout_s, self._why_silent):
-                await asyncio.wait([wrapped], timeout=_CHECK_S)
-            return _value_of(await wrapped, returns)
-        except asyncio.CancelledError:
-            answer.add_done_callback(lambda late: None if late.exception() else undo(_value_of(late.result(), returns)))
-            raise
+    def start_call(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any] = _NO_ARGUMENTS,
+        returns: type[Value] = _NONE,
+        *,
+        timeout_s: float | None = None,
+    ) -> Callable[[], Value]:
+        """Send a call at once, and return a function that waits for its value. Both raise what `call` raises."""
+        answer, bound_s = self.call_soon(verb, arguments), self.answer_timeout_s if timeout_s is None else timeout_s
+
+        def value() -> Value:
+            return _value_of(self._wait_for(answer, f"did not answer {verb}", bound_s, self._why_silent), returns)
+
+        return value
 
     def call_soon(self, verb: str, arguments: Mapping[str, Any]) -> Answer:
         """Call a verb without waiting for the answer."""
@@ -102,21 +101,15 @@ class EngineClient:
         self._thread.join()
 
     def _wait_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> FromEngine:
-        for _ in self._waits_for(answer, what, bound_s, reason):
-            concurrent.futures.wait([answer], timeout=_CHECK_S)
-        return answer.result()
+        """Wait until the answer is there. Raises EngineDiedError, or EngineHungError after so many seconds.
 
-    def _waits_for(self, answer: Answer, what: str, bound_s: float, reason: str) -> Iterator[None]:
-        """Yields until the answer is there, each time for the caller to wait for `_CHECK_S`. Raises EngineDiedError or
-        EngineHungError if it makes no sense to wait on.
-
-        what: completes "the engine …", as in "did not answer pause". reason: what may be wrong.
+        what: completes "the engine …", as in "did not answer pause". reason: a possible reason for the silence.
         """
         wait, dead = Wait(), None
         while True:
-            yield
+            concurrent.futures.wait([answer], timeout=_CHECK_S)
             if answer.done():
-                return
+                return answer.result()
             if dead is not None:  # since the last time, and it did not say why before it ended
                 raise dead
             try:

@@ -175,6 +175,7 @@ class EngineProcess:
             max_sequences=engine.max_sequences,
             max_context=engine.max_context,
             vocab_size=engine.vocab_size,
+            next_ids=engine.requests.next_ids,
             publisher_lock=str(self._publisher_lock),
             alive_lock=str(self._alive_lock),
             version=__version__,

@@ -82,6 +82,11 @@ class Requests:
         self._finishes: list[Finish] = []
 
     @property
+    def next_ids(self) -> Ids:
+        """The ids of the next group, if the caller chooses none."""
+        return Ids(self.next_group_id, self._next_request_id)
+
+    @property
     def has_news(self) -> bool:
         """Groups have come, or requests ended, of which no frame has told yet."""
         return bool(self._starts or self._finishes)
@@ -257,7 +262,7 @@ class Requests:
         params = prompt.params
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         prompt = msgspec.structs.replace(prompt, params=msgspec.structs.replace(params, seed=seed))
-        ids = ids or Ids(self.next_group_id, self._next_request_id)
+        ids = ids or self.next_ids
         group_id, first = ids.group_id, ids.first_request_id
         leader, *followers = (self._sequence(prompt, group_id, first, sample) for sample in range(params.n))
         leader.followers = followers

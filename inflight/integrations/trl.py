@@ -23,7 +23,7 @@ import torch
 from inflight.core.errors import InflightError, InvalidRequestError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
-from inflight.running_engine import RunningEngine
+from inflight.fleet.engine import Engine
 from inflight.weights.tensors import is_peft, unwrap
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class EngineRollouts:
     trainer trains; in an engine without adapters the weights alone, into which PEFT's are merged as they are published.
     """
 
-    def __init__(self, engine: RunningEngine, *, ahead: int = 0, adapter: str | None = None):
+    def __init__(self, engine: Engine, *, ahead: int = 0, adapter: str | None = None):
         if ahead < 0:
             raise ValueError(f"ahead must be at least 0, got {ahead}")
         self._engine = engine
@@ -249,7 +249,7 @@ def warn_of_bias(params: SamplingParams) -> bool:
     return biased
 
 
-def trained_adapter(engine: RunningEngine, model: Any) -> str | None:
+def trained_adapter(engine: Engine, model: Any) -> str | None:
     """The adapter that a PEFT model trains, where the engine holds adapters: a publisher sends nothing else."""
     if engine.info.adapter_layout is None or not is_peft(model):
         return None

@@ -32,8 +32,8 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from inflight.core.errors import InflightError
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.fleet.engine import Engine
 from inflight.integrations.trl import check_ended, encode, warn_of_bias
-from inflight.running_engine import RunningEngine
 from inflight.training.data.advantages import group_advantages
 from inflight.training.data.scoring import Scorer
 from inflight.weights.trainer.publisher import Publisher
@@ -64,7 +64,7 @@ class EngineWorker:
 
     def __init__(
         self,
-        engine: RunningEngine,
+        engine: Engine,
         dataset: Iterable[Any],
         reward_funcs: RewardFunction | list[RewardFunction],
         args: Any,
@@ -266,7 +266,7 @@ class EngineTransfer:
     `lora_rank`, call `adapters_of(trainer.model)` once the trainer is there, and name the adapter to the EngineWorker.
     """
 
-    def __init__(self, engine: RunningEngine, *, transport: Transport | None = None, check_finite: bool = False):
+    def __init__(self, engine: Engine, *, transport: Transport | None = None, check_finite: bool = False):
         """transport: needed for an engine that another process launched. check_finite: refuse NaN and infinite
         weights."""
         self._engine, self._transport, self._check_finite = engine, transport, check_finite

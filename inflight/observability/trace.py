@@ -95,7 +95,7 @@ class TracedEngine(Protocol):
 
 
 class Trace:
-    """A trace that is being taken of this process and of an engine's; `LaunchedEngine.trace()` makes one."""
+    """A trace that is being taken of this process and of an engine's; `Engine.trace()` makes one."""
 
     def __init__(self, connect: Callable[[], TracedEngine], path: str | Path, *, seconds: float | None, details: bool):
         self.path = check_path(path)

@@ -1,4 +1,4 @@
-"""What a process holds of an engine that another one launched: a rank of a trainer, or who looks on."""
+"""The handle of a rank on an engine that rank 0 launched."""
 
 import os
 import secrets
@@ -12,11 +12,9 @@ from pathlib import Path
 from time import sleep
 from typing import Any, NoReturn
 
-import msgspec
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from inflight.core.decoders import json_decoder
 from inflight.core.errors import EngineHungError, InflightError, ProtocolError, RankLostError, from_wire
 from inflight.core.keys import ClientKeys
 from inflight.core.messages import Status
@@ -25,7 +23,7 @@ from inflight.core.waiting import Wait
 from inflight.engine.client import EngineClient
 from inflight.engine.loading import load_tokenizer
 from inflight.engine.prompts import PromptLike, make_prompts
-from inflight.ranks.meeting import CARD, SOCKET, WAITS_FOR_ROLLOUTS, Card, Joined, Offer, Process, this_host
+from inflight.ranks.meeting import SOCKET, WAITS_FOR_ROLLOUTS, Joined, Offer, Process, RankAddress, this_host
 from inflight.training.data.batch import PackedBatch
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.shares import decode_share
@@ -44,39 +42,38 @@ class AttachedEngine:
     Every call raises RankLostError if rank 0 has ended, has closed the engine or does not answer.
     """
 
-    def __init__(self, card: Card, rank: int | None = None, own_keys: tuple[bytes, bytes] | None = None):
-        """rank: None for a process that is no rank of the trainer and looks on. own_keys: the public and the secret key
-        by which rank 0 knows a rank of another machine."""
-        self._socket = Path(card.directory) / SOCKET
+    def __init__(self, address: RankAddress, rank: int, own_keys: tuple[bytes, bytes] | None = None):
+        """own_keys: the public and the secret key by which rank 0 knows a rank of another machine."""
+        self._socket = Path(address.directory) / SOCKET
         # Containers of one machine are one host to the kernel, and need not see each other's files and processes.
-        self._is_elsewhere = card.host != this_host() or bool(card.endpoint and not self._socket.exists())
-        if self._is_elsewhere and not (card.endpoint and own_keys):
+        self._is_elsewhere = address.host != this_host() or bool(address.endpoint and not self._socket.exists())
+        if self._is_elsewhere and not (address.endpoint and own_keys):
             raise RankLostError(
                 "this process is on another machine than rank 0, which holds the engine and listens to its own machine "
                 "alone. Ranks that torchrun or Ray Train starts on several machines find each other, as these set "
-                "LOCAL_WORLD_SIZE and MASTER_ADDR; processes that look on are on the machine of rank 0"
+                "LOCAL_WORLD_SIZE and MASTER_ADDR"
             )
-        self.options, self.rank = card.options, rank
+        self.options, self.rank = address.options, rank
         self._name = secrets.token_hex(8)
-        self._rank_0 = None if self._is_elsewhere else Process(card.pid)
+        self._rank_0 = None if self._is_elsewhere else Process(address.pid)
         self._num_publishers = 0
         self._publishers: list[ShardSender] = []
         self._tokenizer_lock = threading.Lock()
         self._client = EngineClient(
-            card.endpoint if self._is_elsewhere else f"ipc://{self._socket}",
+            address.endpoint if self._is_elsewhere else f"ipc://{self._socket}",
             check_engine=self._check,
-            answer_timeout_s=card.options.answer_timeout_s,
-            keys=ClientKeys(*own_keys, card.key) if self._is_elsewhere and own_keys else None,
+            answer_timeout_s=address.options.answer_timeout_s,
+            keys=ClientKeys(*own_keys, address.key) if self._is_elsewhere and own_keys else None,
         )
         self._closed = False
         try:
-            host = "" if self._is_elsewhere else card.host
+            host = "" if self._is_elsewhere else address.host
             whoever = {"client": self._name, "rank": rank, "pid": os.getpid(), "host": host}
             joined = self._call("join", whoever, Joined)
         except BaseException:
             self._let_go()
             raise
-        self.stream = SharedStream(self._call, self._name, joined.next, card.options.rank_timeout_s)
+        self.stream = SharedStream(self._call, self._name, joined.next, address.options.rank_timeout_s)
         """This rank's shares, by its `batches`."""
 
     @cached_property
@@ -93,7 +90,7 @@ class AttachedEngine:
         version: int | None = None,
         adapter: str | None = None,
     ) -> list[int]:
-        """Queue prompts beside those that other ranks submit, as `LaunchedEngine.submit` does. Their groups go into the
+        """Queue prompts beside those that other ranks submit, as `Engine.submit` does. Their groups go into the
         batches of all ranks."""
         with self._tokenizer_lock:
             messages = make_prompts(
@@ -117,9 +114,7 @@ class AttachedEngine:
     def publisher(self, model: Any = None, **options: Any) -> "ShardSender | FollowingPublisher":
         """What this rank publishes with while rank 0 holds the Publisher, made at the same time on all ranks: a
         `ShardSender` of a model that FSDP2 or ZeRO-3 spreads over ranks; otherwise what sends nothing, since rank 0 has
-        the whole model. options: those of `LaunchedEngine.publisher`, which rank 0 heeds."""
-        if self.rank is None:
-            raise InflightError("a process that is no rank of the trainer does not publish")
+        the whole model. options: those of `Engine.publisher`, which rank 0 heeds."""
         index, self._num_publishers = self._num_publishers, self._num_publishers + 1
         if isinstance(model, nn.Module) and classify(model).is_sharded:
             self._publishers.append(ShardSender(model))
@@ -178,7 +173,7 @@ class AttachedEngine:
 
 
 class SharedStream:
-    """The shares of one rank, or for who looks on whole batches."""
+    """The shares of one rank."""
 
     def __init__(self, call: Callable[..., Any], client: str, number: int, timeout_s: float):
         self._call, self._client, self._number, self._timeout_s = call, client, number, timeout_s
@@ -258,14 +253,3 @@ class FollowingPublisher:
 
     def __exit__(self, *_: object) -> None:
         return
-
-
-def attach_local(directory: str) -> AttachedEngine:
-    """Attach to an engine of another process of this machine, by what its `share()` returned, for an evaluator that
-    looks on: `stream.batches()` yields whole batches, the first being the next that is made after it is asked for; it
-    misses those that are made while it is busy. Raises RankLostError if the engine is not there."""
-    try:
-        card = json_decoder(Card).decode((Path(directory) / CARD).read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise RankLostError(f"no engine is shared in {directory}: {error}") from error
-    return AttachedEngine(card)

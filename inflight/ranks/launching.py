@@ -16,7 +16,7 @@ from inflight.core.decoders import json_decoder
 from inflight.core.errors import InvalidRequestError, RankLostError, from_wire
 from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
-from inflight.ranks.meeting import Card, Outside
+from inflight.ranks.meeting import Outside, RankAddress
 
 if TYPE_CHECKING:
     from inflight.ranks.attached import AttachedEngine
@@ -68,13 +68,15 @@ class TrainerRanks:
             )
         return None
 
-    def announce(self, start: Callable[[], Launched], card_of: Callable[[Launched, Outside | None], Card]) -> Launched:
+    def announce(
+        self, start: Callable[[], Launched], address_of: Callable[[Launched, Outside | None], RankAddress]
+    ) -> Launched:
         """Called on rank 0: start an engine, and tell the others of it, or what it failed with; then none is left. They
-        need not be there yet. card_of: is also told of ranks on other machines, if there are any."""
+        need not be there yet. address_of: is also told of ranks on other machines, if there are any."""
         key, started = self._next_key(), None
         try:
             started = start()
-            self._store.set(key, msgspec.json.encode(card_of(started, self._outside(key))))
+            self._store.set(key, msgspec.json.encode(address_of(started, self._outside(key))))
             return started
         except BaseException as error:
             kind = type(error).__name__
@@ -109,13 +111,13 @@ class TrainerRanks:
         with suppress(msgspec.ValidationError):
             refusal = json_decoder(_Refusal).decode(data)
             raise from_wire(refusal.kind, refusal.message)
-        card = json_decoder(Card).decode(data)
-        if card.options.model != options.model:
+        address = json_decoder(RankAddress).decode(data)
+        if address.options.model != options.model:
             raise InvalidRequestError(
-                f"rank {self.rank} launches {options.model!r} where rank 0 launched {card.options.model!r}; every rank "
-                "calls launch() in the same order"
+                f"rank {self.rank} launches {options.model!r} where rank 0 launched {address.options.model!r}; "
+                "every rank calls launch() in the same order"
             )
-        return AttachedEngine(card, self.rank, (public, secret))
+        return AttachedEngine(address, self.rank, (public, secret))
 
     def _outside(self, key: str) -> Outside | None:
         """The ranks on other machines, if whoever started them all says that there are some."""

@@ -13,13 +13,13 @@ import msgspec
 
 from inflight.core.options import EngineOptions
 
-SOCKET, CARD = "hub", "hub.json"
-"""Names of the files in the hub's directory."""
+SOCKET = "server"
+"""Name of the file in the server's directory."""
 WAITS_FOR_ROLLOUTS = "waits for rollouts"
 NOTHING_ASKED = "has not asked for a batch"
 
 
-class Card(msgspec.Struct, frozen=True):
+class RankAddress(msgspec.Struct, frozen=True):
     """What a process needs to know to attach to an engine that another one launched."""
 
     options: EngineOptions

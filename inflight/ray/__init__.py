@@ -1,4 +1,4 @@
-"""Engines on the nodes of a Ray cluster, with one stream.
+"""Engines on the nodes of a Ray cluster: `inflight.launch(…, placement=inflight.ray.Placement(…))`.
 
 Ray chooses the node of each engine, gives it CPUs and GPUs, and reports its end. Prompts, tokens and weights travel
 over inflight's own connections. It needs the extra `ray`. Names are loaded when they are first used, so that actors,
@@ -15,15 +15,9 @@ with needing("ray", "inflight.ray"):
 
 if TYPE_CHECKING:
     from inflight.ray.placement import Placement as Placement
-    from inflight.ray.pool import EnginePool as EnginePool
-    from inflight.ray.pool import PlacedEngine as PlacedEngine
-    from inflight.ray.pool import launch_pool as launch_pool
 
 _HOME = {
     "Placement": "inflight.ray.placement",
-    "EnginePool": "inflight.ray.pool",
-    "PlacedEngine": "inflight.ray.pool",
-    "launch_pool": "inflight.ray.pool",
 }
 """Maps each public name to the module that it is loaded from."""
 

@@ -13,7 +13,7 @@ from inflight.core.errors import EngineDiedError
 from inflight.core.keys import make_engine_keys
 from inflight.core.options import EngineOptions
 from inflight.engine.directory import make_directory
-from inflight.engine.launcher import EngineLauncher
+from inflight.fleet.process.local import LocalProcess
 
 _CHECK_S = 0.1
 
@@ -43,9 +43,7 @@ class EngineHost:
             key = make_engine_keys(directory / "keys", client)
             address = self.address()
             listen = f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*"
-            self._launcher = EngineLauncher(
-                msgspec.structs.replace(options, listen=listen, keys=str(directory / "keys"))
-            )
+            self._launcher = LocalProcess(msgspec.structs.replace(options, listen=listen, keys=str(directory / "keys")))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)

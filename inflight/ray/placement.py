@@ -1,17 +1,23 @@
-"""Where Ray is to run an engine, and how long it is waited for that."""
+"""Where Ray runs an engine, and how long that can take."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayError, RayTaskError
+import ray.util
+from ray.exceptions import ActorUnschedulableError
 
 from inflight.core.errors import EngineDiedError, InflightError, PlacementError
+from inflight.core.options import EngineOptions
 from inflight.core.waiting import Wait
+from inflight.fleet.process import base
+from inflight.ray.answers import answer_of
+from inflight.ray.host import EngineHost
+from inflight.ray.process import RayProcess
+from inflight.weights.transports.broadcast import Broadcast
 
-_CHECK_S = 0.1
 _AGAIN_S = 0.5
 _MOST_CALLS = 8
 """Methods of an actor that run at the same time: one tells of the engine's end, and the others are short."""
@@ -22,8 +28,9 @@ _ENGINES_END_BY_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """What an engine needs of the node that it runs on, in Ray's terms."""
+class Placement(base.Placement):
+    """What an engine needs of the node that it runs on, in Ray's terms. Its process ends with this one. With
+    `restarts`, a successor is placed again, perhaps on another node."""
 
     num_cpus: float = 1
     """CPUs that are the engine's alone. Ray also has its process compute with so many threads (OMP_NUM_THREADS), unless
@@ -39,11 +46,51 @@ class Placement:
     """How long Ray may take to find a node for an engine, and to start a process there; in a cluster that grows by
     itself, how long that takes."""
 
+    address: str | None = None
+    """Address of the cluster ("auto": this machine is one of its nodes), for a program that has not called
+    `ray.init()`; closing the engine disconnects then."""
+    allow_unencrypted: bool = False
+    """Let publishers that name no transport send weights over the cluster's network in the clear. Without it they raise
+    ValueError, unless Ray runs on the loopback alone."""
+
     def __post_init__(self) -> None:
         if min(self.num_cpus, self.num_gpus, *self.resources.values()) < 0:
             raise ValueError(f"an engine needs at least 0 of each resource, got {self}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+    def check(self, options: EngineOptions) -> None:
+        """Raise ValueError for options that belong to the node."""
+        taken = [name for name in ("listen", "keys", "journal") if getattr(options, name)]
+        if taken:
+            raise ValueError(
+                f"{' and '.join(taken)} cannot be chosen for an engine that Ray places: it listens on the address of "
+                "its node, with keys of its own, and has no journal"
+            )
+
+    def connect(self) -> Callable[[], None]:
+        """Connect to the cluster. Raises InflightError if there is none."""
+        if ray.is_initialized():
+            return lambda: None
+        if self.address is None:
+            raise InflightError(
+                "Ray is not initialised in this process: call ray.init() first, or name the cluster, as in "
+                'inflight.ray.Placement(address="auto")'
+            )
+        try:
+            ray.init(self.address, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise InflightError(f"there is no Ray cluster at {self.address!r}: {error}") from error
+        return ray.shutdown
+
+    @property
+    def transport(self) -> Broadcast:
+        """A broadcast from this process's node."""
+        return Broadcast(host=ray.util.get_node_ip_address(), allow_unencrypted=self.allow_unencrypted)
+
+    def start(self, options: EngineOptions, closing: threading.Event) -> base.Process:
+        """Have Ray place the engine, and start it. Raises PlacementError, and what `inflight.launch` raises."""
+        return RayProcess(options, self.place(EngineHost, closing), closing)
 
     def place(self, host: type, closing: threading.Event) -> Any:
         """Have Ray run an actor of this class, and return it when it runs. Raises PlacementError if none does within
@@ -105,26 +152,3 @@ class Placement:
 
     def _of(self, resources: Mapping[str, float]) -> str:
         return " and ".join(f"{resources.get(name, 0):g} {name}" for name in self._asked)
-
-
-def answer_of(
-    asked: "ray.ObjectRef", timeout_s: float, closing: threading.Event, what: str, waited: Wait | None = None
-) -> Any:
-    """What a method of an actor returns. what: says what is waited for. waited: counts to the bound. Raises what the
-    method raises, EngineDiedError if the actor has ended, TimeoutError, and InflightError when `closing` is set."""
-    waited = waited or Wait()
-    while True:
-        waited.tick()
-        if ray.wait([asked], timeout=_CHECK_S)[0]:
-            break
-        waited.tell(what)
-        if closing.is_set():
-            raise InflightError("the engine is not needed any more")
-        if waited.waited_s > timeout_s:
-            raise TimeoutError(f"{what}, and has not within {timeout_s:g} s")
-    try:
-        return ray.get(asked)
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, InflightError) else error) from None
-    except RayError as error:
-        raise EngineDiedError(f"Ray has ended the actor of the engine: {error}") from error

@@ -12,30 +12,31 @@ from ray.exceptions import RayError
 from inflight.core.errors import EngineDiedError, EngineHungError
 from inflight.core.keys import ClientKeys
 from inflight.core.options import EngineOptions
-from inflight.engine.attachment import EngineAttachment
-from inflight.ray.host import EngineHost, Launched
-from inflight.ray.placement import Placement, answer_of
+from inflight.fleet.process.remote import RemoteProcess
+from inflight.ray.answers import answer_of
+from inflight.ray.host import Launched
 
 _CONNECT_S = 30.0
 _END_S = 20.0
 """Bound for an actor to end an engine, which has half of that to end by itself."""
 
 
-class PlacedProcess(EngineAttachment):
-    """A process on a node that Ray has chosen. An actor there launches it, tells of its end, and ends with it; the
-    actor ends with this process.
+class RayProcess(RemoteProcess):
+    """A process on a node that Ray has chosen. An actor there launches it, reports its end, and ends with it; the actor
+    ends with this process.
 
-    The key of the client is made here and that of the engine there, and each sends the other its public part alone.
-    Raises PlacementError if Ray finds no node for it, and what `inflight.launch` raises.
+    The key of the client is made here and the key of the engine there, and each sends only its public part.
+    Raises what `inflight.launch` raises.
     """
 
-    def __init__(self, options: EngineOptions, placement: Placement, closing: threading.Event):
+    def __init__(self, options: EngineOptions, actor: Any, closing: threading.Event):
+        """actor: an EngineHost."""
         self._over = threading.Lock()
         """Is taken by the thread that ends the actor."""
         self._is_over = threading.Event()
         """The actor has been ended."""
         public, secret = zmq.curve_keypair()
-        self._actor = placement.place(EngineHost, closing)
+        self._actor = actor
         try:
             launched = self._launch(options, public, closing)
             self._end: Future[str] = self._actor.wait.remote().future()

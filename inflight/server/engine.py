@@ -1,4 +1,4 @@
-"""What a server asks of the engine that it stands before: a part of what a launched engine, or a pool, has."""
+"""The part of an engine that a server uses."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from inflight.weights.trainer.publisher import Publisher
 
 
 class ServedEngine(Protocol):
-    """`inflight.running_engine.RunningEngine` describes these."""
+    """`inflight.fleet.engine.Engine` describes these."""
 
     options: EngineOptions
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from inflight.core.rollout import Rollout
 from inflight.stream.held_groups import Group
-from inflight.stream.inbox import Inbox
+from inflight.stream.ledger import Ledger
 from inflight.training.data.rollout_stream import RolloutStream
 
 _S_PER_PART = 0.0005
@@ -16,16 +16,16 @@ second."""
 class Bell:
     """Wakes the replies that are streamed, tasks of one event loop, when frames have arrived."""
 
-    def __init__(self, inbox: Inbox, interval_s: float):
+    def __init__(self, ledger: Ledger, interval_s: float):
         """interval_s: minimum time between two parts of a reply."""
-        self._inbox, self._interval_s = inbox, interval_s
+        self._ledger, self._interval_s = ledger, interval_s
         self._loop = asyncio.get_running_loop()
         self._is_due = False
         self.next: asyncio.Future[None] = self._loop.create_future()
         """Done after the next frame."""
         self.num_followers = self.num_waiting = 0
         """Replies that are streamed, and streamed replies without a token yet."""
-        inbox.listen(self._frame)
+        ledger.listen(self._frame)
 
     def pace_s(self, *, has_begun: bool) -> float:
         """Minimum time until the next look at a reply. First tokens do not wait for `interval_s`."""
@@ -34,7 +34,7 @@ class Bell:
         return max(self._interval_s, self.num_followers * _S_PER_PART)
 
     def close(self) -> None:
-        self._inbox.unlisten(self._frame)
+        self._ledger.unlisten(self._frame)
 
     def _frame(self) -> None:
         """Called by the thread that reads the stream."""
@@ -104,7 +104,7 @@ class Generation:
                 # The future is taken before the tokens, so that a frame in between wakes this task again.
                 woken, read_s = bell.next, loop.time()
                 for index, group_id in enumerate(self.group_ids):
-                    for part in take(index, self._stream.inbox.news(group_id, seen[index])):
+                    for part in take(index, self._stream.ledger.news(group_id, seen[index])):
                         bell.num_waiting -= not has_begun
                         has_begun = True
                         yield part

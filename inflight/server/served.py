@@ -65,7 +65,7 @@ class Served:
     async def open(self) -> AsyncIterator[None]:
         """Serve requests while this is open."""
         self.loop = asyncio.get_running_loop()
-        self._bell = Bell(self.engine.stream.inbox, self.options.stream_interval_ms / 1e3)
+        self._bell = Bell(self.engine.stream.ledger, self.options.stream_interval_ms / 1e3)
         try:
             yield
         finally:

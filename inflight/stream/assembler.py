@@ -1,7 +1,7 @@
 """Turns frames into rollouts, and rollouts into groups."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -12,7 +12,6 @@ from inflight.core.errors import FrameError, TokenColumnError
 from inflight.core.frames import GroupStart, TokenFrame
 from inflight.core.rollout import PromptScores, Rollout, SamplingMask
 from inflight.core.sampling import SamplingParams
-from inflight.stream.held_groups import Drawn
 from inflight.stream.row_index import Found, RowIndex
 from inflight.stream.token_store import COLUMNS_OF_ALL, StoredTokens, TokenStore
 
@@ -108,22 +107,13 @@ class Assembler:
         unfinished = self._unfinished(self._groups[group_id])
         return [self._rollout(request_id, partial, "") for request_id, partial in unfinished.items()]
 
-    @property
-    def group_ids(self) -> Collection[int]:
-        """Ids of the groups that have started and not ended."""
-        return self._groups.keys()
-
-    def group_ids_at(self, engine_id: str) -> set[int]:
-        """Ids of those of them that this engine draws."""
-        return {group_id for group_id, group in self._groups.items() if group.engine_id == engine_id}
-
-    def drawn(self, group_id: int) -> Drawn | None:
-        """What has come of an unfinished group; None if nothing is known of it."""
+    def drawn(self, group_id: int) -> dict[int, list[int]] | None:
+        """Map the unfinished requests of a group to their tokens so far; None if nothing is known of the group."""
         if group_id not in self._groups:
             return None
         group = self._groups[group_id]
         tokens = {i: self._store.read(partial.tokens)["token_ids"] for i, partial in self._unfinished(group).items()}
-        return group.start.first_request_id, {request_id: ids.tolist() for request_id, ids in tokens.items()}
+        return {request_id: ids.tolist() for request_id, ids in tokens.items()}
 
     def known(self, group_id: int) -> list[Rollout]:
         """All that has come of an unfinished group: its samples that have ended, and the others as far as they are."""

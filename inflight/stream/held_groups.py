@@ -1,30 +1,41 @@
-"""Groups that an inbox holds: what is known of one, and what all of them take."""
+"""Groups of the ledger: the size of one, and the totals of several."""
 
 from collections import Counter
 from dataclasses import dataclass
 
+from inflight.core.frames import GroupStart
+from inflight.core.messages import Ids, Prompt
 from inflight.core.rollout import Rollout
 
 Group = list[Rollout]
-Drawn = tuple[int, dict[int, list[int]]]
-"""The id of the first request of a group, and the tokens so far of its unfinished requests by their ids."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeldGroup:
-    """A group that was submitted and not handed out, and what has come of it."""
+class SavedGroup:
+    """An outstanding group, and what has arrived of it."""
 
-    group_id: int
+    ids: Ids
     reserved: bool
-    """It is not for `next`, but for who names it."""
+    """Only callers that name it get it."""
+    prompt: Prompt
+    """The submitted prompt, with a seed."""
+    origin: tuple[int, int] | None
+    """The request that it is forked from, and the number of tokens of that request."""
     rollouts: Group
     """Its samples; the finish_reason of those that have not ended is ""."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether all of its samples have ended."""
-        ended = sum(rollout.finish_reason != "" for rollout in self.rollouts)
-        return ended > 0 and ended == self.rollouts[0].params.n
+        """True if all of its samples have ended."""
+        return sum(rollout.finish_reason != "" for rollout in self.rollouts) == self.prompt.params.n
+
+    @property
+    def start(self) -> GroupStart:
+        """The announcement of the group."""
+        prompt, ids = self.prompt, self.ids
+        return GroupStart(
+            ids.group_id, ids.first_request_id, prompt.token_ids, prompt.params, prompt.metadata, self.origin
+        )
 
 
 @dataclass(frozen=True, slots=True)

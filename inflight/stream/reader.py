@@ -84,6 +84,9 @@ class StreamReader:
         """Samples of which these told that they ended."""
         self._subscribe()
 
+    is_urgent = False
+    """Frames can wait until there is memory for them."""
+
     @property
     def silent_s(self) -> float:
         """Seconds since anything came from the engine."""

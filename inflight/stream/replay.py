@@ -1,4 +1,4 @@
-"""The frames of a journal as a stream: what is in it, and what an inbox reads instead of an engine's frames."""
+"""The frames of a journal as a stream, and a summary of it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from inflight.core.errors import StreamGapError
 from inflight.core.frames import TokenFrame
 from inflight.stream.assembler import Assembler
 from inflight.stream.held_groups import Group
-from inflight.stream.inbox import Inbox
 from inflight.stream.journal import Damage, JournalReader
+from inflight.stream.ledger import Ledger
 
 _READ_AHEAD_BYTES = 256 << 20
 """What is held of a journal before anybody waits for it."""
@@ -88,22 +88,22 @@ def summarize(reader: JournalReader, on_group: Callable[[Group], object] = lambd
 
 
 class ReplaySource:
-    """Gives an inbox the frames of a journal, as fast as groups are taken: it reads ahead only so far, unless somebody
+    """Gives a ledger the frames of a journal, as fast as groups are taken: it reads ahead only so far, unless somebody
     waits for what comes later, and does not begin before."""
 
     def __init__(self, reader: JournalReader, summary: JournalSummary):
         """summary: of the part of the journal that is to be read; what a writer appends meanwhile is left out."""
         self._reader = reader
         self._events = islice(_events(reader), summary.num_frames + summary.num_gaps)
-        self._inbox: Inbox | None = None
+        self._ledger: Ledger | None = None
         self._began = False
         self._looked_at = 0
         self.state = "replaying"
-        self.silent_s = 0.0
+        self.silent_s, self.is_urgent = 0.0, False
 
-    def read_for(self, inbox: Inbox) -> None:
-        """Begin when somebody waits at this inbox, and mind how much it holds."""
-        self._inbox = inbox
+    def read_for(self, ledger: Ledger) -> None:
+        """Begin when somebody waits at this ledger, and mind how much it holds."""
+        self._ledger = ledger
 
     def receive(self, timeout_ms: int) -> TokenFrame | None:
         """The next frame; None if there is no room for it in time, or none any more. Raises StreamGapError where frames
@@ -125,12 +125,12 @@ class ReplaySource:
         self.state = "ended"
 
     def _may_read(self) -> bool:
-        if self._inbox is None:
+        if self._ledger is None:
             return False
         if self._began and self._reader.num_bytes < self._looked_at + _LOOK_EVERY_BYTES:
             return True
-        has_room = self._began and self._inbox.nbytes < _READ_AHEAD_BYTES
-        if has_room or self._inbox.needs_frames:
+        has_room = self._began and self._ledger.nbytes < _READ_AHEAD_BYTES
+        if has_room or self._ledger.needs_frames:
             self._began, self._looked_at = True, self._reader.num_bytes
             return True
         return False

@@ -96,7 +96,7 @@ def replay(options: ReplayOptions, output: Output) -> None:
 
 
 def serve(model: ServedModel, options: ServerOptions) -> None:
-    from inflight.session import LaunchedEngine
+    from inflight.fleet.engine import Engine
 
     with needing("serve", "serving"):
         from inflight.core.http_thread import listen
@@ -108,7 +108,7 @@ def serve(model: ServedModel, options: ServerOptions) -> None:
     listening = listen(options.host, options.port)  # a port or a model that is not there is refused before loading
     check_model(engine_options)
     with console.status(f"loading {model.model}"):
-        engine = LaunchedEngine(engine_options)
+        engine = Engine(engine_options)
     log_engine(engine.info)
     with engine, HttpServer(engine, options, listening) as server:
         console.print(f"{model.model} is served at {server.url}", markup=False, highlight=False, soft_wrap=True)

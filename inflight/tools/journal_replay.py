@@ -12,6 +12,7 @@ from inflight.engine.loading import load_tokenizer
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
 from inflight.stream.journal import JournalReader
+from inflight.stream.ledger import GroupRecord, Ledger
 from inflight.stream.replay import ReplaySource, read_groups, summarize
 from inflight.tools.plots import new_table
 from inflight.tools.progress import shown_on
@@ -20,7 +21,7 @@ from inflight.training.data.rollout_stream import RolloutStream
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from inflight.training.data.scoring import Scorer
+    from inflight.training.data.scoring import GroupScorer
 
 Keep = Callable[[Group], bool]
 _SHOWN_IDS = 64
@@ -50,14 +51,15 @@ class Replay(RolloutStream):
         source = ReplaySource(JournalReader(directory, skip_damage=skip_damage), self.summary)
         super().__init__(
             source,
+            Ledger(),
             tokenizer=_tokenizer(model),
             meter=StalenessMeter(),
             check_engine=lambda: None,
             in_order=True,
         )
-        self.expect([*self.group_ids, *left_out])
-        self.drop(left_out)
-        source.read_for(self.inbox)
+        self.ledger.expect([*self.group_ids, *left_out])
+        self.ledger.drop(left_out)
+        source.read_for(self.ledger)
 
     def __enter__(self) -> "Replay":
         return self
@@ -65,12 +67,12 @@ class Replay(RolloutStream):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _borrow(self, scorer: "Scorer | None") -> "Group | Future[None] | None":
-        group = super()._borrow(scorer)
-        if isinstance(group, list):
-            newest = max((int(r.weight_versions.max()) for r in group if len(r.weight_versions)), default=0)
+    def _borrow(self, scorer: "GroupScorer | None") -> "GroupRecord | Future[None] | None":
+        record = super()._borrow(scorer)
+        if isinstance(record, GroupRecord):
+            newest = max((int(r.weight_versions.max()) for r in record.rollouts if len(r.weight_versions)), default=0)
             self._meter.trainer_version = max(self._meter.trainer_version, newest)
-        return group
+        return record
 
 
 def replay(

@@ -63,7 +63,7 @@ _NUM_BINS = len(LOG_RATIO_EDGES) + 1
 
 
 class RecordedEngine(Protocol):
-    """What is recorded of a generator: a launched one, an attached one, or a pool."""
+    """The part of an engine that is recorded."""
 
     options: EngineOptions
     staleness: StalenessMeter
@@ -150,7 +150,7 @@ class RunRecorder:
                 time=self._now(),
                 title=title or self.directory.name,
                 model=engine.options.model or "",
-                max_sequences=sum(one.info.max_sequences for one in getattr(engine, "engines", [engine])),
+                max_sequences=sum(one.info.max_sequences for one in getattr(engine, "members", [engine])),
                 resumed_after_step=resumed_after_step or 0,
                 pid=os.getpid(),
                 inflight_version=__version__,

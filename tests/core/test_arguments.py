@@ -11,8 +11,8 @@ import pytest
 import inflight
 from inflight.core.arguments import did_you_mean, named
 from inflight.core.sampling import SamplingParams
+from inflight.fleet.engine import Engine
 from inflight.server.options import ServerOptions
-from inflight.session import RunningEngine
 from inflight.training.data.rollout_stream import RolloutStream
 
 
@@ -48,8 +48,8 @@ from inflight.training.data.rollout_stream import RolloutStream
         (lambda: inflight.attach("tcp://host:1", keyz="x"), "attach has no argument 'keyz'; did you mean 'keys'?"),
         (lambda: ServerOptions(prot=3), "ServerOptions has no argument 'prot'; did you mean 'port'?"),
         (lambda: ServerOptions(port="3"), "ServerOptions.port must be an integer, got '3'"),
-        (lambda: RunningEngine.publisher(None, check_finit=True), "publisher has no argument 'check_finit'; did you"),
-        (lambda: RunningEngine.submit(None, [], param=3), "submit has no argument 'param'; did you mean 'params'?"),
+        (lambda: Engine.publisher(None, check_finit=True), "publisher has no argument 'check_finit'; did you"),
+        (lambda: Engine.submit(None, [], param=3), "submit has no argument 'param'; did you mean 'params'?"),
         (lambda: RolloutStream.batches(None, rollout=3), "batches has no argument 'rollout'; did you mean 'rollouts'?"),
         (lambda: inflight.Scorer(len, timeout=3), "Scorer has no argument 'timeout'; did you mean 'timeout_s'?"),
     ],
@@ -94,7 +94,7 @@ def test_names_of_other_libraries_lead_to_fields(struct):
 
 
 def test_a_decorated_function_keeps_its_signature_and_leads_to_names_that_it_has():
-    assert "transport" in inspect.signature(RunningEngine.publisher).parameters
+    assert "transport" in inspect.signature(Engine.publisher).parameters
     with pytest.raises(AssertionError):
 
         @named({"beta": "nothing"})

@@ -23,7 +23,8 @@ def hand_over(assembler: Assembler, prompts: dict[int, Prompt]) -> list[Unfinish
     groups = []
     for group_id, prompt in prompts.items():
         if (found := assembler.drawn(group_id)) is not None:
-            groups.append(Unfinished(group_id, prompt, *found))
+            first = assembler._groups[group_id].start.first_request_id
+            groups.append(Unfinished(group_id, prompt, first, found))
     return msgspec.msgpack.decode(msgspec.msgpack.encode(groups), type=list[Unfinished])
 
 

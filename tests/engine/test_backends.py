@@ -69,7 +69,7 @@ def make_tied() -> PreTrainedModel:
     return model
 
 
-def launch(model: str, backend: str, **options) -> inflight.LaunchedEngine:
+def launch(model: str, backend: str, **options) -> inflight.Engine:
     if backend == "vllm":
         options = {"backend_python": PEERS_PYTHON, "cuda_graphs": False, "answer_timeout_s": 120.0} | options
     defaults = {"backend": backend, "max_sequences": 16, "max_context": 128, "threads": 1, "dtype": "float32"}
@@ -82,7 +82,7 @@ def backend(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(backend, tmp_path_factory) -> Iterator[inflight.LaunchedEngine]:
+def engine(backend, tmp_path_factory) -> Iterator[inflight.Engine]:
     directory = tmp_path_factory.mktemp("tied")
     make_tied().save_pretrained(directory)
     with launch(str(directory), backend, columns=(f"{own_columns.__file__}:rank",)) as engine:
@@ -90,7 +90,7 @@ def engine(backend, tmp_path_factory) -> Iterator[inflight.LaunchedEngine]:
 
 
 @pytest.fixture(scope="module")
-def adapted_engine(backend, tmp_path_factory) -> Iterator[inflight.LaunchedEngine]:
+def adapted_engine(backend, tmp_path_factory) -> Iterator[inflight.Engine]:
     """One with adapters, of a rank that is none of vLLM's, whose model is compiled."""
     directory = tmp_path_factory.mktemp("adapted")
     make_tied().save_pretrained(directory)
@@ -216,7 +216,7 @@ def test_samples_end_where_they_should(engine):
     assert len(full.token_ids) == 28  # where the context ends
 
 
-def draw_some(engine: inflight.LaunchedEngine, group_id: int) -> list[inflight.Rollout]:
+def draw_some(engine: inflight.Engine, group_id: int) -> list[inflight.Rollout]:
     """Let an engine that is paused draw a few tokens of a group, in a few steps at a time, so that it does not end
     meanwhile. Returns what has come of it."""
 
@@ -502,7 +502,7 @@ def test_every_token_tells_the_truth(truth_teller_dir, backend, workers):
 def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_teller_dir):
     options = {"vllm": {"tensor_parallel_size": 2}, "restarts": 1}
     with launch(truth_teller_dir, "vllm", **options) as engine:
-        first = engine._launcher.pid
+        first = engine.members[0].process.pid
         params = inflight.SamplingParams(max_tokens=100, temperature=0)
         groups = engine.submit([[token] * 5 for token in range(8)], params, train=False)
         while len(engine.stream.partial(groups[0])) == 0:
@@ -511,8 +511,8 @@ def test_a_killed_worker_is_a_named_error_and_a_restarted_engine_goes_on(truth_t
         for [rollout] in engine.stream.collect(groups, timeout_s=240):
             assert set(rollout.token_ids.tolist()) == {1}
             assert len(rollout.token_ids) == 100
-        assert engine._launcher.pid != first
-        os.kill(workers_of(engine._launcher.pid)[0], signal.SIGKILL)
+        assert engine.members[0].process.pid != first
+        os.kill(workers_of(engine.members[0].process.pid)[0], signal.SIGKILL)
         with pytest.raises(EngineDiedError, match="vLLM has failed"):
             engine.generate([[1]], params, timeout_s=120)
 

@@ -129,11 +129,11 @@ def test_bad_sampling_parameters(engine, fields, message):
 # ---- sockets ----------------------------------------------------------------------------------------------------
 
 
-def send_raw(engine: inflight.LaunchedEngine, *parts: bytes) -> Failed:
+def send_raw(engine: inflight.Engine, *parts: bytes) -> Failed:
     """Send bytes to the control socket and return the refusal."""
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(engine._launcher.client.endpoint)
+        socket.connect(engine.members[0].process.client.endpoint)
         socket.send_multipart(parts)
         assert socket.poll(5000), "the engine did not answer"
         answer = decode_from_engine(socket.recv())
@@ -271,7 +271,7 @@ def test_a_publisher_with_another_layout(engine):
 def test_two_publishers_at_once(engine):
     with engine.publisher(make_model("qwen3")) as first:
         with pytest.raises(PublisherConflictError, match=r"another publisher is attached.*close\(\) it first"):
-            Publisher(engine._launcher.client.endpoint, make_model("qwen3"))
+            Publisher(engine.members[0].process.client.endpoint, make_model("qwen3"))
         engine.wait_for_version(first.publish())
 
 
@@ -452,7 +452,7 @@ def test_a_kv_cache_that_does_not_fit_is_named(model_dir):
 
 def test_an_engine_that_is_killed_is_reported_and_leaves_nothing_behind(model_dir):
     engine = inflight.launch(model_dir("llama"), max_sequences=4, max_context=64, threads=1)
-    directory = engine._launcher.directory
+    directory = engine.members[0].process.directory
     maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
     slots = {Path(line.split()[-1]) for line in maps if "inflight-slot-" in line}
     assert len(slots) == 2
@@ -497,7 +497,7 @@ def test_an_engine_ends_when_its_trainer_is_killed(model_dir):
         "import inflight, os, signal\n"
         f"engine = inflight.launch({model_dir('llama')!r}, max_sequences=4, threads=1)\n"
         "if os.fork() == 0: import time; os.closerange(0, 3); time.sleep(20); os._exit(0)\n"  # a data loader's worker
-        "print(engine.pid, engine._launcher.directory, flush=True)\n"
+        "print(engine.pid, engine.members[0].process.directory, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -63,7 +63,7 @@ def tiny() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[inflight.LaunchedEngine]:
+def engine() -> Iterator[inflight.Engine]:
     with inflight.launch("tiny", max_sequences=8, max_context=256, threads=1, device="cpu") as engine:
         yield engine
 
@@ -109,8 +109,8 @@ def repeat(call: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def log_of(engine: inflight.LaunchedEngine) -> Path:
-    return engine._launcher.directory / "engine.log"
+def log_of(engine: inflight.Engine) -> Path:
+    return engine.members[0].process.directory / "engine.log"
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -299,7 +299,9 @@ def test_a_version_beyond_all_measure_is_refused_so_that_others_can_follow(engin
 @pytest.mark.parametrize("version", [2**63 - 1, 2**64 - 1])
 def test_prompts_pinned_to_a_version_beyond_all_measure_are_refused_by_name(engine, version):
     with pytest.raises(InvalidRequestError, match=f"prompt 0 is pinned to version {version}, which no slot holds"):
-        engine._launcher.client.call("submit", {"prompts": [Prompt([1], inflight.SamplingParams(), version=version)]})
+        engine.members[0].process.client.call(
+            "submit", {"prompts": [Prompt([1], inflight.SamplingParams(), version=version)]}
+        )
 
 
 @pytest.mark.parametrize("field", ["version", "time_ns", "sequence", "step"])

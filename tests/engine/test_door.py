@@ -42,20 +42,20 @@ def strangers(tmp_path_factory) -> Path:
     return directory
 
 
-def launch(model: str, keys: Path) -> inflight.LaunchedEngine:
+def launch(model: str, keys: Path) -> inflight.Engine:
     options = {"max_sequences": 4, "max_context": 256, "threads": 1, "device": "cpu"}
     return inflight.launch(model, listen="tcp://127.0.0.1:*", keys=str(keys), **options)
 
 
 @pytest.fixture(scope="module")
-def engine(keys, model_dir) -> Iterator[inflight.LaunchedEngine]:
+def engine(keys, model_dir) -> Iterator[inflight.Engine]:
     """Its stream is read by the process that launched it."""
     with launch(model_dir("qwen3"), keys) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def lent(keys, model_dir) -> Iterator[inflight.LaunchedEngine]:
+def lent(keys, model_dir) -> Iterator[inflight.Engine]:
     """Its stream is left to those who attach."""
     with launch(model_dir("qwen3"), keys) as engine:
         yield engine
@@ -77,7 +77,7 @@ def goes_on(engine) -> Iterator[None]:
     list(engine.stream.groups())
 
 
-def ports(engine: inflight.LaunchedEngine) -> list[int]:
+def ports(engine: inflight.Engine) -> list[int]:
     """Of the control socket and of the stream."""
     return [int(engine.info.tcp_endpoint.rpartition(":")[2]), engine.info.tcp_stream_port]
 
@@ -191,7 +191,7 @@ def test_an_unknown_client_is_named_in_the_engines_log(engine, keys, strangers, 
     shutil.copy(keys / "engine.key", mixed / "engine.key")
     with pytest.raises(EngineHungError):
         inflight.attach(engine.info.tcp_endpoint, keys=str(mixed), timeout_s=1)
-    log = (engine._launcher.directory / "engine.log").read_text()
+    log = (engine.members[0].process.directory / "engine.log").read_text()
     assert f"refused a client whose key is not known: {client_keys(str(mixed)).public.decode()}" in log
 
 

@@ -37,13 +37,13 @@ def tiny() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[inflight.LaunchedEngine]:
+def engine() -> Iterator[inflight.Engine]:
     with launch() as engine:
         yield engine
 
 
 @contextmanager
-def stopped(engine: inflight.LaunchedEngine) -> Iterator[None]:
+def stopped(engine: inflight.Engine) -> Iterator[None]:
     os.kill(engine.pid, signal.SIGSTOP)
     try:
         yield
@@ -243,7 +243,7 @@ def test_a_publisher_by_endpoint_learns_of_the_engines_end_and_of_its_silence(ho
 def test_closing_a_stopped_engine_kills_it_and_leaves_nothing():
     engine = launch()
     publisher = engine.publisher(tiny())
-    directory, pid = engine._launcher.directory, engine.pid
+    directory, pid = engine.members[0].process.directory, engine.pid
     slots = {line.split()[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "inflight-slot" in line}
     assert len(slots) == 2
     os.kill(pid, signal.SIGSTOP)
@@ -261,7 +261,7 @@ def test_a_script_that_ends_beside_a_stopped_engine_ends():
         "import inflight, os, signal\n"
         "engine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu')\n"
         "os.kill(engine.pid, signal.SIGSTOP)\n"
-        "print(engine._launcher.directory)\n"
+        "print(engine.members[0].process.directory)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr

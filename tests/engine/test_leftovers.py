@@ -82,8 +82,8 @@ def test_what_sigkill_to_both_leaves_the_next_launch_or_doctor_removes():
 
 RESTARTING = """
 import sys, time, inflight
-from inflight import supervisor
-supervisor._FIRST_BACKOFF_S = float(sys.argv[1])
+from inflight.fleet import member
+member._FIRST_BACKOFF_S = float(sys.argv[1])
 engine = inflight.launch('tiny', max_sequences=4, threads=1, device='cpu', restarts=2)
 print(engine.pid)
 time.sleep(60)

@@ -45,7 +45,7 @@ print(json.dumps({name: outcome(attempt) for name, attempt in attempts.items()})
 
 
 @pytest.fixture(scope="module")
-def careless() -> Iterator[inflight.LaunchedEngine]:
+def careless() -> Iterator[inflight.Engine]:
     """An engine whose launcher lets everybody read and write what it makes."""
     before = os.umask(0)
     try:

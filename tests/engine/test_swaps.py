@@ -29,7 +29,7 @@ def truth_teller_dir(tmp_path_factory) -> str:
     return str(directory)
 
 
-def generate_until_done(engine: inflight.LaunchedEngine, publisher: subprocess.Popen) -> Iterator[Rollout]:
+def generate_until_done(engine: inflight.Engine, publisher: subprocess.Popen) -> Iterator[Rollout]:
     """Keep the engine under load, requests joining and leaving all the time, until the publisher ends."""
     rng = random.Random(0)
 
@@ -45,7 +45,7 @@ def generate_until_done(engine: inflight.LaunchedEngine, publisher: subprocess.P
             submit(1)
 
 
-def start_publisher(engines: list[inflight.LaunchedEngine], *command: str) -> subprocess.Popen:
+def start_publisher(engines: list[inflight.Engine], *command: str) -> subprocess.Popen:
     endpoints = ",".join(engine.address.endpoint for engine in engines)
     program = Path(__file__).parents[1] / "helpers" / "truth_teller.py"
     return subprocess.Popen([sys.executable, program, endpoints, *command], stdout=subprocess.PIPE, text=True)

@@ -1,7 +1,6 @@
 """A control verb is one marked method on the engine's side; clients call it by name, and nothing that they send is
 trusted."""
 
-import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -80,30 +79,6 @@ def test_a_verb_of_ones_own_is_called_with_typed_arguments(engine, client):
     assert client.call("write_down", {"notes": [Note("one", 1)]}, list[int]) == [1]
     assert client.call("write_down", {"notes": [Note("two", 2)], "twice": True}, list[int]) == [1, 2, 2]
     assert engine.notes == [Note("one", 1), Note("two", 2), Note("two", 2)]
-
-
-def test_a_verb_is_awaited_by_a_task(client):
-    call = client.acall("write_down", {"notes": [Note("one", 1)]}, list[int], undo=lambda levels: None)
-    assert asyncio.run(call) == [1]
-
-
-def test_the_answer_to_a_task_that_was_cancelled_is_handed_on(client):
-    undone, answered = [], threading.Event()
-
-    def undo(levels: list[int]) -> None:
-        undone.append(levels)
-        answered.set()
-
-    async def cancel() -> None:
-        task = asyncio.ensure_future(client.acall("write_down", {"notes": [Note("one", 1)]}, list[int], undo=undo))
-        await asyncio.sleep(0)
-        task.cancel()
-        await task
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(cancel())
-    assert answered.wait(20)
-    assert undone == [[1]]
 
 
 @pytest.mark.parametrize(

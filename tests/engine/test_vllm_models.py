@@ -24,7 +24,7 @@ def save(family: str, directory: Path, overrides: dict[str, Any] = WIDE_HEADS) -
     return str(directory)
 
 
-def launch(model: str, dtype: str = "float32", **options: Any) -> inflight.LaunchedEngine:
+def launch(model: str, dtype: str = "float32", **options: Any) -> inflight.Engine:
     return inflight.launch(
         model,
         backend="vllm",

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 from waiting import PATIENCE_S
 
-from inflight.engine.launcher import _environment
+from inflight.fleet.process.local import _environment
 from inflight.tools.cli import app
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ def preflight(monkeypatch):
 def test_an_engine_without_graphs_is_told_with_its_log(preflight, monkeypatch, tmp_path, capsys):
     (tmp_path / LOG_NAME).write_text("a pass cannot be recorded: it waits")
     info = SimpleNamespace(execution=lambda: {"attention": "flashinfer", "num_graphs": 0}, num_graphs=0)
-    engine = SimpleNamespace(info=info, _launcher=SimpleNamespace(directory=tmp_path))
+    engine = SimpleNamespace(info=info, members=[SimpleNamespace(process=SimpleNamespace(directory=tmp_path))])
     asked = []
 
     def launch(model, **options):

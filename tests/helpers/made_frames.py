@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import numpy as np
 from inflight.core.frames import MAGIC, Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.sampling import SamplingParams
 from inflight.observability.staleness_meter import StalenessMeter
+from inflight.stream.ledger import Ledger
+from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
 from inflight.training.data.rollout_stream import RolloutStream
 
@@ -30,8 +33,11 @@ class Wire:
     def __init__(self, directory, **options: Any):
         self.writer = StreamWriter(f"ipc://{directory}/stream")
         self.dead: Exception | None = None
+        ledger = Ledger()
+        held = partial(ledger.held_of, None)
+        reader = StreamReader(self.writer.endpoint, begin=0, held=held, journal=options.pop("journal", None))
         self.stream = RolloutStream(
-            self.writer.endpoint, tokenizer=None, meter=StalenessMeter(), check_engine=self.check_engine, **options
+            reader, ledger, tokenizer=None, meter=StalenessMeter(), check_engine=self.check_engine, **options
         )
 
     def close(self) -> None:

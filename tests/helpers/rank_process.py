@@ -9,10 +9,10 @@ import time
 import msgspec
 
 from inflight.ranks.attached import AttachedEngine
-from inflight.ranks.meeting import Card
+from inflight.ranks.meeting import RankAddress
 
-card = msgspec.json.decode(sys.argv[1].encode(), type=Card)
-engine = AttachedEngine(card, int(sys.argv[2]))
+address = msgspec.json.decode(sys.argv[1].encode(), type=RankAddress)
+engine = AttachedEngine(address, int(sys.argv[2]))
 print("attached", flush=True)
 batches = engine.stream.batches()
 for _ in range(int(sys.argv[3])):

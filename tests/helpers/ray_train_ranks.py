@@ -28,9 +28,9 @@ def train(config: dict[str, str]) -> None:
     rank, options = ray.train.get_context().get_world_rank(), inflight.EngineOptions(
         config["model"], device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256
     )  # fmt: skip
-    model, placement = make_truth_teller(), inflight.ray.Placement(resources={"left": 1})
+    model, placement = make_truth_teller(), inflight.ray.Placement(resources={"left": 1}, allow_unencrypted=True)
     with (
-        inflight.ray.launch_pool([options], placement, allow_unencrypted=True) as engine,
+        inflight.launch([options], placement=placement) as engine,
         engine.publisher(model) as publisher,
     ):
         params = inflight.SamplingParams(n=2, max_tokens=20)

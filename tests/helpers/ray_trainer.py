@@ -8,15 +8,17 @@ import sys
 
 from truth_load import Load
 
+import inflight
 from inflight.core.options import EngineOptions
-from inflight.ray import EnginePool, Placement
+from inflight.ray import Placement
 
 address, model = sys.argv[1:]
 options = EngineOptions(model, device="cpu", dtype="float32", threads=1, max_sequences=6, max_context=256)
-pool = EnginePool([options], Placement(resources={"left": 1}), address=address, allow_unencrypted=True)
-load = Load(pool, seed=1, groups=6, publish_every_s=0.1)
+placement = Placement(resources={"left": 1}, address=address, allow_unencrypted=True)
+engine = inflight.Engine(options, placement)
+load = Load(engine, seed=1, groups=6, publish_every_s=0.1)
 while load.judge.verdict.rollouts < 10:
     load.check()
-print(json.dumps([engine.process.pid for engine in pool.engines]), flush=True)
+print(json.dumps([member.pid for member in engine.members]), flush=True)
 while True:
     load.check()

@@ -1,7 +1,7 @@
 """One rank of a trainer on the CPU: python shared_gradient.py RANK SIZE STORE
 
-Rank 0 shares batches over the hub. DDP's average of the ranks' gradients is compared with the gradient of a plain model
-on the whole batch, in float64; the last batch has fewer groups than there are ranks. Before that every rank launches a
+Rank 0 shares batches. DDP's average of the ranks' gradients is compared with the gradient of a plain model on the whole
+batch, in float64; the last batch has fewer groups than there are ranks. Before that every rank launches a
 model that does not exist.
 """
 
@@ -19,8 +19,8 @@ from torch import nn
 import inflight
 from inflight.core.errors import ModelLoadError
 from inflight.core.options import EngineOptions
-from inflight.ranks.hub import Hub
 from inflight.ranks.launching import TrainerRanks
+from inflight.ranks.rank_server import RankServer
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.objective.loss import policy_loss
@@ -31,12 +31,12 @@ def whole_batches() -> Iterator[PackedBatch]:
         yield pack(make_rollouts(count, seed), torch.linspace(-1, 1, count).tolist())
 
 
-def make_hub() -> Hub:
+def make_server() -> RankServer:
     def call(*_: object) -> None:
         raise AssertionError("nobody submits")
 
     options = EngineOptions("tiny")
-    return Hub(options, dist.get_world_size(), submit=call, status=call, first_version=call)  # pyright: ignore
+    return RankServer(options, dist.get_world_size(), submit=call, status=call, first_version=call)  # pyright: ignore
 
 
 def main(rank: int, size: int, store: str) -> None:
@@ -46,7 +46,7 @@ def main(rank: int, size: int, store: str) -> None:
     ranks = TrainerRanks.of_this_process()
     assert ranks is not None
     if rank == 0:
-        shared = ranks.announce(make_hub, lambda hub, _: hub.card)
+        shared = ranks.announce(make_server, lambda server, _: server.own_address)
         shares = shared.shares(whole_batches(), SimpleNamespace(last_reward=0.0, dropped=Dropped()))
     else:
         shared = ranks.attach(EngineOptions("tiny"))

@@ -94,7 +94,7 @@ def test_an_engine_that_cannot_be_announced_does_not_go_on():
 
 def test_another_launch_than_rank_0s_is_refused(first_launch):
     store = Store()
-    other = launching.Card(EngineOptions("small"), "/nowhere", 1, "here")
+    other = launching.RankAddress(EngineOptions("small"), "/nowhere", 1, "here")
     TrainerRanks(0, 2, store).announce(Engine, lambda _, outside: other)
     first_launch()
     with pytest.raises(InvalidRequestError, match="rank 1 launches 'tiny' where rank 0 launched 'small'"):
@@ -112,15 +112,15 @@ def test_ranks_of_several_machines_come_in_by_the_keys_that_they_put_into_the_st
     """Rank 0 is told by who started it that there are others, and listens for them on its own address."""
     store, opened = Store(), []
 
-    def open_hub(_, outside) -> launching.Card:
+    def open_server(_, outside) -> launching.RankAddress:
         opened.append(outside)
-        return launching.Card(EngineOptions("small"), "/nowhere", 1, "here")
+        return launching.RankAddress(EngineOptions("small"), "/nowhere", 1, "here")
 
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     for ranks_here in ("2", "1"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
         first_launch()
-        TrainerRanks(0, 2, store).announce(Engine, open_hub)
+        TrainerRanks(0, 2, store).announce(Engine, open_server)
     nobody, outside = opened
     assert nobody is None
     assert outside.address == "10.0.0.1"

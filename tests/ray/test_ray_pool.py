@@ -21,10 +21,10 @@ from truth_load import Load, save_model
 import inflight.ray
 from inflight.core.errors import EngineDiedError, InflightError, ModelLoadError, PlacementError
 from inflight.core.options import EngineOptions
-from inflight.ray import EnginePool, Placement
+from inflight.ray import Placement
 
 PROGRAMS = Path(__file__).parents[1] / "helpers"
-LEFT, RIGHT = Placement(resources={"left": 1}), Placement(resources={"right": 1})
+LEFT = Placement(resources={"left": 1}, allow_unencrypted=True)
 
 
 def runs(pid: int) -> bool:
@@ -97,27 +97,26 @@ def held() -> dict[str, float]:
 @pytest.mark.slow
 def test_engines_join_leave_and_lose_their_node_while_training_goes_on(cluster, options, caplog):
     right = next(node["NodeID"] for node in ray.nodes() if "right" in node["Resources"])
-    anywhere = Placement(scheduling_strategy=NodeAffinitySchedulingStrategy(right, soft=True))
-    with EnginePool([options] * 2, [anywhere, LEFT], allow_unencrypted=True) as pool:
+    anywhere = Placement(scheduling_strategy=NodeAffinitySchedulingStrategy(right, soft=True), allow_unencrypted=True)
+    with inflight.launch([options] * 2, placement=[anywhere, LEFT]) as pool:
         load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
-        lost, joined = pool.engines[0].process, pool.launch(placement=LEFT)
+        lost, joined = pool.members[0].process, pool.add(placement=LEFT)
         wait_until(lambda: joined.status().num_tokens > 0)
         assert all(status.num_swaps and status.num_tokens for status in pool.statuses().values())
 
         cluster.remove_node(cluster.right, allow_graceful=False)  # kills its raylet
-        wait_until(lambda: "leaves the pool" in caplog.text)
+        wait_until(lambda: "leaves the fleet" in caplog.text)
         tokens = pool.stream.num_tokens
         wait_until(lambda: pool.stream.num_tokens > tokens + 500)
         wait_until(lambda: len(pool.statuses()) == 3, seconds=400)  # another one was placed where there was room
-        assert pool.engines[0].process is not lost
+        assert pool.members[0].process is not lost
         assert not runs(lost.pid)
 
         pool.remove(joined)
-        joined.close()
-        assert not runs(joined.process.pid)
+        assert not runs(joined.pid)
         wait_until(lambda: pool.stream.num_tokens > tokens + 2000)
         assert versions_told(load) > 10
-        pids = [engine.process.pid for engine in pool.engines]
+        pids = [member.pid for member in pool.members]
     assert len(pids) == 2
     wait_until(lambda: not any(held().values()))
     assert not any(map(runs, pids))
@@ -129,7 +128,7 @@ def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
     on_vllm = msgspec.structs.replace(
         options, backend="vllm", backend_python=python, cuda_graphs=False, answer_timeout_s=120.0
     )
-    with EnginePool([options, on_vllm], LEFT, allow_unencrypted=True) as pool:
+    with inflight.launch([options, on_vllm], placement=LEFT) as pool:
         load = Load(pool, seed=1, groups=10, publish_every_s=0.1)
         wait_until(lambda: all(status.num_swaps > 3 and status.num_tokens > 500 for status in pool.statuses().values()))
         assert versions_told(load) > 3
@@ -138,8 +137,8 @@ def test_engines_of_both_backends_draw_for_one_trainer(cluster, options):
 @pytest.mark.long
 def test_who_ends_an_engine_that_somebody_ends_waits_for_its_end(cluster, options):
     """As a pool does, beside the thread that sees to the engine."""
-    with EnginePool([options], LEFT, allow_unencrypted=True) as pool:
-        process = pool.engines[0].process
+    with inflight.launch([options], placement=LEFT) as pool:
+        process = pool.members[0].process
         os.kill(process.pid, signal.SIGSTOP)  # so that its end takes seconds
         first = threading.Thread(target=process.close)
         first.start()
@@ -159,27 +158,29 @@ class Other:
 @pytest.mark.ray
 def test_what_keeps_ray_from_placing_an_engine_is_said(cluster, options):
     with pytest.raises(PlacementError, match=r"within 1 s: no node of the cluster has 1 CPU and 9 left \(.* 4 left"):
-        EnginePool([options], Placement(resources={"left": 9}, timeout_s=1))
+        inflight.launch([options], placement=Placement(resources={"left": 9}, timeout_s=1))
     other = ray.remote(num_cpus=0, resources={"left": 4})(Other).remote()
     assert ray.get(other.is_there.remote(), timeout=60)
     with pytest.raises(PlacementError, match=r"1 of \d nodes have 1 CPU and 1 left, and either something else holds"):
-        EnginePool([options], Placement(resources={"left": 1}, timeout_s=1))
+        inflight.launch([options], placement=Placement(resources={"left": 1}, timeout_s=1))
     ray.kill(other)
     with pytest.raises(EngineDiedError, match="Ray has ended the actor"):
-        EnginePool([options], Placement(scheduling_strategy=NodeAffinitySchedulingStrategy("0" * 56, soft=False)))
+        inflight.launch(
+            [options], placement=Placement(scheduling_strategy=NodeAffinitySchedulingStrategy("0" * 56, soft=False))
+        )
     with pytest.raises(ModelLoadError, match="/no/such/model"):
-        EnginePool([msgspec.structs.replace(options, model="/no/such/model")])
+        inflight.launch([msgspec.structs.replace(options, model="/no/such/model")], placement=Placement())
     wait_until(lambda: not any(held().values()))
 
 
 @pytest.mark.ray
 def test_what_a_pool_is_not_made_of(options):
-    with pytest.raises(ValueError, match="one engine at least"):
-        EnginePool([])
-    with pytest.raises(ValueError, match="2 engines need one placement, or 2, got 3"):
-        EnginePool([options] * 2, [LEFT] * 3)
+    with pytest.raises(ValueError, match="one member at least"):
+        inflight.launch([], placement=LEFT)
+    with pytest.raises(ValueError, match="2 members need one placement, or 2, got 3"):
+        inflight.launch([options] * 2, placement=[LEFT] * 3)
     with pytest.raises(ValueError, match="listen and keys cannot be chosen"):
-        inflight.ray.PlacedEngine(msgspec.structs.replace(options, listen="tcp://127.0.0.1:*", keys="keys"))
+        inflight.launch(msgspec.structs.replace(options, listen="tcp://127.0.0.1:*", keys="keys"), placement=LEFT)
 
 
 @pytest.mark.ray
@@ -217,10 +218,10 @@ def test_every_rank_under_ray_train_takes_its_share(cluster, options):
 
 @pytest.mark.ray
 def test_ray_has_to_be_initialised_and_may_end_before_the_pool(cluster, options):
-    with EnginePool([options], allow_unencrypted=True) as pool:
-        [engine] = pool.engines
+    with inflight.launch([options], placement=Placement()) as pool:
+        [engine] = pool.members
         ray.shutdown()
     assert not ray.is_initialized()
-    wait_until(lambda: not runs(engine.process.pid))
+    wait_until(lambda: not runs(engine.pid))
     with pytest.raises(InflightError, match=r"call ray\.init\(\) first, or name the cluster"):
-        EnginePool([options])
+        inflight.launch([options], placement=Placement())

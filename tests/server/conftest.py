@@ -12,7 +12,7 @@ from inflight.server.http_server import HttpServer
 
 @dataclass
 class Served:
-    engine: inflight.LaunchedEngine
+    engine: inflight.Engine
     http: HttpServer
     client: openai.OpenAI
     model: str

@@ -121,14 +121,14 @@ def test_an_engine_that_ends_is_started_again_and_meanwhile_requests_get_503():
     ],
 )
 def test_what_cannot_be_served_is_refused_before_an_engine_is_launched(monkeypatch, arguments, message):
-    monkeypatch.setattr("inflight.session.LaunchedEngine", lambda *_: pytest.fail("it was launched"))
+    monkeypatch.setattr("inflight.fleet.engine.Engine", lambda *_: pytest.fail("it was launched"))
     done = CliRunner().invoke(app, ["serve", *arguments, "--port", "0"])
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
 
 
 def test_a_port_in_use_is_refused_before_an_engine_is_launched(monkeypatch):
-    monkeypatch.setattr("inflight.session.LaunchedEngine", lambda *_: pytest.fail("it was launched"))
+    monkeypatch.setattr("inflight.fleet.engine.Engine", lambda *_: pytest.fail("it was launched"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = CliRunner().invoke(app, ["serve", "tiny", "--port", str(taken.getsockname()[1])])
     assert done.exit_code == 2

@@ -19,7 +19,7 @@ def follow(engine, prompts, params, interval_s=0.0):
     """All parts, by choice, and what `on_end` was told."""
 
     async def work():
-        bell = Bell(engine.stream.inbox, interval_s)
+        bell = Bell(engine.stream.ledger, interval_s)
         ended = []
         ids = await engine.asubmit(prompts, params)
         generation = Generation(engine.stream, bell, ids, lambda _, taken: ended.append(taken))
@@ -61,9 +61,9 @@ def test_samples_that_end_before_the_others_are_told_at_once(wire):
     """Their last part does not wait for the group."""
 
     async def work():
-        bell = Bell(wire.stream.inbox, 0.0)
+        bell = Bell(wire.stream.ledger, 0.0)
         generation = Generation(wire.stream, bell, [0], lambda *_: None)
-        wire.stream.expect([0])
+        wire.stream.ledger.expect([0])
         group = GroupStart(0, 0, [1], inflight.SamplingParams(n=2))
         wire.send(make_frame(2, 0, groups=[group], finishes=[Finish(0, "stop", 1)]))
         parts = generation.parts()
@@ -85,7 +85,7 @@ def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
     """Two replies with ten minutes between later parts: each has its first part at once."""
 
     async def work():
-        bell = Bell(wire.stream.inbox, 600.0)
+        bell = Bell(wire.stream.ledger, 600.0)
         told: list[list[tuple[list[int], str]]] = [[], []]
 
         async def follow(which: int) -> None:
@@ -99,7 +99,7 @@ def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
                 assert time.monotonic() < deadline, told
                 await asyncio.sleep(0.01)
 
-        wire.stream.expect([0, 1])
+        wire.stream.ledger.expect([0, 1])
         tasks = [asyncio.create_task(follow(which)) for which in range(2)]
         one, other = (GroupStart(i, i, [1], inflight.SamplingParams()) for i in range(2))
         while bell.num_followers < 2:
@@ -126,9 +126,9 @@ def test_first_tokens_and_ends_wait_for_no_interval_and_wake_nobody_else(wire):
 
 def test_a_frame_that_arrives_while_a_part_is_sent_wakes_the_reply_again(wire):
     async def work():
-        bell = Bell(wire.stream.inbox, 0.0)
+        bell = Bell(wire.stream.ledger, 0.0)
         generation = Generation(wire.stream, bell, [0], lambda *_: None)
-        wire.stream.expect([0])
+        wire.stream.ledger.expect([0])
         wire.send(make_frame(1, 0, groups=[GroupStart(0, 0, [1], inflight.SamplingParams())]))
         parts, tokens = generation.parts(), []
         for sequence in range(1, 4):
@@ -145,7 +145,7 @@ def test_a_frame_that_arrives_while_a_part_is_sent_wakes_the_reply_again(wire):
 
 def test_an_end_before_the_end_cancels(served):
     async def work():
-        bell = Bell(served.engine.stream.inbox, 0.0)
+        bell = Bell(served.engine.stream.ledger, 0.0)
         ids = await served.engine.asubmit([[1]], LONG)
         ended = []
 
@@ -165,7 +165,7 @@ def test_an_end_before_the_end_cancels(served):
 
 
 def test_what_is_not_outstanding_has_no_news(served):
-    assert served.engine.stream.inbox.news(10**9, {}) == []
+    assert served.engine.stream.ledger.news(10**9, {}) == []
 
 
 @pytest.mark.parametrize("begin", [0, 1, 127, 128, 129, 300])

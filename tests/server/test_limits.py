@@ -97,7 +97,7 @@ def test_a_client_that_leaves_cancels_what_it_asked_for(served, stream):
     finally:
         served.engine.resume()
     wait_until(lambda: served.engine.stream.outstanding == [])
-    wait_until(lambda: served.engine.stream.inbox._waiters == [])  # a waiter lifts bounds on what nobody has taken
+    wait_until(lambda: len(served.engine.stream.ledger.waiters) == 0)  # a waiter lifts bounds on what nobody has taken
 
 
 def test_half_open_connections_keep_nobody_waiting_and_half_a_body_ends(served):
@@ -329,7 +329,7 @@ def test_an_engine_that_died_is_told(scripted_dir):
     with inflight.launch(scripted_dir, device="cpu", max_sequences=4, max_context=128, threads=1) as engine:
         server = engine.serve(port=0)
         assert call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})[0] == 200
-        engine._supervisor.kill(engine._launcher.client.endpoint)
+        engine.members[0].process.kill()
         wait_until(lambda: call(server, "GET", "/health")[0:1] != (200,))
         status, answer = call(server, "POST", "/v1/completions", {"prompt": [1], "max_tokens": 2})
         assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")

@@ -101,7 +101,7 @@ def test_a_request_whose_tokens_lack_a_column_ends_as_an_error(lacking):
 
 
 def test_whoever_waits_for_the_request_gets_the_error_and_others_get_theirs(wire):
-    wire.stream.expect([0, 1])
+    wire.stream.ledger.expect([0, 1])
     wire.send(*frames_that_lack({1}))
     with pytest.raises(TokenColumnError, match="request 0 of group 0 asked for entropies"):
         wire.stream.collect([0])

@@ -245,7 +245,7 @@ def test_a_stream_ends_when_its_journal_takes_no_more(tmp_path):
     writer._database.execute(f"PRAGMA max_page_count = {pages + 1}")
     wire = Wire(tmp_path, journal=writer)
     try:
-        wire.stream.expect(range(9))
+        wire.stream.ledger.expect(range(9))
         wire.send(*(make_frame(1 + 5000 * (n == 3), n, groups=starts(n), finishes=ends(n)) for n in range(5)))
         with pytest.raises(JournalError, match="disk is full"):
             wire.stream.collect(range(9), timeout_s=20)

@@ -242,7 +242,7 @@ def test_a_launch_that_fails_leaves_the_journal_to_the_next(tmp_path, monkeypatc
     def fail(options):
         raise inflight.InflightError("no engine")
 
-    monkeypatch.setattr("inflight.supervisor.EngineLauncher", fail)
+    monkeypatch.setattr("inflight.fleet.process.local.LocalProcess", fail)
     with pytest.raises(inflight.InflightError, match="no engine"):
         inflight.launch("tiny", journal=tmp_path / "a")
     JournalWriter(tmp_path / "a").close()

@@ -285,7 +285,7 @@ def test_what_fails_in_the_recorder_ends_its_listening_and_not_the_run(recorded,
 
 def test_batch_rows_of_a_pool_are_those_of_its_engines(tmp_path):
     pool = MadeEngine()
-    pool.engines = [MadeEngine(), MadeEngine()]
+    pool.members = [MadeEngine(), MadeEngine()]
     with RunRecorder(pool, tmp_path):
         pass
     assert next(read_events(tmp_path)).max_sequences == 16

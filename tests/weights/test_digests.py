@@ -96,7 +96,7 @@ def test_what_an_engine_or_a_pool_tells_is_of_the_version_that_it_names(count, t
     model.save_pretrained(tmp_path)
     stop = threading.Event()
     options = inflight.EngineOptions(str(tmp_path), device="cpu", threads=1, max_sequences=4)
-    with inflight.launch_pool([options] * count) if count > 1 else inflight.LaunchedEngine(options) as engine:
+    with inflight.launch([options] * count) if count > 1 else inflight.Engine(options) as engine:
         layout = engine.info.layout
 
         def note(version: int) -> None:

@@ -69,8 +69,8 @@ class Bases:
 
     def __init__(self, backend: str, directory: Path):
         self.vllm, self._directory = backend == "vllm", directory
-        self._engines: dict[tuple[str, int], inflight.LaunchedEngine] = {}
-        self._servers: dict[inflight.LaunchedEngine, HttpServer] = {}
+        self._engines: dict[tuple[str, int], inflight.Engine] = {}
+        self._servers: dict[inflight.Engine, HttpServer] = {}
 
     def base(self, name: str, seed: int = 0):
         return make_model(name, seed, **(WIDE_HEADS if self.vllm else {}))
@@ -92,13 +92,13 @@ class Bases:
             self._servers[engine] = engine.serve(port=0)
         return self._servers[engine]
 
-    def engine(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
+    def engine(self, name: str, lora_rank: int) -> inflight.Engine:
         engine = self._launched(name, lora_rank)
         if engine in self._servers:
             self._servers.pop(engine).close()
         return engine
 
-    def _launched(self, name: str, lora_rank: int) -> inflight.LaunchedEngine:
+    def _launched(self, name: str, lora_rank: int) -> inflight.Engine:
         key = name, lora_rank
         if key not in self._engines:
             if self.vllm and len(self._engines) == 5:  # each takes a gigabyte

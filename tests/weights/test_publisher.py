@@ -21,7 +21,28 @@ from inflight.core.errors import (
 from inflight.weights.tensors import layout_of, slot_views
 from inflight.weights.trainer import publisher as publisher_module
 from inflight.weights.trainer.chunked_copy import ChunkedCopy
-from inflight.weights.trainer.engine_link import EngineEndpoint, PublishedVersion
+from inflight.weights.trainer.engine_link import EngineAddress, LoneEngine, PublishedVersion
+
+
+class Returning(LoneEngine):
+    """An engine that ends and comes back, at these endpoints one after another."""
+
+    comes_back = True
+
+    def __init__(self, *endpoints: str):
+        super().__init__(endpoints[0])
+        self.killed: list[str] = []
+        self.followers: list[inflight.Publisher] = []
+        self._endpoints = list(endpoints)
+
+    def serving(self) -> list[EngineAddress]:
+        return [EngineAddress(self._endpoints.pop(0), self)]
+
+    def follow(self, publisher: inflight.Publisher) -> None:
+        self.followers.append(publisher)
+
+    def kill(self, endpoint: str) -> None:
+        self.killed.append(endpoint)
 
 
 class StandIn:
@@ -30,7 +51,7 @@ class StandIn:
     def __init__(self, model: torch.nn.Module, num_slots: int = 2):
         self.layout, self.version = layout_of(model), 0
         self.buffers = [torch.zeros(self.layout.total_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-        self.address = EngineEndpoint("stand-in")
+        self.address = EngineAddress("stand-in", LoneEngine("stand-in"))
         self.attached = SimpleNamespace(aliases=[])
         self.matches = None
         self.messages = SimpleNamespace(give_up=lambda: None)
@@ -101,8 +122,9 @@ def check_until_it_raises(publisher: inflight.Publisher) -> None:
 
 def test_a_version_is_copied_and_announced_with_its_number(engine, model):
     published: list[int] = []
-    address = EngineEndpoint("nowhere", on_publish=lambda version, called_ns: published.append(version))
-    with inflight.Publisher(address, model) as publisher:
+    lone = LoneEngine("nowhere")
+    lone.published = lambda version, called_ns: published.append(version)  # type: ignore[method-assign]
+    with inflight.Publisher(lone, model) as publisher:
         assert publisher.publish() == 1
         engine.wait_for(1)
         assert publisher.publish() == 2
@@ -218,32 +240,32 @@ def test_weights_that_may_spoil_an_only_slot_go_through_a_staging_buffer(monkeyp
 
 def test_an_only_engine_that_comes_back_is_not_ended_because_its_slots_are_pinned(engine, model):
     """Its successor would not have the versions that requests are pinned to."""
-    ended: list[str] = []
-    engine.address = address = EngineEndpoint("nowhere", comes_back=True, end=ended.append)
-    with inflight.Publisher(address, model, slot_timeout_s=11) as publisher:
+    returning = Returning("nowhere")
+    engine.address = EngineAddress("nowhere", returning)
+    with inflight.Publisher(returning, model, slot_timeout_s=11) as publisher:
         engine.refuses.append(EngineBusyError("it lends none"))
         publisher.publish()
         with pytest.raises(EngineBusyError, match="it lends none"):
             check_until_it_raises(publisher)
     assert engine.wants == ["11 s, timeout_s of the transport"]
-    assert not ended
+    assert not returning.killed
 
 
 def test_one_that_hangs_is_ended_so_that_it_comes_back(engine, model):
-    ended: list[str] = []
-    engine.address = address = EngineEndpoint("nowhere", comes_back=True, end=ended.append)
-    with inflight.Publisher(address, model) as publisher:
+    returning = Returning("nowhere")
+    engine.address = EngineAddress("nowhere", returning)
+    with inflight.Publisher(returning, model) as publisher:
         engine.refuses.append(EngineHungError("it says nothing"))
         publisher.publish()
-        while not ended:
+        while not returning.killed:
             publisher.check()
-    assert ended == ["nowhere"]
+    assert returning.killed == ["nowhere"]
 
 
 def test_a_publisher_that_is_made_while_its_engine_is_restarted_waits_for_the_successor(monkeypatch, model):
     successor, asked = StandIn(model), []
 
-    def attach(address: EngineEndpoint, *_: object, **__: object) -> StandIn:
+    def attach(address: EngineAddress, *_: object, **__: object) -> StandIn:
         asked.append(address.endpoint)
         if len(asked) < 3:
             raise EngineDiedError(f"{address.endpoint} has ended")
@@ -251,36 +273,30 @@ def test_a_publisher_that_is_made_while_its_engine_is_restarted_waits_for_the_su
 
     stand_in(monkeypatch, successor)
     monkeypatch.setattr(publisher_module, "EngineLink", attach)
-    address = EngineEndpoint("first", comes_back=True, living=lambda endpoint: f"after {endpoint}")
-    with inflight.Publisher(address, model) as publisher:
+    with inflight.Publisher(Returning("first", "second", "third"), model) as publisher:
         publisher.publish()
         successor.wait_for(1)
-    assert asked == ["after first", "after after first", "after after after first"]
+    assert asked == ["first", "second", "third"]
     asked.clear()
     with pytest.raises(EngineDiedError, match="gone"):
-        inflight.Publisher(EngineEndpoint("gone"), model)
+        inflight.Publisher(LoneEngine("gone"), model)
 
 
-def test_an_engine_that_was_replaced_while_the_publisher_was_made_is_followed_to_its_successor(monkeypatch, model):
+def test_an_engine_that_ended_is_followed_to_its_successor(monkeypatch, model):
     engines = {"first": StandIn(model), "second": StandIn(model)}
     stand_in(monkeypatch, engines["first"])
     monkeypatch.setattr(publisher_module, "EngineLink", lambda address, *_, **__: engines[address.endpoint])
-    followed: list[str] = []
+    returning = Returning("first")
     for name, engine in engines.items():
-        engine.address = EngineEndpoint(name, comes_back=True)
-
-    def follow(publisher: inflight.Publisher, endpoint: str) -> bool:
-        followed.append(endpoint)
-        return endpoint == "second"
-
-    def living(endpoint: str) -> str:
-        return "second" if followed else "first"
-
-    address = EngineEndpoint("first", comes_back=True, living=living, follow=follow)
-    with inflight.Publisher(address, model) as publisher:
+        engine.address = EngineAddress(name, returning)
+    with inflight.Publisher(returning, model) as publisher:
+        assert returning.followers == [publisher]
+        publisher.remove("first")
+        assert publisher.endpoints == set()
+        publisher.add(EngineAddress("second", returning))
         publisher.publish()
         engines["second"].wait_for(1)
-    assert followed == ["first", "second"]
+    assert not engines["first"].announced
 
 
 def test_what_makes_a_publish_fail_is_raised_by_every_later_call(engine, model):

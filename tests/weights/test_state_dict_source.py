@@ -25,12 +25,12 @@ PARAMS = inflight.SamplingParams(max_tokens=6, ignore_eos=True)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def launch(model: str, **options: object) -> inflight.LaunchedEngine:
+def launch(model: str, **options: object) -> inflight.Engine:
     return inflight.launch(model, max_sequences=2, max_context=64, threads=1, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir) -> Iterator[inflight.LaunchedEngine]:
+def engine(model_dir) -> Iterator[inflight.Engine]:
     with launch(model_dir("qwen3")) as engine:
         yield engine
 
@@ -45,7 +45,7 @@ def changed(name: str = "qwen3", seed: int = 1) -> nn.Module:
     return make_model(name, seed=seed)
 
 
-def serves(engine: inflight.LaunchedEngine, model: nn.Module, version: int) -> bool:
+def serves(engine: inflight.Engine, model: nn.Module, version: int) -> bool:
     """Whether the engine draws with this version, and what it draws with is this model."""
     engine.wait_for_version(version)
     [[rollout]] = engine.generate([[1, 2, 3]], PARAMS)

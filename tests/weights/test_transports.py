@@ -42,14 +42,14 @@ from inflight.weights.transports.version_file import write_version
 
 
 @contextmanager
-def engines(model: str, count: int, **options: object) -> Iterator[list[inflight.LaunchedEngine]]:
+def engines(model: str, count: int, **options: object) -> Iterator[list[inflight.Engine]]:
     with ExitStack() as stack:
         options = {"max_sequences": 2, "max_context": 64, "threads": 1, "device": "cpu"} | options
         yield [stack.enter_context(inflight.launch(model, **options)) for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir) -> Iterator[inflight.LaunchedEngine]:
+def engine(model_dir) -> Iterator[inflight.Engine]:
     with engines(model_dir("qwen3"), 1) as [engine]:
         yield engine
 

@@ -76,7 +76,7 @@ _FIXED = {
     "logprobs_mode": "the recorded log-probability is that of the distribution that was sampled from",
     "async_scheduling": "a token would be told of one step after the weights that drew it",
     "pipeline_parallel_size": "several steps would be under way when weights change",
-    "data_parallel_size": "launch_pool() makes several engines",
+    "data_parallel_size": "launch([EngineOptions(…), …]) makes several engines",
     "speculative_config": "it is not tried with weights that change",
     "worker_extension_cls": "inflight has one of its own",
     "lora_modules": "adapters are those of the options lora_rank and adapters, and are published",

@@ -18,9 +18,10 @@ from inflight.core.clock import now_ns
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import resolve_device
 from inflight.engine.shapes import SHAPES
+from inflight.fleet.engine import Engine
+from inflight.fleet.launching import launch
 from inflight.observability.trace import Trace
 from inflight.observability.trace_file import read
-from inflight.session import LaunchedEngine, launch
 from inflight.tools.bench.options import LearningOptions
 from inflight.tools.bench.trace import summarize
 from inflight.tools.demo.run import held_out_accuracy, longest
@@ -198,7 +199,7 @@ class LaggedPublisher:
     max(1, t − lag). The publisher stores lag + 2 copies of the model.
     """
 
-    def __init__(self, engine: LaunchedEngine, model: nn.Module, *, lag: int):
+    def __init__(self, engine: Engine, model: nn.Module, *, lag: int):
         if lag < 0:
             raise ValueError(f"lag must be at least 0 versions, got {lag}")
         self._lag, self._meter = lag, engine.staleness
@@ -236,7 +237,7 @@ class BusyMeter:
     On a CPU it does nothing. The trace is merged in a thread while the run continues.
     """
 
-    def __init__(self, engine: LaunchedEngine, device: torch.device, directory: Path, *, steps: int):
+    def __init__(self, engine: Engine, device: torch.device, directory: Path, *, steps: int):
         """steps: number of steps of the run. TRACED_STEPS of them, near the end, are traced."""
         self._engine, self._path = engine, directory / "busy.json.gz"
         self._first = max(1, int(TRACED_FROM * steps)) if device.type == "cuda" else 0

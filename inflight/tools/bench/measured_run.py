@@ -7,8 +7,8 @@ from typing import Any
 
 from inflight.core.clock import now_ns
 from inflight.core.spans import added_up, start_adding_up, stop_adding_up
+from inflight.fleet.engine import Engine
 from inflight.observability.staleness_meter import StalenessListener
-from inflight.session import LaunchedEngine
 from inflight.tools.bench.spread import joined, percentiles, spread
 from inflight.training.report import StepReport
 
@@ -17,7 +17,7 @@ LAG_POINTS = ("p50", "max")
 
 
 @contextmanager
-def measured(engine: LaunchedEngine) -> "Iterator[MeasuredRun]":
+def measured(engine: Engine) -> "Iterator[MeasuredRun]":
     """Measure the engine until the end of the block."""
     run = MeasuredRun(engine)
     engine.staleness.listener = run
@@ -32,7 +32,7 @@ def measured(engine: LaunchedEngine) -> "Iterator[MeasuredRun]":
 class MeasuredRun(StalenessListener):
     """Keeps every value of a run, step by step and swap by swap."""
 
-    def __init__(self, engine: LaunchedEngine):
+    def __init__(self, engine: Engine):
         self._engine, self._before = engine, engine.status()
         self._measures: dict[str, list[Any]] = {name: [] for name in ("swap_ms", "stall_ms", *AGES)}
         self._times_s, self._tokens = [now_ns() / 1e9], [float(engine.stream.num_tokens)]

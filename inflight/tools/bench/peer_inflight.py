@@ -17,8 +17,8 @@ from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.core.version import __version__
-from inflight.engine.launcher import EngineLauncher
 from inflight.engine.process import make_backend
+from inflight.fleet.process.local import LocalProcess
 from inflight.stream.reader import StreamReader
 from inflight.tools.bench.peer_worker import Generate, Hello, Job, Run, Setup, random_requests, serve
 
@@ -103,12 +103,12 @@ def _in_process(options: EngineOptions) -> tuple[str, Draw, int | None]:
 
 def _on_stream(options: EngineOptions) -> tuple[str, Draw, int | None]:
     """Prepare an engine process, from `submit` to the stream. Returns the same values as `_in_process`."""
-    launcher = EngineLauncher(options)
+    launcher = LocalProcess(options)
     draw = partial(drawn_frames, launcher, StreamReader(launcher.welcome.stream_endpoint))
     return f"submit() to the stream, backend {options.backend}", draw, launcher.pid
 
 
-def drawn_frames(launcher: EngineLauncher, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
+def drawn_frames(launcher: LocalProcess, reader: StreamReader, prompts: list[Prompt]) -> Iterator[TokenFrame]:
     """Submit prompts of one sample each, and yield the frames of all passes until all have ended."""
     launcher.client.call("submit", {"prompts": prompts}, list[int])
     num_finished = 0

@@ -14,7 +14,8 @@ from inflight.core.extras import needing
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import resolve_device
-from inflight.session import LaunchedEngine, launch
+from inflight.fleet.engine import Engine
+from inflight.fleet.launching import launch
 from inflight.tools.bench.measured_run import measured
 from inflight.tools.bench.options import StalenessOptions, TraceOptions
 from inflight.tools.bench.peers import vllm_python
@@ -106,7 +107,7 @@ def random_prompts(vocabulary: int, length: int) -> Iterator[list[int]]:
 @contextmanager
 def engine_and_trainer(
     settings: StalenessOptions | TraceOptions, *, slots: int = 2, backend: str = "inflight", in_turn: bool = False
-) -> Iterator[tuple[LaunchedEngine, PreTrainedModel]]:
+) -> Iterator[tuple[Engine, PreTrainedModel]]:
     """Launch an engine for `sequences` in groups of GROUP_SIZE, and load its trainer in fp32. in_turn: one of them
     works at a time, and has all cores."""
     device = resolve_device(settings.device)

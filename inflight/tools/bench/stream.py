@@ -7,6 +7,7 @@ import resource
 import tempfile
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from rich.table import Table
 from inflight.core.clock import now_ns
 from inflight.core.frames import Finish, FrameHeader, GroupStart, TokenFrame
 from inflight.core.sampling import SamplingParams
-from inflight.stream.inbox import Inbox
 from inflight.stream.journal import JournalWriter
+from inflight.stream.ledger import GroupRecord, Ledger
 from inflight.stream.reader import StreamReader
+from inflight.stream.stream_thread import StreamThread
 from inflight.stream.writer import StreamWriter
 from inflight.tools.bench.options import StreamOptions
 from inflight.tools.plots import new_table
@@ -76,43 +78,38 @@ def _read(writer: Connection, length: int, journal: JournalWriter | None) -> dic
     num_tokens = num_wrong = num_groups = 0
 
     def expect(frame: TokenFrame) -> None:
-        inbox.expect([start.group_id for start in frame.header.groups])
+        ledger.expect([start.group_id for start in frame.header.groups])
 
-    inbox = Inbox(
-        writer.recv(),
-        on_frame=expect,
-        on_group=lambda group: True,
-        check_engine=lambda: None,
-        silence_s=_WAIT_S,
-        journal=journal,
-    )
+    ledger = Ledger()
+    ledger.on_frame = expect
+    reader = StreamReader(writer.recv(), begin=0, held=partial(ledger.held_of, None), journal=journal)
+    thread = StreamThread(reader, ledger, check_engine=lambda: None, silence_s=_WAIT_S)
     expected = np.arange(2 * length, dtype=np.int32)
     began_ns, began_cpu_s = now_ns(), _cpu_s()
     total: dict[str, Any] | None = None
-    with closing(inbox):
+    with closing(thread):
         while total is None or num_groups < total["groups"]:
-            answer = inbox.next()
-            if not isinstance(answer, list):
+            answer = ledger.next()
+            if not isinstance(answer, GroupRecord):
                 if answer is not None:
                     with suppress(TimeoutError):
                         answer.result(0.05)
                 if total is None and writer.poll():
                     total = writer.recv()
                 continue
-            inbox.remove([answer[0].group_id])
-            [rollout] = answer
+            ledger.remove([answer.group_id])
+            [rollout] = answer.rollouts
             num_groups += 1
             num_tokens += len(rollout.token_ids)
             num_wrong += int(np.count_nonzero(rollout.token_ids != expected[: len(rollout.token_ids)]))
         seconds, cpu_s = (now_ns() - began_ns) / 1e9, _cpu_s() - began_cpu_s
         writer.send("done")
-        assert isinstance(inbox.source, StreamReader)
         return {
             "tokens_per_s": total["tokens"] / seconds,
-            "bytes_per_token": inbox.source.num_bytes / total["tokens"],
+            "bytes_per_token": reader.num_bytes / total["tokens"],
             "lost": total["tokens"] - num_tokens + num_wrong,
-            "duplicated": max(0, inbox.num_tokens - total["tokens"]),
-            "frames_sent_again": inbox.source.num_duplicates,
+            "duplicated": max(0, ledger.num_tokens - total["tokens"]),
+            "frames_sent_again": reader.num_duplicates,
             "num_tokens": total["tokens"],
             "seconds": seconds,
             "writer_ns_per_token": total["cpu_s"] / total["tokens"] * 1e9,

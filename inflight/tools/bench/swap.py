@@ -32,8 +32,8 @@ from inflight.core.messages import Prompt, Status
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.device import resolve_device
-from inflight.engine.launcher import EngineLauncher
 from inflight.engine.loading import load_model
+from inflight.fleet.process.local import LocalProcess
 from inflight.stream.reader import StreamReader
 from inflight.tools.bench.options import SwapOptions
 from inflight.tools.bench.peer_inflight import drawn_frames
@@ -44,7 +44,7 @@ from inflight.tools.demo.trainer import torch_threads
 from inflight.tools.plots import new_table
 from inflight.tools.progress import Progress, untold
 from inflight.weights.shared_memory import default_directory
-from inflight.weights.trainer.engine_link import EngineEndpoint
+from inflight.weights.trainer.engine_link import LoneEngine
 from inflight.weights.trainer.publisher import Publisher
 from inflight.weights.transports.slots import Slots
 
@@ -189,7 +189,7 @@ class _Ours(ExitStack):
             threads=setup.threads,
             seed=settings.seed,
         )
-        self._launcher = self.enter_context(closing(EngineLauncher(options)))
+        self._launcher = self.enter_context(closing(LocalProcess(options)))
         on_trainer_side()
         self._reader = self.enter_context(closing(StreamReader(self._launcher.welcome.stream_endpoint)))
         dtype = getattr(torch, setup.dtype if settings.masters == "auto" else settings.masters)
@@ -235,7 +235,7 @@ class _Ours(ExitStack):
         }
 
     def _new_publisher(self, transport: Slots) -> Publisher:
-        endpoint = EngineEndpoint(self._launcher.client.endpoint, self._launcher.check)
+        endpoint = LoneEngine(self._launcher.client.endpoint, self._launcher.check)
         return Publisher(endpoint, self._trainer, transport=transport, timeout_s=600)
 
     def _held(self) -> dict[str, int]:

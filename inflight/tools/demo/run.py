@@ -24,10 +24,11 @@ from inflight.core.spans import span
 from inflight.engine.device import resolve_device
 from inflight.engine.prompts import encode_prompts
 from inflight.engine.shapes import SHAPES
+from inflight.fleet.engine import Engine
+from inflight.fleet.launching import launch
 from inflight.observability.events import EVENTS_FILE
 from inflight.observability.loggers import Logger, open_logger
 from inflight.run import Run
-from inflight.session import LaunchedEngine, launch
 from inflight.tools.demo.checkpoints import (
     OPTIONS_FILE,
     checkpoints,
@@ -231,7 +232,7 @@ class _Run:
         self._dropped = Dropped()
         self._began_ns = 0
 
-    def train(self, engine: LaunchedEngine, model: PreTrainedModel, checkpoint: Path | None) -> None:
+    def train(self, engine: Engine, model: PreTrainedModel, checkpoint: Path | None) -> None:
         """checkpoint: checkpoint to continue from."""
         task, options, recipe = self._task, self._options, self._recipe
         layers = recipe.trained_layers
@@ -282,16 +283,14 @@ class _Run:
         except KeyboardInterrupt:
             self.interrupted = True
 
-    def _evaluate(self, engine: LaunchedEngine, when: str) -> float:
+    def _evaluate(self, engine: Engine, when: str) -> float:
         """Return the accuracy of all held-out prompts, and keep the first answers."""
         rollouts = held_out_answers(engine, self._task, self._task.held_out)
         for example, answer, rollout in zip(self._task.held_out, self.answers, rollouts, strict=False):
             answer |= {"question": _text(example), "expected": example.metadata["answer"], when: rollout.text}
         return accuracy_of(self._task, rollouts)
 
-    def _followed(
-        self, engine: LaunchedEngine, reports: Iterator[StepReport], recorder: RunRecorder
-    ) -> Iterator[StepReport]:
+    def _followed(self, engine: Engine, reports: Iterator[StepReport], recorder: RunRecorder) -> Iterator[StepReport]:
         """Yield the reports. Each is recorded, and some steps are evaluated."""
         task, recipe = self._task, self._recipe
         if not self.resumed_after_step and self.accuracy_before is not None:
@@ -308,7 +307,7 @@ class _Run:
             self._record(engine, report, tokens / seconds, accuracy)
             yield report
 
-    def summary(self, engine: LaunchedEngine) -> dict[str, Any]:
+    def summary(self, engine: Engine) -> dict[str, Any]:
         last = self.records[-1] if self.records else None
         tail, meter, num_tokens = self.records[-10:], engine.staleness, engine.stream.num_tokens
         return {
@@ -352,7 +351,7 @@ class _Run:
         self.records = [StepRecord(**json.loads(line)) for line in lines]
         self._began_ns -= int(self.records[-1].seconds * 1e9)
 
-    def _record(self, engine: LaunchedEngine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
+    def _record(self, engine: Engine, report: StepReport, tokens_per_s: float, accuracy: float | None) -> None:
         staleness, stats, self._dropped = report.staleness, report.stats, report.dropped
         record = StepRecord(
             step=report.step,
@@ -386,12 +385,12 @@ def tracker(options: DemoOptions, out: Path, task: str) -> Iterator[list[Logger]
         yield [logger]
 
 
-def held_out_accuracy(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> float:
+def held_out_accuracy(engine: Engine, task: Task, examples: Sequence[Example]) -> float:
     """Return the share of these prompts whose greedy answer scores 1."""
     return accuracy_of(task, held_out_answers(engine, task, examples))
 
 
-def held_out_answers(engine: LaunchedEngine, task: Task, examples: Sequence[Example]) -> list[Rollout]:
+def held_out_answers(engine: Engine, task: Task, examples: Sequence[Example]) -> list[Rollout]:
     """Return the greedy answer of each prompt."""
     params = SamplingParams(max_tokens=task.max_tokens, temperature=0)
     with span("evaluation"):

@@ -1,9 +1,9 @@
-"""The stream as the trainer sees it: finished groups, scored while others are drawn, and batches of them."""
+"""The stream of the trainer: finished groups, scored while others are drawn, and batches of them."""
 
 import asyncio
 import threading
 import warnings
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,13 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from inflight.core.arguments import named
 from inflight.core.clock import now_ns
 from inflight.core.continuation import Continuation
-from inflight.core.errors import EngineDiedError
-from inflight.core.keys import ClientKeys
 from inflight.core.spans import span
 from inflight.observability.staleness_meter import StalenessMeter
 from inflight.stream.held_groups import Group
-from inflight.stream.inbox import MEMORY_BYTES, SILENCE_S, FrameSource, Inbox
-from inflight.stream.journal import JournalWriter
+from inflight.stream.ledger import GroupRecord, Ledger
+from inflight.stream.stream_thread import FrameSource, StreamThread
 from inflight.training.data.advantages import Advantages, resolve_advantages
 from inflight.training.data.batch import LossObserver, PackedBatch
 from inflight.training.data.nothing_to_learn import NothingToLearn
@@ -32,106 +30,84 @@ _CHECK_S = 0.1
 
 
 class Sharing(Protocol):
-    """What splits batches over the ranks of a trainer."""
+    """Splits batches over the ranks of a trainer."""
 
     def check(self) -> None:
         """Raise if a rank is lost."""
 
     def shares(self, batches: Iterator[PackedBatch], stream: "RolloutStream") -> Iterator[PackedBatch]:
-        """Yield this rank's share of each batch, and give the others theirs."""
+        """Yield this rank's share of each batch, and send the other shares."""
         ...
 
 
 class RolloutStream:
     """Groups in the order in which they finish, or in which they are scored. Safe to use from several threads at once.
 
-    A thread receives them all the time, also while the trainer computes. `check_engine` raises if the engine is known
-    to be dead, `ask_engine` if it does not answer; they are called while nothing arrives. tokenizer_lock: held while
-    the tokenizer is used, which is not safe to use from several threads. in_order: groups are handed out in the order
-    in which they finished, however long each is scored. journal: keeps every frame; it stays its owner's to close.
+    A thread receives them, also while the trainer computes. tokenizer_lock: held while the tokenizer is used; it is not
+    safe to use from several threads. in_order: groups are returned in the order in which they finished, however long
+    each is scored.
     """
 
     def __init__(
         self,
-        source: str | FrameSource,
+        source: FrameSource,
+        ledger: Ledger,
         *,
         tokenizer: PreTrainedTokenizerBase | None,
         meter: StalenessMeter,
-        check_engine: Callable[[], None],
-        ask_engine: Callable[[float], None] = lambda silent_s: None,
-        recover: Callable[[EngineDiedError], str] | None = None,
-        silence_s: float = SILENCE_S,
         tokenizer_lock: AbstractContextManager[Any] | None = None,
-        memory_bytes: int = MEMORY_BYTES,
         in_order: bool = False,
-        journal: JournalWriter | None = None,
-        begin: int | None = 0,
-        keys: ClientKeys | None = None,
+        **options: Any,
     ):
+        """options: the options of `StreamThread`."""
         self._tokenizer, self._tokenizer_lock = tokenizer, tokenizer_lock or threading.Lock()
         self._meter = meter
-        self._scoring = GroupScoring(
-            prepare=self._with_text, ready=lambda group: self.inbox.ready(group), in_order=in_order
-        )
-        self.inbox = Inbox(
-            source,
-            on_frame=meter.frame,
-            on_group=self._scoring.start_if_wanted,
-            on_removed=self._scoring.forget,
-            check_engine=check_engine,
-            ask_engine=ask_engine,
-            recover=recover,
-            silence_s=silence_s,
-            memory_bytes=memory_bytes,
-            journal=journal,
-            begin=begin,
-            keys=keys,
-        )
-        """Where groups arrive, for those who see to it that they do."""
+        self.ledger = ledger
+        """Records of the groups."""
+        self._scoring = GroupScoring(prepare=self._with_text, ready=ledger.ready, in_order=in_order)
+        ledger.on_frame, ledger.on_finished = meter.frame, self._scoring.start_if_wanted
+        self.thread = StreamThread(source, ledger, **options)
+        """Reads the frames."""
         self.sharing: Sharing | None = None
-        """If it is there, `batches` yields this rank's shares alone."""
+        """If set, `batches` yields only the shares of this rank."""
         self.dropped = Dropped()
-        """What `batches` has left out so far, and why."""
+        """Counts of what `batches` has omitted, with the reasons."""
         self.last_reward = float("nan")
-        """Mean reward of the batch that `batches` yielded last."""
+        """Mean reward of the last batch."""
         self.observers: list[LossObserver] = []
         """Functions that every loss of a batch of this stream calls."""
         self._nothing_to_learn = NothingToLearn()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens received so far, of finished and unfinished samples."""
-        return self.inbox.num_tokens
+        """Number of tokens received, of finished and unfinished samples."""
+        return self.ledger.num_tokens
 
     @property
     def state(self) -> str:
-        """What the engine is doing: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
-        "waits for weights", "restarting"; "silent" if it has said nothing for some seconds, and "closed" when nothing
-        comes any more."""
-        return self.inbox.state
+        """State of the engine: "generating" (also while its forward passes are slow), "idle", "paused", "asleep",
+        "waits for weights", "restarting"; "silent" if nothing has arrived for some seconds, and "closed" when nothing
+        arrives any more."""
+        return self.thread.state
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the tokens take which were received and not handed out."""
-        return self.inbox.nbytes
+        """Bytes of the tokens that were received and not returned."""
+        return self.ledger.nbytes
 
     @property
     def outstanding(self) -> list[int]:
-        """Ids of the groups that were submitted and not handed out yet."""
-        return self.inbox.outstanding
-
-    def expect(self, group_ids: Collection[int], *, reserved: bool = False) -> None:
-        """These groups were submitted. Those that are reserved go only to `collect` or `groups` with their ids."""
-        self.inbox.expect(group_ids, reserved=reserved)
+        """Ids of the groups that were submitted and not returned yet."""
+        return self.ledger.outstanding
 
     def drop(self, group_ids: Collection[int]) -> None:
-        """Nobody wants these groups any more; what arrives of them is thrown away."""
-        self.inbox.drop(group_ids)
+        """Discard these groups, also the tokens that arrive later."""
+        self.ledger.drop(group_ids)
 
     def groups(
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> Iterator[Group]:
-        """Every finished group, its samples in order, until nothing that was submitted is outstanding.
+        """Yield every finished group, its samples in order, until no group is outstanding.
 
         group_ids: only these, each as soon as it has finished. None: all that were submitted for training
         (`engine.submit(…)` without `train=False`) and that no call has named.
@@ -153,7 +129,7 @@ class RolloutStream:
     async def agroups(
         self, group_ids: Collection[int] | None = None, *, score: Score | GroupScorer | None = None
     ) -> AsyncIterator[Group]:
-        """The same groups as `groups` yields, for asyncio: `async for group in engine.stream.agroups(ids)`."""
+        """Yield the same groups as `groups`, for asyncio: `async for group in engine.stream.agroups(ids)`."""
         wanted, scorer = self._claim(group_ids, score)
         while (answer := self._hand_out(wanted, scorer)) is not None:
             if isinstance(answer, Future):
@@ -162,33 +138,33 @@ class RolloutStream:
                 yield answer
 
     def collect(self, group_ids: Collection[int], *, timeout_s: float | None = None) -> list[Group]:
-        """These groups, in the order of `group_ids`, as soon as all have finished; others wait for `groups`.
+        """Return these groups, in the order of `group_ids`, as soon as all have finished.
 
         timeout_s: None waits as long as the engine lives and answers. Raises TimeoutError, ValueError if a group is not
         outstanding, and what `groups` raises; then nothing has been taken.
         """
         deadline_ns = None if timeout_s is None else now_ns() + int(timeout_s * 1e9)
-        while isinstance(found := self.inbox.take(group_ids), Future):
+        while isinstance(found := self.ledger.take(group_ids), Future):
             left_s = None if deadline_ns is None else max(0.0, (deadline_ns - now_ns()) / 1e9)
             if not wait([found], timeout=left_s).done:
-                self.inbox.leave(found)
+                self.ledger.leave(found)
                 raise TimeoutError(f"groups {_named(group_ids)} did not finish within {timeout_s} s")
             found.result()
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     async def acollect(self, group_ids: Collection[int]) -> list[Group]:
-        """The same as `collect`, for asyncio."""
-        while isinstance(found := self.inbox.take(group_ids), Future):
+        """Do the same as `collect`, for asyncio."""
+        while isinstance(found := self.ledger.take(group_ids), Future):
             try:
                 await asyncio.wrap_future(found)
             except asyncio.CancelledError:
-                self.inbox.leave(found)
+                self.ledger.leave(found)
                 raise
         return [self._with_text(found[group_id]) for group_id in group_ids]
 
     def partial(self, group_id: int) -> Group:
-        """What has arrived so far of the unfinished samples of a group, without text; raises what `groups` raises."""
-        return self.inbox.partial(group_id)
+        """Return the unfinished samples of a group with their tokens so far, without text. Raises as `groups` does."""
+        return self.ledger.partial(group_id)
 
     @named()
     def batches(
@@ -199,7 +175,7 @@ class RolloutStream:
         staleness: Sequence[StalenessRule] = (),
         advantages: str | Advantages = "grpo",
     ) -> Iterator[PackedBatch]:
-        """Batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
+        """Yield batches of at least `rollouts` rollouts in whole groups, scored, with advantages.
 
         They contain the prompts submitted for training. Prompts submitted with `train=False`, drawn by `generate`, or
         drawn greedily are not among them (`collect` has those). score: a function of a rollout, plain or `async`, or a
@@ -237,9 +213,10 @@ class RolloutStream:
             taken: list[int] = []
             scored = ScoredGroups()
             try:
-                while len(scored.rollouts) < rollouts and (more := (group := self._wait_for_next(scorer)) is not None):
+                while len(scored.rollouts) < rollouts and (more := (record := self._wait_for_next(scorer)) is not None):
+                    group = record.rollouts
                     if group[0].params.greedy:  # it has no importance ratio, and was meant for something else
-                        self.inbox.reserve([group[0].group_id])
+                        self.ledger.reserve([group[0].group_id])
                         num_greedy += 1
                         continue
                     taken.append(group[0].group_id)
@@ -248,9 +225,9 @@ class RolloutStream:
                     trainer_version=self._meter.trainer_version, staleness=staleness, advantages=advantages
                 )
             except BaseException:
-                self.inbox.put_back(taken)
+                self.ledger.put_back(taken)
                 raise
-            self.inbox.remove(taken)
+            self.ledger.remove(taken)
             measure_taken(self._meter, scored, batch)
             self.dropped += scored.dropped
             left_out += scored.dropped
@@ -265,8 +242,8 @@ class RolloutStream:
             _warn_of_no_batch(left_out, num_greedy)
 
     def close(self) -> None:
-        """Read no more, and let the threads go."""
-        self.inbox.close()
+        """Stop reading, and end the threads."""
+        self.thread.close()
         self._scoring.close()
 
     # ---- helpers ------------------------------------------------------------------------------------------------
@@ -274,55 +251,56 @@ class RolloutStream:
     def _claim(
         self, group_ids: Collection[int] | None, score: Score | GroupScorer | None
     ) -> tuple[set[int] | None, GroupScorer | None]:
-        """(the groups that are wanted by name, None for those for training; who scores them)"""
+        """Return the ids of the wanted groups (None: all for training), and their scorer."""
         if group_ids is None:
             return None, None if score is None else self._scoring.score_with(score)
         if score is not None:
             raise ValueError("groups that are asked for by their ids come without rewards: leave score out")
-        self.inbox.reserve(group_ids)
+        self.ledger.reserve(group_ids)
         return set(group_ids), None
 
     def _hand_out(self, wanted: set[int] | None, scorer: GroupScorer | None) -> "Group | Future[None] | None":
-        """The next group, a future that says when to ask again, or None if there are no more."""
+        """Return the next group, a future that is done when to ask again, or None if there are no more."""
         if wanted is None:
             answer = self._borrow(scorer)
-            if isinstance(answer, list):
-                self.inbox.remove([answer[0].group_id])
-            return answer
-        answer = self.inbox.take(wanted, 1) if wanted else None
+            if not isinstance(answer, GroupRecord):
+                return answer
+            self.ledger.remove([answer.group_id])
+            return answer.rollouts
+        answer = self.ledger.take(wanted, 1) if wanted else None
         if isinstance(answer, dict):
             [(group_id, group)] = answer.items()
             wanted.discard(group_id)
             return self._with_text(group)
         return answer
 
-    def _borrow(self, scorer: GroupScorer | None) -> "Group | Future[None] | None":
-        """The next group for training, with the rewards of this scorer if there is one. It stays outstanding until it
-        is removed from the inbox, and must be put back if it is not used."""
-        while isinstance(group := self.inbox.next(), list):
-            group_id = group[0].group_id
+    def _borrow(self, scorer: GroupScorer | None) -> "GroupRecord | Future[None] | None":
+        """Lend the next group for training, with the rewards of this scorer if there is one. It stays outstanding until
+        it is removed from the ledger, and must be put back if it is not used."""
+        while isinstance(record := self.ledger.next(), GroupRecord):
             try:
-                if scorer is None or self._scoring.has_rewards(group, scorer):
-                    return self._with_text(group)
+                if scorer is None or self._scoring.has_rewards(record, scorer):
+                    self._with_text(record.rollouts)
+                    return record
             except BaseException:
-                self.inbox.put_back([group_id])
+                self.ledger.put_back([record.group_id])
                 raise
-            self.inbox.hold(group_id)
-            self._scoring.start(group, scorer)
-        return group
+            self.ledger.hold(record)
+            self._scoring.start(record, scorer)
+        return record
 
-    def _wait_for_next(self, scorer: GroupScorer) -> Group | None:
+    def _wait_for_next(self, scorer: GroupScorer) -> GroupRecord | None:
         while isinstance(answer := self._borrow(scorer), Future):
             with span("wait for rollouts"):
                 if self.sharing is not None:
                     while not wait([answer], timeout=_CHECK_S).done:
                         self.sharing.check()
-                answer.result()  # as long as generation takes: the inbox asks whether the engine is there
+                answer.result()  # as long as generation takes: a thread checks that the engine is there
         return answer
 
     def text_of_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself, special ones included; "" for each without a tokenizer. Bytes that are part
-        of a character are shown as U+FFFD."""
+        """Return the text of each token by itself, including special tokens; "" for each without a tokenizer. A part of
+        a character becomes U+FFFD."""
         if self._tokenizer is None:
             return [""] * len(token_ids)
         with self._tokenizer_lock:

@@ -8,7 +8,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from inflight.core.arguments import named
 from inflight.core.rollout import Rollout
 from inflight.core.spans import span
 from inflight.stream.held_groups import Group
+from inflight.stream.ledger import GroupRecord
 from inflight.training.data.score_processes import ProcessTimeout, ScoreProcesses
 from inflight.training.data.scored_groups import LEAST_MEMBERS
 
@@ -259,41 +260,46 @@ def _reward(value: Any) -> Reward:
     return reward if math.isfinite(reward) else math.nan
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Scoring:
-    """One group that is being scored, or has been."""
+    """A group that is being scored, or has been."""
 
-    group: Group
+    record: GroupRecord
     scorer: GroupScorer
     done: bool = False
     error: BaseException | None = None
-    """What the score function raised."""
+    """The exception of the score function."""
+
+    @property
+    def is_last(self) -> bool:
+        """False if another scorer has taken over, or the group is not outstanding."""
+        return self.record.scoring is self and self.record.is_finished
 
 
 class GroupScoring:
-    """Has groups scored as they finish, by the scorer that was asked for last. Safe to use from several threads.
+    """Scores groups as they finish, with the scorer of the last request. Safe to use from several threads.
 
-    prepare: called with a group before it is scored, by the scorer's thread. ready: called with a group whose scoring
-    has ended; returns False if nobody wants the group any more. in_order: `ready` is called in the order in which the
-    scorings began, however long each takes.
+    The record of a group keeps its last scoring. prepare: called with a group before it is scored, by the scorer's
+    thread. ready: called with the record of a group whose scoring has ended; returns False if no caller gets the group
+    any more. in_order: `ready` is called in the order in which the scorings began, however long each takes.
     """
 
-    def __init__(self, *, prepare: Prepare, ready: Callable[[Group], bool], in_order: bool = False):
+    def __init__(self, *, prepare: Prepare, ready: Callable[[GroupRecord], bool], in_order: bool = False):
         self._prepare, self._ready, self._in_order = prepare, ready, in_order
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         """Held while groups that are in order become ready."""
         self._queue: deque[_Scoring] = deque()
-        """Scorings in the order in which they began, if that is the order of groups."""
+        """Scorings in the order in which they began, if groups leave in that order."""
         self._scorer: GroupScorer | None = None
-        """The one that was asked for last."""
+        """The scorer of the last request."""
         self._own_scorer: Scorer | None = None
         """The scorer that was made here, of a plain function."""
-        self._scorings: dict[int, _Scoring] = {}
-        """Maps group ids to the last scoring of each group."""
+        self._busy: set[_Scoring] = set()
+        """Scorings that have not ended."""
 
     def score_with(self, score: Score | GroupScorer) -> GroupScorer:
-        """From now on score groups with this as they finish, also those that another scorer is busy with. Returns the
+        """Score groups with this from now on as they finish, and again if another scorer is busy with them. Returns the
         scorer."""
         with self._lock:
             if isinstance(score, GroupScorer):
@@ -305,65 +311,60 @@ class GroupScoring:
                     self._own_scorer.close()
                 scorer = self._own_scorer = Scorer(score)
             self._scorer = scorer
-            overtaken = [s.group for s in self._scorings.values() if not s.done and s.scorer is not scorer]
-            scorings = [self._register(group, scorer) for group in overtaken]
+            overtaken = [s.record for s in self._busy if s.is_last and s.scorer is not scorer]
+            scorings = [self._register(record, scorer) for record in overtaken]
         for scoring in scorings:
             self._begin(scoring)
         return scorer
 
-    def start_if_wanted(self, group: Group) -> bool:
-        """Begin to score a group that has just finished. Returns True if there is nothing to wait for: nobody has asked
-        for scores, or the group gets none."""
+    def start_if_wanted(self, record: GroupRecord) -> bool:
+        """Start scoring a group that has just finished. Returns True if there is nothing to wait for: no caller has
+        asked for scores, or the group gets none."""
         with self._lock:
-            if self._scorer is None or not (self._in_order or to_score(group, self._scorer)):
+            if self._scorer is None or not (self._in_order or to_score(record.rollouts, self._scorer)):
                 return True
-            scoring = self._register(group, self._scorer)
+            scoring = self._register(record, self._scorer)
         self._begin(scoring)
         return False
 
-    def start(self, group: Group, scorer: GroupScorer) -> None:
-        """Begin to score a group; `ready` is called at the end."""
+    def start(self, record: GroupRecord, scorer: GroupScorer) -> None:
+        """Start scoring a group; `ready` is called at the end."""
         with self._lock:
-            scoring = self._register(group, scorer)
+            scoring = self._register(record, scorer)
         self._begin(scoring)
 
-    def has_rewards(self, group: Group, scorer: GroupScorer) -> bool:
-        """Whether the group has the rewards that this scorer gave it, or gets none from anybody. Raises what the score
-        function raised, once; after that the group counts as not scored."""
+    def has_rewards(self, record: GroupRecord, scorer: GroupScorer) -> bool:
+        """Return whether the group has the rewards of this scorer, or gets none from any. Raises the exception of the
+        score function, once; after that the group counts as not scored."""
         with self._lock:
-            scoring = self._scorings.get(group[0].group_id)
+            scoring: _Scoring | None = record.scoring
             if scoring is not None and scoring.error is not None:
-                del self._scorings[group[0].group_id]
+                record.scoring = None
         if scoring is not None and scoring.scorer is scorer:
             if scoring.error is not None:
                 raise scoring.error
             return scoring.done
-        return not to_score(group, scorer)
-
-    def forget(self, group_ids: Collection[int]) -> None:
-        """These groups are in somebody's hands; nobody asks about them again."""
-        with self._lock:
-            for group_id in group_ids:
-                self._scorings.pop(group_id, None)
+        return not to_score(record.rollouts, scorer)
 
     def close(self) -> None:
-        """Let the threads of the own scorer go."""
+        """End the threads of the own scorer."""
         with self._lock:
             scorer, self._own_scorer = self._own_scorer, None
         if scorer is not None:
             scorer.close()
 
-    def _register(self, group: Group, scorer: GroupScorer) -> _Scoring:
-        """From now on, this is the last scoring of the group: what another scorer makes of it is not wanted."""
-        scoring = _Scoring(group, scorer)
-        self._scorings[group[0].group_id] = scoring
+    def _register(self, record: GroupRecord, scorer: GroupScorer) -> _Scoring:
+        """Make the last scoring of the group: results of earlier ones are ignored."""
+        record.scoring = scoring = _Scoring(record, scorer)
+        self._busy.add(scoring)
         if self._in_order:
             self._queue.append(scoring)
         return scoring
 
     def _begin(self, scoring: _Scoring) -> None:
-        if self._is_last(scoring) and (members := to_score(scoring.group, scoring.scorer)):
-            rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(scoring.group))
+        group = scoring.record.rollouts
+        if scoring.is_last and (members := to_score(group, scoring.scorer)):
+            rewards = scoring.scorer.start(members, prepare=lambda _: self._prepare(group))
             rewards.add_done_callback(partial(self._end, scoring, members))
         else:  # it waits for its turn alone
             self._make_ready(scoring)
@@ -371,14 +372,16 @@ class GroupScoring:
     def _end(self, scoring: _Scoring, members: Group, rewards: "Future[list[Reward]]") -> None:
         with self._lock:
             scoring.error = CancelledError() if rewards.cancelled() else rewards.exception()
-            if self._is_last(scoring) and scoring.error is None:
+            if scoring.is_last and scoring.error is None:
                 for rollout, reward in zip(members, rewards.result(), strict=True):
                     rollout.reward = reward
         self._make_ready(scoring)
 
     def _make_ready(self, scoring: _Scoring) -> None:
         """This scoring has ended: its group is ready, and those whose turn it is then."""
-        scoring.done = True
+        with self._lock:
+            scoring.done = True
+            self._busy.discard(scoring)
         if not self._in_order:
             self._tell(scoring)
             return
@@ -387,12 +390,8 @@ class GroupScoring:
                 self._tell(self._queue.popleft())
 
     def _tell(self, scoring: _Scoring) -> None:
-        if self._is_last(scoring) and not self._ready(scoring.group):
-            self.forget([scoring.group[0].group_id])
-
-    def _is_last(self, scoring: _Scoring) -> bool:
-        """False if another scorer has taken over, or nobody wants the group."""
-        return self._scorings.get(scoring.group[0].group_id) is scoring
+        if scoring.is_last:
+            self._ready(scoring.record)
 
 
 def to_score(group: Group, scorer: GroupScorer) -> Group:

@@ -3,8 +3,9 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -59,30 +60,73 @@ _CHECKSUMS_S = 600.0
 """Time limit for an engine to compute the checksums of its weights."""
 
 
+class PublishedEngine(Protocol):
+    """An engine of one member or several, as its publishers need to know it."""
+
+    @property
+    def changing(self) -> Any:
+        """Lock that is held while members join and leave, and while a publisher attaches."""
+        ...
+
+    @property
+    def comes_back(self) -> bool:
+        """True if another process takes the place of one that ends, until `check` raises."""
+        ...
+
+    def check(self) -> None:
+        """Raise if no member is left."""
+
+    def serving(self) -> "list[EngineAddress]":
+        """Return the processes that serve. While all are being restarted, wait for one. Raises what `check` does."""
+        ...
+
+    def follow(self, publisher: Any) -> None:
+        """Call `publisher.add` with each process that joins, and `publisher.remove` when it has ended. Called with
+        `changing` held."""
+
+    def published(self, version: int, called_ns: int) -> None:
+        """Note a call of `publish()`."""
+
+    def stepped(self, unpublished_steps: int) -> None:
+        """Note the number of optimizer steps since the last publish."""
+
+    def kill(self, endpoint: str) -> None:
+        """End a process that gets no more versions, since it did not answer. Called if it comes back."""
+
+
 @dataclass(frozen=True, slots=True)
-class EngineEndpoint:
-    """An engine, as a publisher needs to know it."""
+class EngineAddress:
+    """A process of an engine."""
 
     endpoint: str
-    check: Callable[[], None] = lambda: None
-    """Called while waiting for the engine; raises if it is known to be dead."""
-    on_publish: Callable[[int, int], None] = lambda version, called_ns: None
-    """Called with every publish."""
-    on_step: Callable[[int], None] = lambda unpublished_steps: None
-    """Called before every optimizer step, with the number of steps since the last publish."""
-    comes_back: bool = False
-    """An engine that ends has a successor, which `Publisher.replace` is told of, until `check` raises."""
-    keys: Callable[[str], ClientKeys | None] = lambda endpoint: None
-    """Returns the keys for an endpoint of TCP: this one, or that of a successor."""
-    end: Callable[[str], None] = lambda endpoint: None
-    """Called with the endpoint of an engine that comes back and is sent nothing more, as it did not answer."""
-    check_process: Callable[[str], None] = lambda endpoint: None
-    """Raises EngineDiedError if the process at an endpoint, this one or an earlier one, is known to have ended."""
-    living: Callable[[str], str] = lambda endpoint: endpoint
-    """Returns the endpoint of the process that serves, given an earlier one; while the engine is being restarted it
-    waits for that. Raises EngineDiedError if none will serve."""
-    follow: Callable[[Any, str], bool] = lambda publisher, endpoint: True
-    """Has `Publisher.replace` told of successors of the process at an endpoint. False if that does not serve."""
+    """Its control socket."""
+    engine: PublishedEngine
+    keys: ClientKeys | None = None
+    """The keys for an endpoint of TCP."""
+    check_process: Callable[[], None] = lambda: None
+    """Raises EngineDiedError if the process is known to have ended."""
+
+
+class LoneEngine:
+    """An engine of which only the endpoint of its process is known."""
+
+    comes_back = False
+
+    def __init__(self, endpoint: str, check: Callable[[], None] = lambda: None):
+        """check: raises if the process is known to have ended."""
+        self.changing: AbstractContextManager[Any] = nullcontext()
+        self._endpoint, self._check = endpoint, check
+
+    def check(self) -> None:
+        self._check()
+
+    def serving(self) -> list[EngineAddress]:
+        return [EngineAddress(self._endpoint, self)]
+
+    def follow(self, publisher: Any) -> None: ...
+    def published(self, version: int, called_ns: int) -> None: ...
+    def stepped(self, unpublished_steps: int) -> None: ...
+    def kill(self, endpoint: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +141,11 @@ class EngineLink:
     """An engine that this process publishes to. The constructor attaches to it.
 
     Raises LayoutMismatchError, naming the difference, PublisherConflictError if another publisher lives,
-    EngineHungError, VersionMismatchError, EngineDiedError, or the error of `address.check`. Only `check`,
+    EngineHungError, VersionMismatchError, EngineDiedError, or the error of `PublishedEngine.check`. Only `check`,
     `messages.give_up` and `lock.unlock` are safe in other threads.
     """
 
-    def __init__(self, address: EngineEndpoint, source: WeightSource, *, transport: str, timeout_s: float):
+    def __init__(self, address: EngineAddress, source: WeightSource, *, transport: str, timeout_s: float):
         """transport: its name at the engine. timeout_s: maximum silence of the engine during a wait. A slot can take
         longer."""
         self.address = address
@@ -170,9 +214,9 @@ class EngineLink:
         self.version = record.version
 
     def check(self) -> None:
-        """Raise the error of `address.check`, or EngineDiedError if this process of the engine has ended."""
-        self.address.check()
-        self.address.check_process(self.address.endpoint)
+        """Raise EngineDiedError if no member of the engine is left, or if this process has ended."""
+        self.address.engine.check()
+        self.address.check_process()
         if self.lock.engine_has_ended():
             raise EngineDiedError(f"the engine at {self.address.endpoint} has ended")
 
@@ -212,7 +256,7 @@ class EngineMessages:
 
     def __init__(
         self,
-        address: EngineEndpoint,
+        address: EngineAddress,
         check: Callable[[], None],
         unasked: Callable[[FromEngine | InflightError], None],
         *,
@@ -224,8 +268,7 @@ class EngineMessages:
         self._given_up = False
         self._keeps_slots_because = ""
         """The reason why the engine keeps its slots, from its last status."""
-        keys = address.keys(address.endpoint)
-        self._connection = Connection(address.endpoint, unasked, linger_ms=_LINGER_MS, keys=keys)
+        self._connection = Connection(address.endpoint, unasked, linger_ms=_LINGER_MS, keys=address.keys)
         self.ticket, self.pump, self.close = self._connection.ticket, self._connection.pump, self._connection.close
 
     def send(self, message: ToEngine) -> Answer:

@@ -8,7 +8,7 @@ weights in the calling thread before it returns.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,14 @@ from inflight.core.errors import EngineDiedError, InflightError, NonFiniteWeight
 from inflight.core.spans import note, span
 from inflight.core.waiting import LOG_EVERY_S
 from inflight.weights.cuda_ipc import use_own_stream
-from inflight.weights.trainer.engine_link import DirectSlots, EngineEndpoint, EngineLink, PublishedVersion
+from inflight.weights.trainer.engine_link import (
+    DirectSlots,
+    EngineAddress,
+    EngineLink,
+    LoneEngine,
+    PublishedEngine,
+    PublishedVersion,
+)
 from inflight.weights.trainer.lora import PeftSource
 from inflight.weights.trainer.published_model import classify
 from inflight.weights.trainer.sharded import ShardGroup
@@ -41,7 +48,7 @@ _GIVE_UP_S = 5.0
 """Bound for a thread to give up."""
 
 Engine = Any
-"""A LaunchedEngine, an EngineEndpoint, or the name of the endpoint of an engine's control socket."""
+"""An `inflight.Engine`, a PublishedEngine, or the name of the endpoint of an engine's control socket."""
 
 
 @named()
@@ -96,12 +103,15 @@ class Publisher:
         several = isinstance(engines, Sequence) and not isinstance(engines, str)
         if several and not engines:
             raise ValueError("a publisher needs at least one engine to begin with")
-        first, *others = engines if several else [engines]
+        self._engines = [_published(engine) for engine in (engines if several else [engines])]
         target: DirectSlots | StagingBuffer | None = None
+        changing = contextlib.ExitStack()
         try:
-            address = _address(first)
-            link = self._attach_to_living(address, transport)
-            self._addresses = [replace(address, endpoint=link.address.endpoint)]
+            for engine in self._engines:
+                changing.enter_context(engine.changing)
+            link, others = self._attach_first(transport)
+            self.endpoints = {link.address.endpoint}
+            """Control sockets of the processes that get versions."""
             self._aliases = link.attached.aliases
             self._target = target = self._make_target(link, transport, None if others else slot_timeout_s)
             self.matches = link.matches
@@ -110,9 +120,11 @@ class Publisher:
             self._published = self._warned = False
             self.version = link.version
             """The version that the last `publish()` returned."""
-            self._follow(self._addresses[0])
-            for engine in others:
-                self.add(engine, transport=transport)
+            for address in others:
+                with contextlib.suppress(EngineDiedError) if address.engine.comes_back else contextlib.nullcontext():
+                    self._add(address, transport)
+            for engine in self._engines:
+                engine.follow(self)
         except BaseException as error:
             self.closed = True
             reason = error if isinstance(error, InflightError) else InflightError(f"rank 0 failed: {error!r}")
@@ -121,6 +133,8 @@ class Publisher:
             if target is not None:
                 target.close()
             raise
+        finally:
+            changing.close()
         self._source.start((link.layout, self.version))
         self._unpublished_steps = 0
         if self.matches is False:  # the engine's weights are as stale as after an optimizer step
@@ -131,40 +145,35 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="inflight-publisher", daemon=True)
         self._thread.start()
 
-    def add(self, engine: Engine, *, transport: Transport | None = None) -> None:
-        """Send another engine, perhaps in place of one that was lost, the version that was sent last and all later
-        ones. transport: None takes that of this publisher. Raises as making a Publisher does, and InflightError if this
-        one writes straight to an engine's slots."""
-        address, transport = _address(engine), transport or self._transport
-        link = self._target.add(partial(self._attach_to_living, address, transport), transport)
-        address = replace(address, endpoint=link.address.endpoint)
+    def add(self, engine: Engine | EngineAddress, *, transport: Transport | None = None) -> None:
+        """Send another engine the version that was sent last and all later ones. engine: also a process that joins one
+        of the engines. transport: None takes that of this publisher. Raises as making a Publisher does, and
+        InflightError if this one writes straight to an engine's slots."""
+        transport = transport or self._transport
+        if isinstance(engine, EngineAddress):
+            self._add(engine, transport)
+            return
+        added = _published(engine)
+        with added.changing:
+            for address in added.serving():
+                self._add(address, transport)
+            with self._condition:
+                self._engines = [*self._engines, added]
+            added.follow(self)
+
+    def _add(self, address: EngineAddress, transport: Transport) -> None:
+        link = self._target.add(partial(self._attach, address, transport), transport)
         with self._condition:
             self.matches = self.matches and link.matches
             self.version = max(self.version, link.version)
-            self._addresses = [*self._addresses, address]
-        self._follow(address)
+            self.endpoints = self.endpoints | {address.endpoint}
 
-    def remove(self, endpoints: Collection[str]) -> None:
-        """Send engines that have one of these endpoints nothing more; another one is left."""
+    def remove(self, endpoint: str) -> None:
+        """Send the process at this endpoint nothing more, and free the memory that this process shared with it."""
         with self._condition:
-            self._addresses = [address for address in self._addresses if address.endpoint not in endpoints]
-        self.let_go(endpoints)
-
-    def let_go(self, endpoints: Collection[str]) -> None:
-        """Engines that come back under other endpoints have ended: free the memory that this process shared with
-        them, which successors may need."""
+            self.endpoints = self.endpoints - {endpoint}
         if isinstance(self._target, StagingBuffer):
-            self._target.let_go(endpoints)
-
-    def replace(self, endpoints: Collection[str], successor: str) -> None:
-        """An engine that had one of these endpoints came back under another one: send it the version that was sent
-        last, and all later ones."""
-        [old] = [address for address in self._addresses if address.endpoint in endpoints]
-        new = replace(old, endpoint=successor)
-        link = self._target.add(partial(self._attach, new, self._transport), self._transport)
-        with self._condition:
-            self.version = max(self.version, link.version)
-            self._addresses = [new if address is old else address for address in self._addresses]
+            self._target.let_go([endpoint])
 
     def continue_from(self, version: int) -> None:
         """Give the next publish this number, in a run that goes on. Raises ValueError unless it is larger than that of
@@ -240,9 +249,9 @@ class Publisher:
         """Raise the error of a publish, if there is one."""
         if self._error is not None:
             raise self._error
-        returning = [address for address in self._addresses if address.comes_back]
-        for address in returning:
-            address.check()
+        returning = [engine for engine in self._engines if engine.comes_back]
+        for engine in returning:
+            engine.check()
         if not self.closed and not returning:
             self._target.check()
         refused, self._refused = self._refused, None
@@ -298,8 +307,8 @@ class Publisher:
         self.version += 1
         self._unpublished_steps = 0
         self._published = True
-        for address in self._addresses:
-            address.on_publish(self.version, called_ns)
+        for engine in self._engines:
+            engine.published(self.version, called_ns)
         return PublishedVersion(self.version, called_ns)
 
     def _check_open(self) -> None:
@@ -316,10 +325,10 @@ class Publisher:
 
     def _count_step(self) -> None:
         self._unpublished_steps += 1
-        for address in self._addresses:
-            address.on_step(self._unpublished_steps)
+        for engine in self._engines:
+            engine.stepped(self._unpublished_steps)
 
-    def _attach(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
+    def _attach(self, address: EngineAddress, transport: Transport) -> EngineLink:
         if not isinstance(transport, Transport):
             raise TypeError(
                 "transport must be inflight.Slots(), inflight.Broadcast(), inflight.Files(directory=…) or one of your "
@@ -327,24 +336,16 @@ class Publisher:
             )
         return EngineLink(address, self._source, transport=transport.name(), timeout_s=self._timeout_s)
 
-    def _attach_to_living(self, address: EngineEndpoint, transport: Transport) -> EngineLink:
-        """Attach to the process that serves; while the engine is being restarted, to the next one."""
+    def _attach_first(self, transport: Transport) -> tuple[EngineLink, list[EngineAddress]]:
+        """Attach to a process that serves; while the engine is being restarted, to the next one. Returns the others,
+        too."""
         while True:
-            address = replace(address, endpoint=address.living(address.endpoint))
+            first, *others = [address for engine in self._engines for address in engine.serving()]
             try:
-                return self._attach(address, transport)
+                return self._attach(first, transport), others
             except EngineDiedError:
-                if not address.comes_back:
+                if not first.engine.comes_back:
                     raise
-
-    def _follow(self, address: EngineEndpoint) -> None:
-        """From now on be told of this engine's successors. One that it has by now is sent what there is."""
-        endpoint = address.endpoint
-        while not address.follow(self, endpoint):
-            successor = address.living(endpoint)
-            with contextlib.suppress(EngineDiedError):  # the next one takes its place
-                self.replace({endpoint}, successor)
-                endpoint = successor
 
     def _make_target(
         self, link: EngineLink, transport: Transport, slot_timeout_s: float | None
@@ -355,7 +356,7 @@ class Publisher:
         try:
             if slot_timeout_s is not None and isinstance(transport, Slots):
                 self._transport = transport = replace(transport, timeout_s=slot_timeout_s)
-                if not may_spoil and not link.address.comes_back:
+                if not may_spoil and not link.address.engine.comes_back:
                     return DirectSlots(
                         link, self._refuse, slot_timeout_s=slot_timeout_s, with_checksum=transport.checksum
                     )
@@ -452,10 +453,10 @@ def _source_of(model: nn.Module | WeightSource | Weights | Callable[[], Weights]
     return sources[classified.kind](classified)
 
 
-def _address(engine: Engine) -> EngineEndpoint:
-    if isinstance(engine, EngineEndpoint):
-        return engine
-    return EngineEndpoint(engine) if isinstance(engine, str) else engine.address
+def _published(engine: Engine) -> PublishedEngine:
+    if isinstance(engine, str):
+        return LoneEngine(engine)
+    return engine if hasattr(engine, "serving") else engine.address.engine
 
 
 def _check_finite_values(version: int, views: dict[str, torch.Tensor]) -> None:

@@ -200,8 +200,8 @@ class StagingBuffer:
         self.lost[engine.address.endpoint] = error.with_traceback(None)
         if isinstance(error, EngineBusyError) and not self.engines:
             self._error = error  # A successor would lose the versions of pinned requests.
-        elif engine.address.comes_back:  # Otherwise it would continue with old weights.
-            engine.address.end(engine.address.endpoint)
+        elif engine.address.engine.comes_back:  # Otherwise it would continue with old weights.
+            engine.address.engine.kill(engine.address.endpoint)
         engine.detach()
 
     def _remove_ended(self) -> None:

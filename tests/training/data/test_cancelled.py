@@ -20,7 +20,7 @@ def send(wire: Wire, *reasons: list[str], **params: float) -> None:
         starts.append(GroupStart(group_id, count, [1], SamplingParams(n=len(of_group), **params)))
         finishes += [Finish(count + sample, reason, 1) for sample, reason in enumerate(of_group)]
         count += len(of_group)
-    wire.stream.expect(range(len(reasons)))
+    wire.stream.ledger.expect(range(len(reasons)))
     wire.send(make_frame(count, 0, groups=starts, finishes=finishes, next_group_id=len(reasons)))
 
 

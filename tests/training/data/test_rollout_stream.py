@@ -10,14 +10,14 @@ from inflight.core.frames import MAGIC, TokenFrame
 
 
 def test_groups_end_when_all_that_was_submitted_was_handed_out(wire):
-    wire.stream.expect([0, 1])
+    wire.stream.ledger.expect([0, 1])
     wire.send(make_frame(2, 0, groups=starts(0, 1), finishes=ends(1)), make_frame(0, 1, finishes=ends(0)))
     assert [group[0].group_id for group in wire.stream.groups()] == [1, 0]
     assert list(wire.stream.groups()) == []
 
 
 def test_collect_leaves_other_groups_to_the_stream(wire):
-    wire.stream.expect([0, 1, 2])
+    wire.stream.ledger.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(2, 0, 1)))
     assert [group[0].group_id for group in wire.stream.collect([1, 2])] == [1, 2]
     with pytest.raises(ValueError, match=r"groups \[1\] are not outstanding"):
@@ -27,7 +27,7 @@ def test_collect_leaves_other_groups_to_the_stream(wire):
 
 @pytest.mark.parametrize("damage", [[], [MAGIC + b"garbage"]], ids=["lost", "garbage"])
 def test_after_lost_frames_what_was_in_flight_ends_as_an_error_and_the_rest_goes_on(wire, damage):
-    wire.stream.expect([0, 1, 2, 3])
+    wire.stream.ledger.expect([0, 1, 2, 3])
     wire.send(
         make_frame(2, 0, groups=starts(0, 1), finishes=ends(0), next_group_id=2),
         *damage,  # frame 1, which announced group 2
@@ -54,12 +54,12 @@ def columns(request_id: int):
 
 
 def test_an_interrupted_collect_loses_nothing(wire):
-    wire.stream.expect([0, 1, 2])
+    wire.stream.ledger.expect([0, 1, 2])
     wire.send(make_frame(3, 0, groups=starts(0, 1, 2), finishes=ends(0, 2)))
     with pytest.raises(TimeoutError, match=r"groups 1, 2 did not finish within 0.05 s"):
         wire.stream.collect([1, 2], timeout_s=0.05)
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(wire.stream.acollect([1, 2]), 0.05))
-    assert not wire.stream.inbox.held_of(None, 0, 0).waits, "nobody does any more"
+    assert not wire.stream.ledger.held_of(None, 0, 0).waits, "nobody does any more"
     wire.send(make_frame(0, 1, finishes=ends(1)))
     assert sorted(group[0].group_id for group in wire.stream.groups()) == [0, 1, 2]

@@ -15,6 +15,7 @@ from waiting import wait_until
 from inflight.core.frames import Finish
 from inflight.core.rollout import Rollout
 from inflight.core.sampling import SamplingParams
+from inflight.stream.ledger import GroupRecord, Owner, State
 from inflight.training.data.scored_groups import Dropped
 from inflight.training.data.scoring import _REMEMBERED, GroupScoring, Scorer
 
@@ -22,7 +23,7 @@ from inflight.training.data.scoring import _REMEMBERED, GroupScoring, Scorer
 def send_groups(wire, count):
     """Groups 0 … count − 1 of one sample of one token, in one frame."""
     ids = list(range(count))
-    wire.stream.expect(ids)
+    wire.stream.ledger.expect(ids)
     wire.send(make_frame(count, 0, groups=starts(*ids), finishes=ends(*ids), next_group_id=count))
 
 
@@ -78,7 +79,7 @@ def test_scores_are_computed_at_the_same_time_and_while_the_trainer_is_busy(wire
     assert len(list(iterator)) == 5
 
     seen = []
-    wire.stream.expect([6, 7])
+    wire.stream.ledger.expect([6, 7])
     iterator = batches(wire, lambda rollout: seen.append(rollout.group_id) or 1.0, rollouts=1)
     wire.send(make_frame(7, 1, groups=starts(6), finishes=ends(6), next_group_id=7))
     next(iterator)
@@ -170,8 +171,8 @@ def test_rewards_of_another_function_are_not_taken_for_those_that_were_asked_for
 
 
 def test_what_is_not_submitted_for_training_is_not_trained_on(wire):
-    wire.stream.expect([0, 2])
-    wire.stream.expect([1, 3], reserved=True)
+    wire.stream.ledger.expect([0, 2])
+    wire.stream.ledger.expect([1, 3], reserved=True)
     wire.send(make_frame(4, 0, groups=starts(0, 1, 2, 3), finishes=ends(0, 1, 2, 3), next_group_id=4))
     assert rewards(batches(wire, by_group)) == [0, 2]
     assert wire.stream.outstanding == [1, 3]
@@ -255,7 +256,7 @@ def test_nothing_is_remembered_of_groups_that_were_dropped_or_taken_by_name(wire
         may_end.wait(20)
         return by_group(rollout)
 
-    wire.stream.expect([0, 1, 2, 3])
+    wire.stream.ledger.expect([0, 1, 2, 3])
     batches = wire.stream.batches(rollouts=1, score=Scorer(score, workers=4))
     if when == "after":
         may_end.set()
@@ -266,17 +267,17 @@ def test_nothing_is_remembered_of_groups_that_were_dropped_or_taken_by_name(wire
         wire.stream._scoring.score_with(score)
     arrive(wire, [0, 1, 2], 1)
     begun.wait(20)
-    wire.stream.drop([0])
+    wire.stream.ledger.drop([0])
     assert wire.stream.collect([1])[0][0].group_id == 1
     may_end.set()
     assert {rollout.group_id for batch in batches for rollout in batch.rollouts} <= {2, 3}
     assert wire.stream.outstanding == []
-    assert wire.stream._scoring._scorings == {}
+    wait_until(lambda: not wire.stream._scoring._busy)
 
 
 def test_a_group_that_another_scorer_is_busy_with_is_scored_by_the_one_that_was_asked_for_last(wire):
     may_end = threading.Event()
-    wire.stream.expect([0])
+    wire.stream.ledger.expect([0])
     slow, quick = Scorer(lambda rollout: may_end.wait(20) and -1.0), Scorer(by_group)
     wire.stream._scoring.score_with(slow)
     arrive(wire, [0])
@@ -301,8 +302,9 @@ class SlowAfterwards:
 
 
 def test_a_scoring_that_is_cancelled_while_another_scorer_takes_over_does_not_make_its_group_ready():
-    group, ready, never = group_of(0, 1), [], threading.Event()
-    scoring = GroupScoring(prepare=lambda group: None, ready=lambda group: not ready.append(group[0].reward))
+    ready, never = [], threading.Event()
+    group = GroupRecord(0, Owner.TRAINING, State.FINISHED, group_of(0, 1))
+    scoring = GroupScoring(prepare=lambda group: None, ready=lambda record: not ready.append(record.rollouts[0].reward))
     try:
         scoring.score_with(lambda rollout: never.wait() and -1.0)
         scoring.start_if_wanted(group)
@@ -324,7 +326,7 @@ def test_a_score_function_that_raised_is_called_again_and_what_it_raised_is_rais
             raise errors.pop()
         return 1.0
 
-    wire.stream.expect([0])
+    wire.stream.ledger.expect([0])
     arrive(wire, [0])
     scorer = Scorer(score)
     with pytest.raises(ConnectionError):
@@ -342,7 +344,7 @@ def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_want
         return by_group(rollout)
 
     try:
-        wire.stream.expect(range(5))
+        wire.stream.ledger.expect(range(5))
         groups = wire.stream.groups(score=score)
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(next, groups)
@@ -350,7 +352,7 @@ def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_want
             wire.send(make_frame(3, 1, groups=starts(2), finishes=[Finish(2, "error", 1)]))
             arrive(wire, [3, 4], 2)
             for number in (4, 3, 0):
-                wire.stream.drop([0] if number == 0 else [])
+                wire.stream.ledger.drop([0] if number == 0 else [])
                 may_end[number].set()
             time.sleep(0.1)
             assert not first.done()
@@ -358,6 +360,6 @@ def test_groups_in_order_wait_for_those_before_them_but_not_for_what_nobody_want
             assert first.result(20)[0].group_id == 1
         assert [(group[0].group_id, group[0].reward) for group in groups] == [(2, None), (3, 3.0), (4, 4.0)]
         assert not wire.stream._scoring._queue
-        assert wire.stream._scoring._scorings == {}
+        wait_until(lambda: not wire.stream._scoring._busy)
     finally:
         wire.close()

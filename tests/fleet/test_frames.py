@@ -1,11 +1,13 @@
 """The frames of several engines come as each engine sent them, and what is wrong with one leaves the others alone."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from made_frames import ends, make_frame
 
-from inflight.pool.frames import EngineFrames, MergedFrames
+from inflight.fleet.frames import EngineFrames, MergedFrames
 from inflight.stream.reader import StreamReader
 from inflight.stream.writer import StreamWriter
 
@@ -16,7 +18,9 @@ class Engine:
     def __init__(self, directory, name: str):
         self.name, self.count = name, 0
         self.writer = StreamWriter(f"ipc://{directory}/{name}")
-        self.frames = EngineFrames(name, StreamReader(self.writer.endpoint), None)  # pyright: ignore
+        process: Any = SimpleNamespace(welcome=SimpleNamespace(engine_id=name), client=None)
+        self.frames = EngineFrames(process)
+        self.frames.reader = StreamReader(self.writer.endpoint)
 
     def send(self, count: int, **header) -> None:
         for _ in range(count):
@@ -104,12 +108,14 @@ def test_what_an_engine_sent_before_it_ended_is_read_while_another_is_busy(merge
     a.frames.leave()
     assert sorted(receive(merged, engines, 60)) == [(name, i) for name in "ab" for i in range(30)]
     assert not a.frames.read.is_set()  # the last one may still be in somebody's hands
+    assert merged.is_urgent
     deadline = time.monotonic() + 120
     while not a.frames.read.is_set():
         assert time.monotonic() < deadline
         b.send(1)
         merged.receive(1)
     assert merged.state == ""  # b lives, and has not said what it does
+    assert not merged.is_urgent
 
 
 def receive_nothing(merged: MergedFrames, engines: list[Engine]) -> None:

@@ -11,8 +11,11 @@ import pytest
 from made_frames import ends, make_frame, starts
 from waiting import wait_until
 
-from inflight.core.errors import StreamGapError
+from inflight.core.errors import InflightError, StreamGapError
 from inflight.core.frames import Finish, TokenFrame
+from inflight.core.messages import Ids, Prompt
+from inflight.core.sampling import SamplingParams
+from inflight.stream.ledger import GroupRecord, Ledger, State
 
 
 def arrive(wire, group_ids, sequence):
@@ -29,43 +32,47 @@ def from_engine(engine_id, sequence, request_ids, **header):
 
 
 def test_what_is_held_is_told_to_the_engine_that_draws_it(wire):
-    inbox = wire.stream.inbox
-    wire.stream.expect([0, 1, 2])
+    ledger = wire.stream.ledger
+    wire.stream.ledger.expect([0, 1, 2])
     wire.send(
         from_engine("a", 0, [0, 1], groups=starts(0, 1)),
         from_engine("b", 1, [2], groups=starts(2)),
         from_engine("a", 2, [0, 1], finishes=[Finish(0, "stop", 2)]),
     )
-    a, b = inbox.held_of("a", 4, 1), inbox.held_of("b", 1, 0)
+    a, b = ledger.held_of("a", 4, 1), ledger.held_of("b", 1, 0)
     assert (a.num_tokens, a.num_rollouts, a.held_tokens, a.held_rollouts, a.oldest) == (4, 1, 4, 1, 5)
     assert (b.num_tokens, b.num_rollouts, b.held_tokens, b.held_rollouts, b.oldest) == (1, 0, 1, 0, None)
 
-    assert inbox.unfinished_of("a", [0, 1]) == {1: (1, {1: [101, 101]})}
+    assert ledger.unassign(object(), "a", 5) == 1
+    [left] = ledger.unassigned
+    assert (left.group_id, left.drawn) == (1, {1: [101, 101]})
     wire.send(from_engine("b", 3, [1], groups=starts(1)))  # which goes on with what a has begun
-    assert inbox.held_of("a", 4, 1).held_tokens == 2
-    assert inbox.held_of("b", 2, 0).held_tokens == 4
+    assert ledger.held_of("a", 4, 1).held_tokens == 2
+    assert ledger.held_of("b", 2, 0).held_tokens == 4
     wire.send(from_engine("b", 4, [1], finishes=[Finish(1, "stop", 4)]))
-    assert inbox.held_of("b", 3, 1).held_rollouts == 1
+    assert ledger.held_of("b", 3, 1).held_rollouts == 1
     assert len(wire.stream.collect([1])[0][0].token_ids) == 4
-    assert inbox.held_of("b", 3, 1).held_tokens == 1
+    assert ledger.held_of("b", 3, 1).held_tokens == 1
     wire.stream.collect([0])
-    assert inbox.held_of("a", 4, 1).held_tokens == 0
+    assert ledger.held_of("a", 4, 1).held_tokens == 0
 
 
 def test_what_an_engine_leaves_and_nobody_wants_is_forgotten(wire):
-    inbox = wire.stream.inbox
-    wire.stream.expect([0, 1])
+    ledger = wire.stream.ledger
+    wire.stream.ledger.expect([0, 1])
     wire.send(
         from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2)),  # of 2, nobody has learned that it was accepted
         from_engine("b", 1, [3], groups=starts(3)),
     )
-    wire.stream.drop([1])
-    assert inbox.unfinished_of("a", [0, 1, 2, 7]) == {0: (0, {0: [100]})}
-    assert [i for i in range(4) if inbox._assembler.knows(i)] == [0, 3]
+    wire.stream.ledger.drop([1])
+    assert ledger.unassign(object(), "a", 5) == 1
+    [left] = ledger.unassigned
+    assert (left.group_id, left.drawn) == (0, {0: [100]})
+    assert [i for i in range(4) if ledger._assembler.knows(i)] == [0, 3]
 
 
 def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
-    wire.stream.expect([0], reserved=True)
+    wire.stream.ledger.expect([0], reserved=True)
     errors = []
 
     def wait():
@@ -75,9 +82,9 @@ def test_whoever_waits_for_a_group_that_no_engine_begins_is_told(wire):
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not wire.stream.inbox._waiters:
+    while not wire.stream.ledger.waiters:
         time.sleep(0.001)
-    wire.stream.inbox.fail([0])
+    wire.stream.ledger.fail([0])
     waiting.join(10)
     assert errors
 
@@ -92,8 +99,8 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
         if draw.random() < 0.4:
             named[draw.randrange(2)].append(group_id)
     free = sorted(set(range(count)) - set(named[0]) - set(named[1]))
-    wire.stream.expect(free)
-    wire.stream.expect(named[0], reserved=True)
+    wire.stream.ledger.expect(free)
+    wire.stream.ledger.expect(named[0], reserved=True)
     seen, lock, failures = [], threading.Lock(), iter([True, False, False, True] * 1000)
 
     def take(groups):
@@ -121,7 +128,7 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
     def by_name(ids, late):
         if late:
             time.sleep(0.05)  # some have finished by now, before anybody expects them
-            wire.stream.expect(ids, reserved=True)
+            wire.stream.ledger.expect(ids, reserved=True)
         half = len(ids) // 2
         take(wire.stream.collect(ids[:half]))
         for group in wire.stream.groups(ids[half:]):
@@ -145,9 +152,9 @@ def test_threads_that_train_name_groups_and_fail_at_random_share_all_groups(wire
 
 
 def test_groups_that_nobody_wants_any_more_are_thrown_away(wire):
-    wire.stream.expect([0, 1, 2])
+    wire.stream.ledger.expect([0, 1, 2])
     arrive(wire, [0], 0)
-    wire.stream.drop([0, 1])
+    wire.stream.ledger.drop([0, 1])
     arrive(wire, [1, 2], 1)
     assert [group[0].group_id for group in wire.stream.groups()] == [2]
     assert wire.stream.outstanding == []
@@ -156,7 +163,7 @@ def test_groups_that_nobody_wants_any_more_are_thrown_away(wire):
 def test_who_waits_for_named_groups_that_are_lost_is_told(wire):
     from inflight.core.errors import StreamGapError
 
-    wire.stream.expect([0, 1], reserved=True)
+    wire.stream.ledger.expect([0, 1], reserved=True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wire.stream.collect, [0, 1])
         arrive(wire, [0], 0)
@@ -172,80 +179,116 @@ def test_a_group_that_is_registered_after_its_frames_were_lost_is_not_waited_for
     """Another thread submitted it, and had not been answered yet when the gap was noticed."""
     from inflight.core.errors import StreamGapError
 
-    wire.stream.expect([0])
+    wire.stream.ledger.expect([0])
     arrive(wire, [0], 0)
     wire.send(make_frame(0, 5, next_group_id=2))
-    wait_until(lambda: wire.stream.inbox._errors)
+    wait_until(lambda: wire.stream.ledger.waiters._errors)
     with pytest.raises(StreamGapError):
         wire.stream.collect([0])
-    wire.stream.expect([1])
+    wire.stream.ledger.expect([1])
     assert [group[0].group_id for group in wire.stream.groups()] == [0]
 
 
 def test_little_is_kept_of_groups_that_were_taken_by_name_after_they_had_finished(wire):
     for sequence in range(30):
         group_ids = list(range(10 * sequence, 10 * sequence + 10))
-        wire.stream.expect(group_ids)
+        wire.stream.ledger.expect(group_ids)
         arrive(wire, group_ids, sequence)
-        wait_until(lambda group_ids=group_ids: wire.stream.inbox._finished.keys() >= set(group_ids))
+        wait_until(lambda group_ids=group_ids: len(wire.stream.ledger._ready) == len(group_ids))
         wire.stream.collect(group_ids)
-    assert len(wire.stream.inbox._ready) < 100
-    wire.stream.expect([300])
+    assert not wire.stream.ledger._ready
+    wire.stream.ledger.expect([300])
     arrive(wire, [300], 30)
     assert [group[0].group_id for group in wire.stream.groups()] == [300]
 
 
 def test_an_engine_learns_whether_somebody_follows_the_tokens(wire):
-    inbox, frames = wire.stream.inbox, []
-    wire.stream.inbox.listen(follower := lambda: frames.append(1))
-    assert inbox.held_of("a", 0, 0).follows
-    wire.stream.inbox.unlisten(follower)
-    assert not inbox.held_of("a", 0, 0).follows
+    ledger, frames = wire.stream.ledger, []
+    wire.stream.ledger.listen(follower := lambda: frames.append(1))
+    assert ledger.held_of("a", 0, 0).follows
+    wire.stream.ledger.unlisten(follower)
+    assert not ledger.held_of("a", 0, 0).follows
 
 
 def test_an_engine_learns_whether_somebody_waits_for_certain_groups(wire):
-    inbox = wire.stream.inbox
-    wire.stream.expect([0, 1])
-    any_group = inbox.next()
-    assert (inbox.held_of("a", 0, 0).waits, inbox.held_of("a", 0, 0).awaits_ends) == (True, False)
-    certain = inbox.take([1])
-    assert (inbox.held_of("a", 0, 0).awaits_ends, inbox.held_of("a", 0, 0).follows) == (True, False)
+    ledger = wire.stream.ledger
+    wire.stream.ledger.expect([0, 1])
+    any_group = ledger.next()
+    assert (ledger.held_of("a", 0, 0).waits, ledger.held_of("a", 0, 0).awaits_ends) == (True, False)
+    certain = ledger.take([1])
+    assert (ledger.held_of("a", 0, 0).awaits_ends, ledger.held_of("a", 0, 0).follows) == (True, False)
     arrive(wire, [0, 1], 0)
     certain.result(timeout=10)
     any_group.result(timeout=10)
-    assert not inbox.held_of("a", 0, 0).awaits_ends
+    assert not ledger.held_of("a", 0, 0).awaits_ends
 
 
 def test_who_waits_for_a_group_that_is_dropped_learns_of_it(wire):
     """A waiter that stayed would tell the engine for ever that somebody waits."""
-    inbox = wire.stream.inbox
-    wire.stream.expect([0, 1], reserved=True)
-    waiting = inbox.take([0])
-    assert inbox.held_of("a", 0, 0).waits
-    wire.stream.drop([0])
+    ledger = wire.stream.ledger
+    wire.stream.ledger.expect([0, 1], reserved=True)
+    waiting = ledger.take([0])
+    assert ledger.held_of("a", 0, 0).waits
+    wire.stream.ledger.drop([0])
     waiting.result(timeout=10)
-    assert not inbox.held_of("a", 0, 0).waits
+    assert not ledger.held_of("a", 0, 0).waits
     with pytest.raises(ValueError, match="not outstanding"):
-        inbox.take([0])
+        ledger.take([0])
 
 
 def test_news_are_what_came_since(wire):
     rung = threading.Semaphore(0)
-    wire.stream.inbox.listen(rung.release)
-    wire.stream.expect([0], reserved=True)
+    wire.stream.ledger.listen(rung.release)
+    wire.stream.ledger.expect([0], reserved=True)
     wire.send(from_engine("a", 0, [0], groups=starts(0)), from_engine("a", 1, [0]))
     assert rung.acquire(timeout=10)
     assert rung.acquire(timeout=10)
-    [part] = wire.stream.inbox.news(0, {})
+    [part] = wire.stream.ledger.news(0, {})
     assert (len(part.token_ids), part.finish_reason) == (2, "")
-    [part] = wire.stream.inbox.news(0, {0: 2})
+    [part] = wire.stream.ledger.news(0, {0: 2})
     assert len(part.token_ids) == 0
     wire.send(from_engine("a", 2, [0], finishes=[Finish(0, "stop", 3)]))
     assert rung.acquire(timeout=10)
-    [part] = wire.stream.inbox.news(0, {0: 2})
+    [part] = wire.stream.ledger.news(0, {0: 2})
     assert (len(part.token_ids), part.finish_reason) == (1, "stop")
     assert len(wire.stream.collect([0])[0][0].token_ids) == 3
-    assert wire.stream.inbox.news(0, {}) == []
-    wire.stream.inbox.unlisten(rung.release)
+    assert wire.stream.ledger.news(0, {}) == []
+    wire.stream.ledger.unlisten(rung.release)
     wire.send(from_engine("a", 3, [1], groups=starts(1)))
     assert not rung.acquire(timeout=0.3)
+
+
+def test_a_group_that_its_engine_left_and_that_is_dropped_leaves_nothing(wire):
+    ledger, engine = wire.stream.ledger, object()
+    with ledger.lock:
+        records = [ledger.begin(Prompt([1], SamplingParams()), engine) for _ in range(3)]
+        kept, dropped, never_claimed = records
+        assert ledger.claim([0, 1], reserved=True) == []
+    assert [record.prompt.params.seed is not None for record in records] == [True] * 3
+    assert ledger.unassign(engine, "a", 0) == 2
+    assert never_claimed.state is State.GONE
+    ledger.drop([1])
+    assert dropped.state is State.GONE
+    assert ledger.unassigned == [kept]
+    assert ledger.outstanding == list(ledger.records) == [0]
+    assert ledger.next_ids == Ids(3, 3)
+
+
+def test_a_ledger_that_was_saved_goes_on_in_another_one(wire):
+    ledger, engine, other = wire.stream.ledger, object(), Ledger()
+    with ledger.lock:
+        for _ in range(3):
+            ledger.begin(Prompt([1], SamplingParams()), engine)
+        ledger.claim([0, 1], reserved=False)
+        ledger.claim([2], reserved=True)
+    wire.send(from_engine("a", 0, [0, 1, 2], groups=starts(0, 1, 2), finishes=ends(1)))
+    wait_until(lambda: ledger.records[1].is_finished)
+    other.restore(ledger.snapshot(), ledger.next_ids)
+    assert other.outstanding == [0, 1, 2]
+    assert {record.group_id: record.drawn for record in other.unassigned} == {0: {0: [100]}, 2: {2: [102]}}
+    ready = other.next()
+    assert isinstance(ready, GroupRecord)
+    assert ready.rollouts[0].token_ids.tolist() == [101]
+    assert other.next_ids == Ids(3, 3)
+    with pytest.raises(InflightError, match="submitted already"):
+        other.restore([], Ids(0, 0))

@@ -1,23 +1,31 @@
-"""A connection to an engine that another process launched, on another machine perhaps."""
+"""A connection to an engine that another process launched, perhaps on another machine."""
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 
 from inflight.core.errors import EngineHungError
 from inflight.core.keys import ClientKeys
 from inflight.core.messages import Welcome, check_same_version
+from inflight.core.options import EngineOptions
 from inflight.engine.client import EngineClient
+from inflight.fleet.process.base import Placement
 
 
-class EngineAttachment:
-    """What an EngineLauncher is to the process that launched the engine; the engine lives on when it is closed.
+class RemoteProcess:
+    """Connection to an engine that another process launched. Closing it does not stop the engine.
 
-    Raises KeysError, VersionMismatchError, or EngineHungError if the engine does not answer, as it does not answer
-    those whose keys are wrong.
+    Raises KeysError, VersionMismatchError, or EngineHungError if the engine does not answer; an engine does not answer
+    clients with wrong keys.
     """
 
+    shares_memory = False
+
     def __init__(self, endpoint: str, *, keys: ClientKeys, timeout_s: float, answer_timeout_s: float):
-        """endpoint: where the engine listens. timeout_s: a bound for the first answer, which comes when the engine has
-        loaded its model."""
+        """endpoint: where the engine listens. timeout_s: a bound for the first answer, which arrives when the engine
+        has loaded its model."""
         if not endpoint.startswith("tcp://"):
             raise ValueError(f'an engine of another process is reached at "tcp://HOST:PORT", got {endpoint!r}')
         self.client = EngineClient(endpoint, check_engine=self.check, answer_timeout_s=answer_timeout_s, keys=keys)
@@ -36,21 +44,37 @@ class EngineAttachment:
             raise
         stream_endpoint = f"{endpoint.rpartition(':')[0]}:{welcome.tcp_stream_port}"
         self.welcome: Welcome = msgspec.structs.replace(welcome, stream_endpoint=stream_endpoint)
-        """What the engine said of itself, with the endpoint of its stream as it is reached from here."""
+        """Description of the engine, with the endpoint of its stream as it is reached from here."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return self.client.endpoint
 
     def check(self) -> None:
-        """Nobody here knows whether the engine's process lives; it is known by what it answers."""
+        """Return: whether the process lives is known only from its answers."""
 
     def kill(self) -> None:
-        """The process is another one's, which alone ends it."""
+        """Return: only the process that launched the engine ends it."""
 
     def remove(self) -> None:
-        """What the engine left is on its own machine."""
+        """Return: the files of the engine are on its own machine."""
 
     def close(self) -> None:
+        """Close the connection."""
         self.client.close()
+
+
+@dataclass(frozen=True)
+class Remote(Placement):
+    """Engines that another process launched with `listen`."""
+
+    first_frame: ClassVar[int | None] = None
+    endpoint: str
+    keys: ClientKeys
+    timeout_s: float
+
+    def start(self, options: EngineOptions, closing: threading.Event) -> RemoteProcess:
+        """Connect to the engine."""
+        timeout_s = options.answer_timeout_s
+        return RemoteProcess(self.endpoint, keys=self.keys, timeout_s=self.timeout_s, answer_timeout_s=timeout_s)

@@ -22,10 +22,10 @@ from inflight.core.errors import InflightError, InvalidRequestError, ListenError
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.ranks import attached
-from inflight.ranks import hub as hub_module
+from inflight.ranks import rank_server as rank_server_module
 from inflight.ranks.attached import AttachedEngine
-from inflight.ranks.hub import Hub
 from inflight.ranks.meeting import Outside, this_host
+from inflight.ranks.rank_server import RankServer
 from inflight.training.data.batch import PackedBatch, pack
 from inflight.training.data.scored_groups import Dropped
 
@@ -36,12 +36,12 @@ BOUND_S = 20.0
 
 
 class Trainer:
-    """A hub and the engines of other ranks, each with a thread to call it in."""
+    """A server and the engines of other ranks, each with a thread to call it in."""
 
     def __init__(self, num_ranks: int, outside: Outside | None = None, **options: float):
         self.submitted: list[Prompt] = []
         self.first_versions: dict[int, int] = {}
-        self.hub = Hub(
+        self.server = RankServer(
             EngineOptions("tiny", **options),
             num_ranks,
             submit=self.submit,
@@ -59,11 +59,11 @@ class Trainer:
         return list(range(len(prompts)))
 
     def attach(self, rank: int | None) -> AttachedEngine:
-        self.engines.append(AttachedEngine(self.hub.card, rank))
+        self.engines.append(AttachedEngine(self.server.own_address, rank))
         return self.engines[-1]
 
     def shares(self, batches: Iterator[PackedBatch]) -> Iterator[PackedBatch]:
-        return self.hub.shares(batches, STREAM)
+        return self.server.shares(batches, STREAM)
 
     def start(self, function: Callable, *arguments) -> Future:
         return self.threads.submit(function, *arguments)
@@ -71,7 +71,7 @@ class Trainer:
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
-        self.hub.close()
+        self.server.close()
         self.threads.shutdown()
 
 
@@ -114,7 +114,7 @@ def test_all_ranks_take_every_step_and_end_together(trainer):
 
 
 def test_a_share_of_many_parts_arrives_as_it_was(trainer, monkeypatch):
-    monkeypatch.setattr(hub_module, "_PART_BYTES", 100)
+    monkeypatch.setattr(rank_server_module, "_PART_BYTES", 100)
     two = trainer(2)
     running = two.start(list, two.attach(1).stream.batches())
     [own] = list(two.shares(iter([make_packed(6)])))
@@ -140,23 +140,6 @@ def test_a_late_rank_gets_the_share_that_nobody_took(trainer):
     assert len(waiting.result(BOUND_S)) == 2
     assert len(late) == 3
     assert sorted(ids_of(first) + ids_of(late[0])) == list(range(8))
-
-
-def test_who_looks_on_gets_whole_batches_from_the_next_on(trainer):
-    alone = trainer(1)
-    shares = alone.shares(three_batches())
-    next(shares)
-    evaluator = inflight.attach_local(alone.hub.card.directory)
-    running = alone.start(next, evaluator.stream.batches())
-    wait_until(lambda: alone.hub._asking)
-    assert ids_of(next(shares)) == list(range(12))
-    assert ids_of(running.result(BOUND_S)) == list(range(12))
-    assert len(list(shares)) == 1  # nobody looks on; that keeps nobody waiting
-    with pytest.raises(InflightError, match="no rank of the trainer does not publish"):
-        evaluator.publisher(torch.nn.Linear(1, 1))
-    with pytest.raises(AttributeError, match="generate is not there on an engine that rank 0 launched"):
-        evaluator.generate([[1]])
-    evaluator.close()
 
 
 def test_what_keeps_rank_0_from_a_batch_is_raised_on_every_rank_and_they_go_on_after_it(trainer):
@@ -248,14 +231,14 @@ def test_a_rank_that_has_left_needs_no_end(trainer):
 
 def test_rank_0_that_waits_for_rollouts_hears_of_a_lost_rank(trainer, wire):
     two = trainer(2)
-    wire.stream.expect([0])
-    wire.stream.sharing = two.hub
+    wire.stream.ledger.expect([0])
+    wire.stream.sharing = two.server
     engine = two.attach(1)
     running = two.start(next, wire.stream.batches(rollouts=1, score=lambda rollout: 0.0))
     asking = two.start(next, engine.stream.batches())
     time.sleep(0.3)
     assert not running.done()
-    two.hub._lose(RankLostError("rank 7 has ended"))
+    two.server._lose(RankLostError("rank 7 has ended"))
     for waiting in (running, asking):
         with pytest.raises(RankLostError, match="rank 7 has ended"):
             waiting.result(BOUND_S)
@@ -285,25 +268,24 @@ def test_rank_0_that_closes_its_engine_is_named(trainer):
     two = trainer(2)
     engine = two.attach(1)
     running = two.start(next, engine.stream.batches())
-    wait_until(lambda: two.hub._asking)
-    two.hub.close()
+    wait_until(lambda: two.server._asking)
+    two.server.close()
     with pytest.raises(RankLostError, match="rank 0 has closed its engine"):
         running.result(BOUND_S)
     with pytest.raises(RankLostError, match="rank 0 has closed its engine"):
         engine.submit([[1]])
-    with pytest.raises(RankLostError, match="no engine is shared in"):
-        inflight.attach_local(two.hub.card.directory)
 
 
 def test_ranks_that_cannot_be_are_refused(trainer):
     two = trainer(2)
-    two.attach(1)
+    with pytest.raises(AttributeError, match="generate is not there on an engine that rank 0 launched"):
+        two.attach(1).generate([[1]])
     with pytest.raises(ProtocolError, match="rank 1 is attached already, as process"):
         two.attach(1)
     with pytest.raises(ProtocolError, match="rank 2 cannot attach: the trainer has ranks 0 to 1"):
         two.attach(2)
     with pytest.raises(RankLostError, match="on another machine"):
-        AttachedEngine(msgspec.structs.replace(two.hub.card, host="elsewhere"), 1)
+        AttachedEngine(msgspec.structs.replace(two.server.own_address, host="elsewhere"), 1)
 
 
 def test_an_engine_that_is_not_let_in_leaves_no_file_open(trainer, monkeypatch):
@@ -327,27 +309,28 @@ def test_other_ranks_take_the_tokenizer_that_rank_0_takes(trainer, monkeypatch):
     assert trainer(2, trust_remote_code=True).attach(1).tokenizer == ("tiny", True)
 
 
-def test_nonsense_is_refused_and_the_hub_goes_on(trainer):
-    two = trainer(2)
-    engine = two.attach(1)
+def test_nonsense_is_refused_and_the_server_goes_on(trainer):
+    three = trainer(3)
+    engine = three.attach(1)
     for verb, arguments in (("take", {"client": "nobody", "number": 1}), ("take", {}), ("no", {}), ("read", {"at": 1})):
         with pytest.raises(ProtocolError):
             engine._call(verb, arguments)
     with pytest.raises(InflightError, match="rank 0 failed: OSError"):
-        engine._call("join", {"client": "x", "rank": None, "pid": -1, "host": this_host()}, timeout_s=BOUND_S)
-    running = two.start(list, engine.stream.batches())
-    assert len(list(two.shares(three_batches()))) == len(running.result(BOUND_S)) == 3
+        engine._call("join", {"client": "x", "rank": 2, "pid": -1, "host": this_host()}, timeout_s=BOUND_S)
+    running = [three.start(list, each.stream.batches()) for each in (engine, three.attach(2))]
+    assert len(list(three.shares(three_batches()))) == 3
+    assert [len(each.result(BOUND_S)) for each in running] == [3, 3]
 
 
 @pytest.fixture
 def spawn():
     processes = []
 
-    def start(hub: Hub, rank: int, batches: int) -> subprocess.Popen:
-        card = msgspec.json.encode(hub.card).decode()
+    def start(server: RankServer, rank: int, batches: int) -> subprocess.Popen:
+        address = msgspec.json.encode(server.own_address).decode()
         processes.append(
             subprocess.Popen(
-                [sys.executable, PROGRAM, card, str(rank), str(batches)], stdout=subprocess.PIPE, text=True
+                [sys.executable, PROGRAM, address, str(rank), str(batches)], stdout=subprocess.PIPE, text=True
             )
         )
         assert processes[-1].stdout.readline() == "attached\n"
@@ -368,7 +351,7 @@ def elsewhere(monkeypatch):
 
 def test_a_rank_of_another_machine_takes_its_share_and_nobody_without_its_key(trainer, elsewhere):
     two = trainer(2, Outside("localhost", elsewhere[0].__eq__), answer_timeout_s=1.0)
-    with AttachedEngine(two.hub.card, 1, elsewhere) as engine:
+    with AttachedEngine(two.server.own_address, 1, elsewhere) as engine:
         engine.submit([[1, 2]])
         assert [prompt.token_ids for prompt in two.submitted] == [[1, 2]]
         running = two.start(list, engine.stream.batches())
@@ -376,15 +359,15 @@ def test_a_rank_of_another_machine_takes_its_share_and_nobody_without_its_key(tr
         pairs = zip(own, running.result(BOUND_S), strict=True)
         assert [sorted(ids_of(one) + ids_of(other)) for one, other in pairs] == [ids_of(b) for b in three_batches()]
     with pytest.raises(RankLostError, match=r"rank 0, on another machine, did not answer join within 1 s"):
-        AttachedEngine(two.hub.card, 1, zmq.curve_keypair())
+        AttachedEngine(two.server.own_address, 1, zmq.curve_keypair())
     with pytest.raises(RankLostError, match="listens to its own machine alone"):
         two.attach(1)
 
 
 def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere, monkeypatch):
-    monkeypatch.setattr(hub_module, "_GONE_NS", 0)
+    monkeypatch.setattr(rank_server_module, "_GONE_NS", 0)
     two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__), rank_timeout_s=600.0)
-    engine = AttachedEngine(two.hub.card, 1, elsewhere)
+    engine = AttachedEngine(two.server.own_address, 1, elsewhere)
     shares = two.shares(three_batches())
     next(shares)
     waiting = two.start(next, shares)
@@ -394,26 +377,28 @@ def test_a_rank_of_another_machine_that_ends_is_named(trainer, elsewhere, monkey
 
 
 def test_a_connection_that_breaks_loses_no_rank_of_another_machine(trainer, elsewhere, monkeypatch):
-    monkeypatch.setattr(hub_module, "_LOOK_EVERY_NS", 0)
+    monkeypatch.setattr(rank_server_module, "_LOOK_EVERY_NS", 0)
     two = trainer(2, Outside("127.0.0.1", elsewhere[0].__eq__))
-    with AttachedEngine(two.hub.card, 1, elsewhere) as engine:
-        [client] = two.hub._clients.values()
+    with AttachedEngine(two.server.own_address, 1, elsewhere) as engine:
+        [client] = two.server._clients.values()
         client.address = b"of the connection that broke"
         wait_until(lambda: client.missed_ns)
         running = two.start(next, engine.stream.batches())
         next(two.shares(three_batches()))
         running.result(BOUND_S)
         wait_until(lambda: not client.missed_ns)
-        two.hub.check()
+        two.server.check()
 
 
 def test_a_container_of_the_same_machine_comes_in_as_from_another_one(trainer):
     """It shares the kernel, and neither files nor processes."""
     keys = zmq.curve_keypair()
     two = trainer(2, Outside("127.0.0.1", keys[0].__eq__))
-    with AttachedEngine(msgspec.structs.replace(two.hub.card, directory="/nowhere", pid=1), 1, keys) as engine:
+    with AttachedEngine(
+        msgspec.structs.replace(two.server.own_address, directory="/nowhere", pid=1), 1, keys
+    ) as engine:
         assert engine.submit([[1, 2]]) == [0]
-        [client] = two.hub._clients.values()
+        [client] = two.server._clients.values()
         assert client.process is None
 
 
@@ -422,8 +407,8 @@ def test_a_name_that_is_the_loopback_here_is_told_to_others_as_it_is(trainer, mo
     resolve = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *more, **kinds: resolve("127.0.1.1", *more, **kinds))
     two = trainer(2, Outside("a-machine", bytes.isdigit))
-    assert two.hub.card.endpoint.startswith("tcp://a-machine:")
-    assert two.hub._socket._socket.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
+    assert two.server.own_address.endpoint.startswith("tcp://a-machine:")
+    assert two.server._socket._socket.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
 
 
 def test_an_address_that_is_not_this_machines_is_named():
@@ -435,14 +420,14 @@ def test_an_address_that_is_not_this_machines_is_named():
 def test_a_rank_that_dies_gives_all_others_an_error_that_names_it(trainer, spawn):
     three = trainer(3, rank_timeout_s=600.0)
     other = three.attach(1)
-    doomed = spawn(three.hub, 2, 1)
+    doomed = spawn(three.server, 2, 1)
     batches = other.stream.batches()
 
     def never() -> Iterator[PackedBatch]:
         """Waits for rollouts as `RolloutStream.batches` does."""
         yield make_packed(8)
         while True:
-            three.hub.check()
+            three.server.check()
             time.sleep(0.05)
 
     shares = three.shares(never())
@@ -466,14 +451,14 @@ def test_the_death_of_rank_0_is_seen_at_once(trainer, spawn):
     program = (
         "import sys, time, msgspec\n"
         "from inflight.core.options import EngineOptions\n"
-        "from inflight.ranks.hub import Hub\n"
-        "hub = Hub(EngineOptions('tiny'), 2, submit=None, status=None, first_version=None)\n"
-        "print(msgspec.json.encode(hub.card).decode(), flush=True)\n"
+        "from inflight.ranks.rank_server import RankServer\n"
+        "server = RankServer(EngineOptions('tiny'), 2, submit=None, status=None, first_version=None)\n"
+        "print(msgspec.json.encode(server.own_address).decode(), flush=True)\n"
         "time.sleep(600)\n"
     )
     rank_0 = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    card = msgspec.json.decode(rank_0.stdout.readline().encode(), type=type(trainer(2).hub.card))
-    engine = AttachedEngine(card, 1)
+    address = msgspec.json.decode(rank_0.stdout.readline().encode(), type=type(trainer(2).server.own_address))
+    engine = AttachedEngine(address, 1)
     threading.Timer(0.5, rank_0.kill).start()
     began = time.monotonic()
     with pytest.raises(RankLostError, match=rf"rank 0 \(process {rank_0.pid}\), which holds the engine, has ended"):

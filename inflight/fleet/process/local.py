@@ -23,6 +23,7 @@ from inflight.core.options import EngineOptions, Startup
 from inflight.core.version import PACKAGE
 from inflight.engine.client import EngineClient
 from inflight.engine.directory import LOG_NAME, make_directory, remove_orphan_directories
+from inflight.fleet.process.base import Placement
 from inflight.weights.cuda_ipc import ALLOCATOR_VARIABLES, without_expandable_segments
 from inflight.weights.shared_memory import default_directory, remove_orphans
 
@@ -34,11 +35,13 @@ _SHUTDOWN_S = 5.0
 """Bound for the answer to `shutdown`, and then again for the end."""
 
 
-class EngineLauncher:
+class LocalProcess:
     """An engine process that belongs to this one: it ends when this one ends, however that happens.
 
-    Its sockets, locks and log lie in a temporary directory. Raises what kept the engine from starting.
+    Its sockets, locks and log are in a temporary directory. Raises what kept the engine from starting.
     """
+
+    shares_memory = True
 
     def __init__(self, options: EngineOptions):
         remove_orphan_directories()
@@ -77,7 +80,7 @@ class EngineLauncher:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"process {self.pid}"
 
     def check(self) -> None:
@@ -88,7 +91,7 @@ class EngineLauncher:
 
     @cached_property
     def _last_words(self) -> str:
-        """The end of its log, once it has ended or is not needed any more."""
+        """The end of its log."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else ["(no log)"]
         return "\n".join(lines[-20:])
 
@@ -97,14 +100,13 @@ class EngineLauncher:
         self._process.kill()
 
     def remove(self) -> None:
-        """Remove what a process that has ended left: its directory and its slots. `check` tells of its end as
-        before."""
+        """Remove the directory and the slots of a process that has ended. `check` still raises the same error."""
         with contextlib.suppress(EngineDiedError):
             self.check()
         self._make_end()
 
     def close(self) -> None:
-        """Ask the engine to end, for a few seconds, then make it. Safe to call twice."""
+        """Ask the engine to end, and kill it after a few seconds. Safe to call twice."""
         try:
             if self._make_end.alive and self._process.poll() is None:
                 with contextlib.suppress(InflightError, TimeoutError, subprocess.TimeoutExpired):  # then it is made to
@@ -113,6 +115,14 @@ class EngineLauncher:
         finally:
             self._make_end()
             self.client.close()
+
+
+class Local(Placement):
+    """Processes of this machine. They end with this one."""
+
+    def start(self, options: EngineOptions, closing: threading.Event) -> LocalProcess:
+        """Launch an engine."""
+        return LocalProcess(options)
 
 
 def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Popen:
@@ -137,8 +147,8 @@ def _start(options: EngineOptions, directory: Path, lock: int) -> subprocess.Pop
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """What the engine's process gets of this one's variables. Variables whose names begin with INFLIGHT_ENGINE_ are its
-    own, under the rest of the name, in place of those of this process."""
+    """Return the environment of the engine's process. It gets variables whose names begin with INFLIGHT_ENGINE_ under
+    the rest of the name, and else the variables of this process."""
     theirs = {name: value for name, value in ours.items() if not name.startswith(ENGINE_PREFIX)}
     theirs |= {
         name.removeprefix(ENGINE_PREFIX): ours[name]
@@ -156,14 +166,14 @@ def _environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _vllm_python(options: EngineOptions) -> str:
-    """The interpreter that has vLLM, as the launcher was told; "" is the one that runs this."""
+    """Return the path of an interpreter that has vLLM; "" is the present one."""
     told = options.backend_python or os.environ.get("INFLIGHT_VLLM_PYTHON", "")
     made = Path(PACKAGE).parent / ".venv-peers" / "bin" / "python"  # by `make peers`
     return told or (str(made) if importlib.util.find_spec("vllm") is None and made.exists() else "")
 
 
 def _make_end(process: subprocess.Popen, directory: Path, lock: int, owner_pid: int) -> None:
-    """End the process, which cannot refuse even where it was stopped, and remove what it held."""
+    """Kill the process, and remove its directory and its slots."""
     if os.getpid() != owner_pid:  # forked from the owner
         return
     with _uninterrupted():
@@ -181,7 +191,7 @@ def _make_end(process: subprocess.Popen, directory: Path, lock: int, owner_pid: 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until a short piece of work is done."""
+    """Delay Ctrl-C until a short piece of work is done."""
     if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
         yield
         return

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from inflight.engine.launcher import _environment
+from inflight.fleet.process.local import _environment
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

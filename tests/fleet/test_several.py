@@ -18,8 +18,9 @@ import inflight
 from inflight.core.errors import EngineDiedError, InflightError, InvalidRequestError
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.pool.keeper import Keeper
-from inflight.pool.pool import started
+from inflight.engine import engine as generator
+from inflight.fleet.engine import start_all
+from inflight.fleet.monitor import EngineMonitor
 from inflight.ranks.launching import TrainerRanks
 from inflight.stream.assembler import Assembler
 from inflight.training.schedules import Example
@@ -35,7 +36,7 @@ def kill_after(pool, tokens: int, index: int = 0, number: int = signal.SIGKILL) 
     """End an engine's process when so many more tokens have come."""
     seen = pool.stream.num_tokens
     wait_until(lambda: pool.stream.num_tokens >= seen + tokens)
-    os.kill(pool.engines[index].pid, number)
+    os.kill(pool.members[index].pid, number)
 
 
 def rollouts_of(pool) -> dict[tuple[int, int], inflight.Rollout]:
@@ -69,7 +70,7 @@ def truth_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(decided_dir):
     """What one engine draws that nothing happens to."""
-    with inflight.Engine(EngineOptions(decided_dir, **OPTIONS)) as engine:
+    with generator.Engine(EngineOptions(decided_dir, **OPTIONS)) as engine:
         engine.submit([inflight.core.messages.Prompt(prompt, PARAMS) for prompt in PROMPTS])
         assembler, groups = Assembler(), []
         while engine.has_work:
@@ -82,7 +83,7 @@ def trainer(decided_dir):
     """Two engines, and the publisher of a model to them."""
     model = Qwen3ForCausalLM.from_pretrained(decided_dir)
     options = EngineOptions(decided_dir, **OPTIONS, restarts=20)
-    with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
+    with inflight.launch([options] * 2) as pool, pool.publisher(model) as publisher:
         yield pool, publisher, model
 
 
@@ -220,24 +221,17 @@ def test_generate_from_many_threads_gives_each_its_own(pool, undisturbed):
     assert answers == undisturbed
 
 
-def test_what_belongs_to_a_pool_is_not_used_beside_it(pool):
-    engine = pool.engines[0]
-    with pytest.raises(InflightError, match="one of a pool"):
-        engine.submit([[1]])
-    with pytest.raises(InflightError, match="one of a pool"):
-        _ = engine.stream
-    with pytest.raises(InflightError, match="one of a pool"):
-        pool.add(engine)
-    with pytest.raises(InflightError, match=r"pool\.publisher\(model\)"):
-        inflight.Publisher(pool, make_truth_teller())
-    with pytest.raises(ValueError, match="one engine at least"):
-        inflight.EnginePool([])
-    with pytest.raises(ValueError, match="one engine at least"):
-        inflight.launch_pool([])
+def test_what_several_engines_are_not_made_of():
+    with pytest.raises(ValueError, match="one member at least"):
+        inflight.launch([])
+    with pytest.raises(ValueError, match="a journal is of one engine"):
+        inflight.launch([EngineOptions("tiny", journal="j")] * 2)
+    with pytest.raises(TypeError, match="EngineOptions are complete: give restarts to each of them"):
+        inflight.launch([EngineOptions("tiny")], restarts=1)
 
 
 def test_rollouts_of_an_engine_that_is_killed_go_on_at_the_other_token_for_token(pool, undisturbed):
-    killed = pool.engines[0].pid
+    killed = pool.members[0].pid
     ids = pool.submit(PROMPTS, PARAMS)
     kill_after(pool, 300)
     rollouts = rollouts_of(pool)
@@ -245,49 +239,46 @@ def test_rollouts_of_an_engine_that_is_killed_go_on_at_the_other_token_for_token
     assert all(rollout.finish_reason == "length" for rollout in rollouts.values())
     assert all((np.diff(rollout.sampled_at_ns) >= 0).all() for rollout in rollouts.values())
     wait_until(lambda: len(pool.statuses()) == 2)
-    assert pool.engines[0].pid != killed
+    assert pool.members[0].pid != killed
     ids = pool.submit(PROMPTS, PARAMS)
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
 
 
-def test_rollouts_of_an_engine_that_is_removed_go_on_and_it_can_be_used_alone(pool, undisturbed):
+def test_rollouts_of_an_engine_that_is_removed_go_on_and_another_one_takes_its_place(pool, undisturbed):
     ids = pool.submit(PROMPTS, PARAMS)
     wait_until(lambda: pool.stream.num_tokens and all(pool.partial(group_id) for group_id in ids))
-    engine, other = pool.engines
-    pool.remove(engine)
-    assert pool.engines == [other]
+    member, other = pool.members
+    pool.remove(member)
+    assert pool.members == [other]
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
-    wait_until(lambda: not engine.status().num_running)
-    [group] = engine.generate(PROMPTS[:1], PARAMS)
-    assert [rollout.token_ids.tolist() for rollout in group] == [undisturbed[0, 0], undisturbed[0, 1]]
-    with pytest.raises(ValueError, match="none of the pool's"):
-        pool.remove(engine)
-    with pytest.raises(ValueError, match="keeps one engine"):
+    with pytest.raises(EngineDiedError):
+        member.process.check()
+    with pytest.raises(ValueError, match="no member"):
+        pool.remove(member)
+    with pytest.raises(ValueError, match="keeps one member"):
         pool.remove(other)
 
-    before = engine.status().num_tokens
-    pool.add(engine)
+    added = pool.add()
+    assert pool.members == [other, added]
     ids = pool.submit(PROMPTS, PARAMS)
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
-    assert engine.status().num_tokens > before
+    assert added.status().num_tokens > 0
 
 
-def test_an_engine_that_a_pool_does_not_take_leaves_its_publishers(pool, publisher, monkeypatch):
-    engine = pool.engines[0]
-    pool.remove(engine)
+def test_an_engine_that_cannot_join_leaves_its_publishers(pool, publisher, monkeypatch):
+    pool.remove(pool.members[0])
 
     def fail(*_):
         raise InflightError("it does not enter")
 
     with monkeypatch.context() as changed:
-        changed.setattr(Keeper, "_enter", fail)
+        changed.setattr(EngineMonitor, "_enter", fail)
         with pytest.raises(InflightError, match="does not enter"):
-            pool.add(engine)
+            pool.add()
     version = publisher.publish()
     pool.wait_for_version(version)
-    assert engine.status().version < version
-    pool.add(engine)
-    assert engine.status().version == version
+    assert len(pool.members) == 1
+    assert pool.add().status().version == version
 
 
 class Engine:
@@ -308,8 +299,8 @@ def test_engines_that_are_being_started_at_ctrl_c_are_closed_once_they_have():
         assert interrupted.wait(10)
         return late
 
-    with pytest.raises(KeyboardInterrupt), started([lambda: early, start_late]):
-        pytest.fail("it goes on")
+    with pytest.raises(KeyboardInterrupt):
+        start_all([lambda: early, start_late])
     assert early.closed
     assert not late.closed
     interrupted.set()
@@ -318,33 +309,23 @@ def test_engines_that_are_being_started_at_ctrl_c_are_closed_once_they_have():
 
 def test_engines_are_closed_if_one_does_not_start():
     engine = Engine()
-    with pytest.raises(ZeroDivisionError), started([lambda: engine, lambda: 1 // 0]):
-        pytest.fail("it goes on")
+    with pytest.raises(ZeroDivisionError):
+        start_all([lambda: engine, lambda: 1 // 0])
     assert engine.closed
-
-
-def test_others_of_this_machine_see_the_batches_of_a_pool(pool):
-    attached = inflight.attach_local(pool.share())
-    [theirs] = attached.submit([[1, 2]], PARAMS)
-    [ours] = pool.submit([[3]], PARAMS)
-    assert attached.status().version == pool.status().version
-    [batch] = pool.stream.batches(rollouts=4, score=float_of)
-    assert {rollout.group_id for rollout in batch.rollouts} == {ours, theirs}
-    attached.close()
 
 
 @pytest.mark.slow
 def test_when_no_engine_is_left_the_error_tells_of_all_deaths(decided_dir):
-    with inflight.launch_pool([EngineOptions(decided_dir, **OPTIONS)] * 2) as pool:
-        pids = [engine.pid for engine in pool.engines]
+    with inflight.launch([EngineOptions(decided_dir, **OPTIONS)] * 2) as pool:
+        pids = [engine.pid for engine in pool.members]
         pool.submit(PROMPTS, SamplingParams(max_tokens=2000, ignore_eos=True))
         kill_after(pool, 20)
-        wait_until(lambda: len(pool.engines) == 1)
-        assert pool.engines[0].pid == pids[1]
+        wait_until(lambda: len(pool.members) == 1)
+        assert pool.members[0].pid == pids[1]
         kill_after(pool, 20)
         with pytest.raises(EngineDiedError, match=f"(?s)all engines.*process {pids[0]}: .*-9.*process {pids[1]}: .*-9"):
             rollouts_of(pool)
-        with pytest.raises(EngineDiedError, match="all engines of the pool have ended"):
+        with pytest.raises(EngineDiedError, match="all engines have ended"):
             pool.submit([[1]])
         assert pool.stream.state == "closed"
 
@@ -357,7 +338,7 @@ def test_ranks_of_a_trainer_share_the_batches_of_a_pool(decided_dir, monkeypatch
     def train(rank: int) -> None:
         monkeypatch.setattr(TrainerRanks, "of_this_process", lambda: TrainerRanks(rank, 2, store))
         monkeypatch.setattr(TrainerRanks, "_num_launches", 0)
-        with inflight.launch_pool([options] * 2) as pool:
+        with inflight.launch([options] * 2) as pool:
             engines[rank] = pool
             launched.wait(60)
             if rank == 0:
@@ -401,11 +382,11 @@ def test_a_run_goes_on_with_another_pool(pool, publisher, decided_dir, undisturb
     assert by_submission(ids, rollouts_of(pool)) == undisturbed
 
     options, model = EngineOptions(decided_dir, **OPTIONS), Qwen3ForCausalLM.from_pretrained(decided_dir)
-    with inflight.launch_pool([options] * 2) as other, other.publisher(model) as another:
+    with inflight.launch([options] * 2) as other, other.publisher(model) as another:
         inflight.Run(other, another).load(tmp_path)
         assert other.stream.outstanding == [*ids, finished]
         assert other.submit([[9]], PARAMS) == [finished + 1]
-        other.stream.drop([finished + 1])
+        other.stream.ledger.drop([finished + 1])
         again = other.stream.collect([finished])
         assert again[0][0].token_ids.tolist() == first[0][0].token_ids.tolist()
         assert by_submission(ids, rollouts_of(other)) == undisturbed
@@ -415,7 +396,7 @@ def test_a_run_goes_on_with_another_pool(pool, publisher, decided_dir, undisturb
 @pytest.mark.slow
 def test_an_engine_that_hangs_counts_as_one_that_has_ended(decided_dir, undisturbed):
     options = EngineOptions(decided_dir, **OPTIONS, restarts=1, answer_timeout_s=2)
-    with inflight.launch_pool([options] * 2) as pool:
+    with inflight.launch([options] * 2) as pool:
         ids = pool.submit(PROMPTS, PARAMS)
         kill_after(pool, 100, number=signal.SIGSTOP)
         assert by_submission(ids, rollouts_of(pool)) == undisturbed
@@ -426,8 +407,8 @@ def test_an_engine_that_hangs_counts_as_one_that_has_ended(decided_dir, undistur
 def test_rollouts_go_on_only_with_weights_that_are_not_older(truth_dir):
     """The engine that is left has not got the newest version when the other one dies, which drew with it."""
     model = make_truth_teller()
-    with inflight.launch_pool([EngineOptions(truth_dir, **OPTIONS)] * 2) as pool, pool.publisher(model) as publisher:
-        first, second = pool.engines
+    with inflight.launch([EngineOptions(truth_dir, **OPTIONS)] * 2) as pool, pool.publisher(model) as publisher:
+        first, second = pool.members
         pool.submit(PROMPTS, GREEDY)
         wait_until(lambda: pool.stream.num_tokens > 50)
         os.kill(second.pid, signal.SIGSTOP)
@@ -449,7 +430,7 @@ def test_an_engine_that_comes_back_is_paused_if_the_others_are_and_has_their_wei
     version = publisher.publish()
     pool.wait_for_version(version)
     pool.pause()
-    os.kill(pool.engines[1].pid, signal.SIGKILL)
+    os.kill(pool.members[1].pid, signal.SIGKILL)
     wait_until(lambda: len(pool.statuses()) == 1)
     wait_until(lambda: len(pool.statuses()) == 2)
     assert [status.paused for status in pool.statuses().values()] == [True, True]
@@ -461,7 +442,7 @@ def test_an_engine_that_comes_back_is_paused_if_the_others_are_and_has_their_wei
 def test_what_is_pinned_ends_as_an_error_where_no_engine_has_its_version(truth_dir):
     model = make_truth_teller()
     options = EngineOptions(truth_dir, **OPTIONS, slots=3)
-    with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
+    with inflight.launch([options] * 2) as pool, pool.publisher(model) as publisher:
         params = SamplingParams(max_tokens=2000, temperature=0.0)
         ids = pool.submit(PROMPTS[:2], params, version=-1)  # one for each engine
         teach(model, 1, 0)
@@ -469,7 +450,7 @@ def test_what_is_pinned_ends_as_an_error_where_no_engine_has_its_version(truth_d
         pool.pause()
         pool.cancel([ids[1]])
         pool.resume()
-        wait_until(lambda: 0 not in pool.engines[1].status().versions)
+        wait_until(lambda: 0 not in pool.members[1].status().versions)
         kill_after(pool, 10)
         rollouts = rollouts_of(pool)
         assert rollouts[ids[0], 0].finish_reason == "error"
@@ -483,7 +464,7 @@ def test_ten_kills_lose_and_misattribute_nothing(truth_dir):
     while they start."""
     model, draw, kills = make_truth_teller(), random.Random(3), 0
     options = EngineOptions(truth_dir, **OPTIONS, restarts=40)
-    with inflight.launch_pool([options] * 2) as pool, pool.publisher(model) as publisher:
+    with inflight.launch([options] * 2) as pool, pool.publisher(model) as publisher:
         submitted, rollouts, before = set(pool.submit(PROMPTS, GREEDY)), [], 0
         groups, next_kill = pool.stream.groups(), 0.0
         while kills < 10:
@@ -494,12 +475,12 @@ def test_ten_kills_lose_and_misattribute_nothing(truth_dir):
                 before = publisher.publish()
             if time.monotonic() > next_kill:
                 with suppress(ProcessLookupError):
-                    os.kill(draw.choice(pool.engines).pid, signal.SIGKILL)
+                    os.kill(draw.choice(pool.members).pid, signal.SIGKILL)
                     kills += 1
                 next_kill = time.monotonic() + draw.uniform(0.0, 4.0)
             while len(pool.stream.outstanding) < 8:
                 submitted.update(pool.submit(PROMPTS[:2], GREEDY))
-            if pool.stream.inbox._ready:
+            if pool.stream.ledger._ready:
                 rollouts += next(groups)
             time.sleep(0.03)
         rollouts += [rollout for group in groups for rollout in group]

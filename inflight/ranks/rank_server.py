@@ -1,6 +1,6 @@
 """Rank 0's end: the batches of its stream, split over the ranks of a data-parallel trainer.
 
-The hub listens on a socket in a directory that only this user may enter, and where there are ranks on other machines
+The server listens on a socket in a directory that only this user may enter, and where there are ranks on other machines
 over TCP too, for the holders of their keys alone. Shares are pulled: a rank asks for its share of a batch, reads it in
 parts, and says that it has it.
 """
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Literal
 
-import msgspec
 import zmq
 
 from inflight.core.clock import now_ns
@@ -30,15 +29,14 @@ from inflight.engine.directory import make_directory
 from inflight.engine.door import Door
 from inflight.engine.verbs import Verbs, verb
 from inflight.ranks.meeting import (
-    CARD,
     NOTHING_ASKED,
     SOCKET,
     WAITS_FOR_ROLLOUTS,
-    Card,
     Joined,
     Offer,
     Outside,
     Process,
+    RankAddress,
     Take,
     this_host,
 )
@@ -48,7 +46,7 @@ from inflight.training.data.shares import encode_share, split
 
 _CHECK_S = 0.1
 _ASK_AGAIN_S = 1.0
-"""How long the hub waits at most with the answer to a rank that asks for a batch which is not there."""
+"""How long the server waits at most with the answer to a rank that asks for a batch which is not there."""
 _PART_BYTES = 16 << 20
 _LOOK_EVERY_NS = 1_000_000_000
 _GONE_NS = 30_000_000_000
@@ -58,24 +56,22 @@ _TAKE = msgpack_decoder(Take)
 
 @dataclass(slots=True)
 class _Client:
-    """A process that has joined: a rank, or, where `rank` is None, somebody who looks on."""
+    """A rank that has joined."""
 
-    rank: int | None
+    rank: int
     name: str
     process: Process | None
     """None on another machine, where nobody here can watch over it."""
     address: bytes
     """Where it has asked from last."""
     left: bool = False
-    asked_ns: int = 0
-    """When it asked for a batch last."""
     missed_ns: int = 0
     """Since when it could not be reached; 0: it can."""
     data: bytes = b""
     """The share that it is reading."""
 
 
-class Hub:
+class RankServer:
     """Rank 0's end: it makes a share of every batch for each rank, and does for the ranks what they ask of the engine.
 
     A batch is made once every rank has taken its share of the one before. A thread answers the ranks. A rank that ends,
@@ -102,9 +98,8 @@ class Hub:
         self._socket = ControlSocket(f"ipc://{self._directory / SOCKET}", context=self._context)
         self._door: Door | None = None
         endpoint, key = ("", b"") if outside is None else self._open(outside)
-        self.card = Card(options, str(self._directory), os.getpid(), this_host(), endpoint, key)
+        self.own_address = RankAddress(options, str(self._directory), os.getpid(), this_host(), endpoint, key)
         """What others need to know to attach."""
-        (self._directory / CARD).write_bytes(msgspec.json.encode(self.card))
         self._verbs = Verbs(self)
         self._condition = threading.Condition(threading.RLock())
         self._clients: dict[str, _Client] = {}
@@ -116,8 +111,8 @@ class Hub:
         """The newest batch; batches count from 1."""
         self._kind: Literal["share", "end", "error"] = "share"
         self._error = ("", "")
-        self._shares: dict[int | None, bytes] = {}
-        """Encoded shares of the newest batch by rank; under None the whole of it, for those who look on."""
+        self._shares: dict[int, bytes] = {}
+        """Encoded shares of the newest batch by rank."""
         self._taken: set[int] = set(range(1, num_ranks))
         """Ranks that have taken their share of the newest batch."""
         self._state = NOTHING_ASKED
@@ -127,7 +122,7 @@ class Hub:
         self._answers: deque[tuple[bytes, FromEngine]] = deque()
         self._workers = ThreadPoolExecutor(max_workers=4, thread_name_prefix="inflight-ranks")
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="inflight-hub", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="inflight-server", daemon=True)
         self._thread.start()
 
     # ---- what rank 0 calls ----------------------------------------------------------------------------------------
@@ -151,13 +146,9 @@ class Hub:
                     self._wait_until_taken()
                     return
                 news = {"last_reward": stream.last_reward, "dropped": stream.dropped}
-                encoded: dict[int | None, bytes] = {}
-                if self._looked_on:
-                    encoded[None] = encode_share(split(batch, 1, **news)[0])
-                if self._num_ranks > 1:
-                    own, *others = split(batch, self._num_ranks, **news)
-                    encoded |= {rank: encode_share(share) for rank, share in enumerate(others, start=1)}
-                    batch = own.batch()
+                own, *others = split(batch, self._num_ranks, **news)
+                encoded = {rank: encode_share(share) for rank, share in enumerate(others, start=1)}
+                batch = own.batch() if others else batch
             except BaseException as error:
                 kind = type(error).__name__
                 self._offer("error", error=(kind, f"rank 0 could not make the batch: {kind}: {error}"))
@@ -207,17 +198,10 @@ class Hub:
         shutil.rmtree(self._directory, ignore_errors=True)
         os.close(self._lock_file)
 
-    @property
-    def _looked_on(self) -> bool:
-        """Somebody who is no rank asks for batches, or has asked just now and will again."""
-        since_ns = now_ns() - 2 * self._ask_again_ns
-        with self._condition:
-            return any(client.rank is None and client.asked_ns > since_ns for client in self._clients.values())
-
     def _offer(
         self,
         kind: Literal["share", "end", "error"],
-        shares: dict[int | None, bytes] | None = None,
+        shares: dict[int, bytes] | None = None,
         error: tuple[str, str] = ("", ""),
     ) -> None:
         with self._condition:
@@ -266,20 +250,20 @@ class Hub:
     # ---- what the others call -------------------------------------------------------------------------------------
 
     @verb()
-    def join(self, client: str, rank: int | None, pid: int, host: str) -> Joined:
+    def join(self, client: str, rank: int, pid: int, host: str) -> Joined:
         """A process attaches. It begins with the newest batch if nobody has taken its rank's share of that, else with
         the next one. host: its machine, as `this_host` calls it; "" for one that sees neither files nor processes of
         this one."""
         with self._condition:
-            if rank is not None and not 0 < rank < self._num_ranks:
+            if not 0 < rank < self._num_ranks:
                 raise ProtocolError(f"rank {rank} cannot attach: the trainer has ranks 0 to {self._num_ranks - 1}")
             others = [other for other in self._clients.values() if other.rank == rank and not other.left]
-            if rank is not None and others:
+            if others:
                 raise ProtocolError(f"rank {rank} is attached already, as {others[0].name}")
             is_here = host == this_host()
             name = f"process {pid}" if is_here else f"process {pid} of another machine"
             self._clients[client] = _Client(rank, name, Process(pid) if is_here else None, self._caller)
-            return Joined(self._number if rank is not None and rank not in self._taken else self._number + 1)
+            return Joined(self._number if rank not in self._taken else self._number + 1)
 
     @verb()
     def leave(self, client: str) -> None:
@@ -300,7 +284,7 @@ class Hub:
         with self._condition:
             known = self._client(client)
             known.data = b""
-            if known.rank is not None and number == self._number:
+            if number == self._number:
                 self._taken.add(known.rank)
                 self._shares.pop(known.rank, None)
             self._condition.notify_all()
@@ -357,9 +341,9 @@ class Hub:
         try:
             if call.verb == "take":
                 asked = read(_TAKE, call.arguments)
-                client, now = self._client(asked.client), now_ns()
+                self._client(asked.client)
                 with self._condition:
-                    client.asked_ns = now
+                    now = now_ns()
                     self._asking.append((sender, call.ticket, asked.client, asked.number, now + self._ask_again_ns))
             else:
                 self._answers.append((sender, self._verbs.answer(call)))
@@ -374,19 +358,16 @@ class Hub:
         looks = now_ns() - self._looked_ns > _LOOK_EVERY_NS
         self._looked_ns = now_ns() if looks else self._looked_ns
         with self._condition:
-            for name, client in list(self._clients.items()):
+            for client in self._clients.values():
                 if client.process is None:
                     ended = looks and not client.left and self._is_gone(client)
                 else:
                     ended = client.process.ended
                 if not ended:
                     continue
-                if client.rank is not None and not client.left:
+                if not client.left:
                     self._lose(RankLostError(f"rank {client.rank} ({client.name}) has ended"))
                 client.left = True
-                if client.rank is None and client.process is not None:
-                    client.process.close()
-                    del self._clients[name]
 
     def _is_gone(self, client: _Client) -> bool:
         """Whether a process of another machine was not reached for a while, nor has it called. Its machine closes the
@@ -416,10 +397,10 @@ class Hub:
             self._asking = still
 
     def _offer_to(self, client: _Client, number: int) -> Offer:
-        there = self._number >= number if client.rank is None else self._number == number
+        there = self._number == number
         if there and self._kind != "share":
             return Offer(self._number, self._kind, error=self._error)
-        if not there or client.rank not in self._shares:  # it may have taken its share, or come too late to look on
+        if not there or client.rank not in self._shares:
             return Offer(self._number, "nothing yet", state=self._state)
         client.data = self._shares[client.rank]
         return Offer(self._number, "share", nbytes=len(client.data))
@@ -430,5 +411,5 @@ def _why_absent(ranks: set[int]) -> str:
         return ""
     return (
         f"; rank {', '.join(map(str, sorted(ranks)))} has not attached: every rank calls inflight.launch(), unless "
-        "rank 0 keeps its batches to itself with inflight.LaunchedEngine(inflight.EngineOptions(…))"
+        "rank 0 keeps its batches to itself with inflight.Engine(inflight.EngineOptions(…))"
     )

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from inflight import supervisor as supervisor_module
 from inflight.core.errors import EngineDiedError
 from inflight.core.options import EngineOptions
-from inflight.supervisor import Supervisor
+from inflight.fleet.member import Member
 
 DEATH = EngineDiedError("it was killed")
 
 
 class Process:
-    """Stands in for an EngineLauncher."""
+    """Stands in for an LocalProcess."""
 
     made: list["Process"]
     events: list[str]
@@ -47,34 +46,6 @@ class Process:
         return SimpleNamespace(version=0) if verb == "status" else {}
 
 
-class Stream:
-    """Stands in for an Inbox of which nothing is unfinished."""
-
-    num_tokens = 0
-    outstanding: list[int] = []
-
-    def unfinished(self) -> tuple[dict, int]:
-        return {}, 0
-
-    def fail(self, group_ids: Any) -> None:
-        assert not group_ids
-
-
-class Follower:
-    """Stands in for a Publisher."""
-
-    closed, sent_version = False, 0
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def let_go(self, endpoints: Any) -> None:
-        self.told.append(f"let go of {', '.join(sorted(endpoints))}")
-
-    def replace(self, endpoints: Any, successor: str) -> None:
-        self.told.append(successor)
-
-
 class Waits(threading.Event):
     """Notes how long is waited, and does not wait."""
 
@@ -88,33 +59,33 @@ class Waits(threading.Event):
 
 
 @pytest.fixture
-def make(monkeypatch):
-    """A supervisor over such processes."""
+def make():
+    """A member over such processes."""
     Process.made, Process.events, Process.fails, Process.may_start = [], [], set(), threading.Event()
     Process.may_start.set()
-    monkeypatch.setattr(supervisor_module, "EngineLauncher", Process)
+    placement: Any = SimpleNamespace(start=lambda options, closing: Process(options))
 
-    def make(restarts: int) -> Supervisor:
-        supervisor = Supervisor(EngineOptions("tiny", restarts=restarts))
-        supervisor._closing = Waits(Process.events)
-        return supervisor
+    def make(restarts: int) -> Member:
+        member = Member(EngineOptions("tiny", restarts=restarts), placement)
+        member._closing = Waits(Process.events)
+        return member
 
     return make
 
 
-def die(supervisor: Supervisor, stream: Stream) -> str:
+def die(member: Member) -> str:
     Process.made[-1].dead = True
-    return supervisor.succeed(DEATH, stream.num_tokens, 0, stream)  # pyright: ignore
+    member.restart(DEATH)
+    return member.process.welcome.stream_endpoint
 
 
 def test_what_nobody_expects_keeps_no_caller_waiting(make, monkeypatch):
-    supervisor, stream = make(restarts=2), Stream()
-    monkeypatch.setattr(stream, "unfinished", lambda: {}["missing"])
+    member = make(restarts=2)
+    monkeypatch.setattr(member.placement, "start", lambda *_: {}["missing"])
     with pytest.raises(EngineDiedError, match=r"(?s)ended 3 times.*KeyError: 'missing'"):
-        die(supervisor, stream)
+        die(member)
     with pytest.raises(EngineDiedError, match="KeyError"):
-        supervisor.check()
-    assert Process.events.count("closed 1") == Process.events.count("closed 2") == 1
+        member.living()
 
 
 def waits() -> list[str]:
@@ -122,60 +93,58 @@ def waits() -> list[str]:
 
 
 def test_restarts_are_further_apart_until_a_token_has_come(make):
-    supervisor, stream = make(restarts=20), Stream()
+    member = make(restarts=20)
     for _ in range(3):
-        die(supervisor, stream)
+        die(member)
     assert waits() == ["0.2 s", "0.4 s", "0.8 s"]
-    stream.num_tokens = 5
-    die(supervisor, stream)
-    die(supervisor, stream)
+    member.num_past_tokens = 5
+    die(member)
+    die(member)
     assert waits()[3:] == ["0.2 s", "0.4 s"]
     for _ in range(9):
-        die(supervisor, stream)
+        die(member)
     assert waits()[-2:] == ["30 s", "30 s"]
 
 
 def test_a_successor_that_does_not_start_has_one_after_a_longer_while(make):
-    supervisor = make(restarts=5)
+    member = make(restarts=5)
     Process.fails = {1, 2}
-    assert die(supervisor, Stream()) == "stream 3"
+    assert die(member) == "stream 3"
     assert waits() == ["0.2 s", "0.4 s", "0.8 s"]
 
 
 def test_what_an_engine_left_is_removed_before_anything_else(make):
     """A trainer that is killed while it waits, or while the successor loads, leaves nothing then."""
-    die(make(restarts=1), Stream())
+    die(make(restarts=1))
     assert Process.events == ["removed 0", "waited 0.2 s", "closed 0"]
 
 
 def test_who_asks_for_the_process_that_serves_waits_for_the_successor(make):
-    supervisor, found = make(restarts=1), []
-    assert supervisor.living() == "control 0"
+    member, found = make(restarts=1), []
+    assert member.living() is Process.made[0]
     Process.may_start.clear()
-    succession = threading.Thread(target=die, args=(supervisor, Stream()))
+    succession = threading.Thread(target=die, args=(member,))
     succession.start()
     while len(Process.made) < 2:
         pass
-    assert not supervisor.follow(Follower(), "control 0")
-    asking = threading.Thread(target=lambda: found.append(supervisor.living("control 0")))
+    assert not member.lives
+    asking = threading.Thread(target=lambda: found.append(member.living().name))
     asking.start()
     asking.join(0.2)
     assert not found
     Process.may_start.set()
     asking.join(10)
     succession.join(10)
-    assert found == ["control 1"]
-    with pytest.raises(EngineDiedError, match="it was killed"):
-        supervisor.check_process("control 0")
-    supervisor.check_process("control 1")
+    assert found == ["process 1"]
+    assert member.lives
 
 
 def test_a_successor_that_starts_while_the_engine_is_closed_is_ended(make):
-    supervisor, told = make(restarts=3), []
+    member, told = make(restarts=3), []
 
     def succeed():
         try:
-            die(supervisor, Stream())
+            die(member)
         except EngineDiedError as error:
             told.append(str(error))
 
@@ -184,7 +153,7 @@ def test_a_successor_that_starts_while_the_engine_is_closed_is_ended(make):
     succession.start()
     while len(Process.made) < 2:
         pass
-    supervisor.close()
+    member.close()
     Process.may_start.set()
     succession.join(10)
     assert told == ["it was killed"]
@@ -193,43 +162,26 @@ def test_a_successor_that_starts_while_the_engine_is_closed_is_ended(make):
 
 
 def test_who_asks_for_the_process_that_serves_is_told_that_there_will_be_none(make):
-    supervisor = make(restarts=1)
-    die(supervisor, Stream())
+    member = make(restarts=1)
+    die(member)
     with pytest.raises(EngineDiedError, match="ended 2 times"):
-        die(supervisor, Stream())
+        die(member)
     with pytest.raises(EngineDiedError, match="ended 2 times"):
-        supervisor.living("control 0")
+        member.living()
 
 
-def test_those_who_follow_a_process_that_serves_are_told_of_its_successors(make):
-    supervisor, follower, closed = make(restarts=2), Follower(), Follower()
-    assert supervisor.follow(follower, "control 0")
-    assert supervisor.follow(closed, "control 0")
-    closed.closed = True
-    die(supervisor, Stream())
-    die(supervisor, Stream())
-    assert follower.told == ["let go of control 0", "control 1", "let go of control 0, control 1", "control 2"]
-    assert not closed.told
-    assert not supervisor.follow(Follower(), "control 0")
-    assert supervisor.follow(Follower(), "control 2")
-
-
-def test_processes_come_from_where_the_supervisor_is_told_and_keys_are_those_of_each(make):
+def test_processes_come_from_the_placement_which_learns_of_the_end(make):
     make(restarts=1)  # has processes noted
     told = []
 
-    def start(closing: threading.Event) -> Any:
+    def start(options: EngineOptions, closing: threading.Event) -> Any:
         told.append(closing)
-        process = Process(EngineOptions("tiny"))
-        process.client.keys = f"keys of {process.pid}"
-        return process
+        return Process(options)
 
-    supervisor, follower = Supervisor(EngineOptions("tiny", restarts=1), start), Follower()
-    first, second = (f"control {process}" for process in (len(Process.made) - 1, len(Process.made)))
-    assert supervisor.follow(follower, first)
-    die(supervisor, Stream())
-    assert follower.told[-1] == second
-    assert [supervisor.keys_of(endpoint)[-1] for endpoint in (first, second)] == [first[-1], second[-1]]
-    supervisor.close()
+    placement: Any = SimpleNamespace(start=start)
+    member = Member(EngineOptions("tiny", restarts=1), placement)
+    die(member)
+    assert member.process is Process.made[-1]
+    member.close()
     assert len(told) == 2
     assert all(closing.is_set() for closing in told)

@@ -1,0 +1,615 @@
+"""The public handle of generators: prompts go in, groups arrive on its stream, publishers send weights."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from time import sleep
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from weakref import WeakSet
+
+import msgspec
+
+from inflight.core.arguments import named
+from inflight.core.clock import now_ns
+from inflight.core.errors import InflightError, LayoutMismatchError
+from inflight.core.extras import needing
+from inflight.core.messages import Digests, Prompt, Status, Welcome
+from inflight.core.options import EngineOptions
+from inflight.core.sampling import SamplingParams
+from inflight.engine.client import EngineClient
+from inflight.engine.prompts import PromptLike, make_prompts
+from inflight.fleet.fleet import Fleet
+from inflight.fleet.member import Member
+from inflight.fleet.monitor import EngineMonitor
+from inflight.fleet.process.base import Placement
+from inflight.fleet.process.local import Local
+from inflight.fleet.rescheduler import Rescheduler
+from inflight.fleet.status import summed
+from inflight.observability.staleness_meter import StalenessMeter
+from inflight.observability.trace import Trace
+from inflight.stream.journal import JournalWriter
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from inflight.core.rollout import Rollout
+    from inflight.ranks.meeting import Outside
+    from inflight.ranks.rank_server import RankServer
+    from inflight.server.http_server import HttpServer
+    from inflight.training.data.rollout_stream import RolloutStream
+    from inflight.weights.trainer.engine_link import EngineAddress
+    from inflight.weights.trainer.publisher import Publisher
+    from inflight.weights.trainer.sources import WeightSource
+    from inflight.weights.trainer.state_dict_source import Weights
+    from inflight.weights.transports.base import Transport
+
+_WAKE_TIMEOUT_S = 600.0
+"""Bound for `wake()`, which might record CUDA graphs again."""
+_CLOSE_S = 5.0
+"""Time for a publisher to send its last version when the engine ends."""
+_JOIN_S = 2.0
+Started = TypeVar("Started")
+
+
+class Engine:
+    """One generator or several, in processes of their own. Safe to use from several threads and asyncio tasks at once;
+    tasks use `agenerate` and the stream's `agroups`. The publisher of a model stays in one thread.
+
+    Each prompt is sent to the least loaded member, and its group stays there. When a member ends, the others continue
+    its groups at once, from the tokens that were drawn. With `restarts`, the member is started again with the
+    newest weights. Calls raise EngineDiedError when no member is left.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions | Sequence[EngineOptions],
+        placement: Placement | Sequence[Placement] | None = None,
+    ):
+        """Starts generators for this process alone; `inflight.launch` does so for all ranks of a trainer.
+
+        options: of one member, or of each. All members draw from the same model. placement: where each member runs, or
+        all of them do; None: in processes of this machine that end with this one. Raises what `inflight.launch` raises.
+        """
+        each, places = _checked(options, placement)
+        self.options = msgspec.structs.replace(next((one for one in each if one.model), each[0]))
+        self._lock = threading.RLock()
+        self._tokenizer_lock = threading.Lock()
+        self.staleness = StalenessMeter()
+        self._stream: RolloutStream | None = None
+        self._publishers: WeakSet[Publisher] = WeakSet()
+        """Publishers that end with the engine."""
+        self._servers: WeakSet[HttpServer] = WeakSet()
+        self._first_versions: list[int] = []
+        self._rank_server: RankServer | None = None
+        self._trace: Trace | None = None
+        self._monitors: list[EngineMonitor] = []
+        self._journal: JournalWriter | None = None
+        with ExitStack() as at_failure:
+            if self.options.journal is not None:
+                self._journal = JournalWriter(self.options.journal, sync=self.options.journal_sync)
+                at_failure.callback(self._journal.close)
+            self._at_end = [place.connect() for place in {id(place): place for place in places}.values()]
+            for disconnect in self._at_end:
+                at_failure.callback(disconnect)
+            members = start_all([partial(Member, *one) for one in zip(each, places, strict=True)])
+            for member in members:
+                at_failure.callback(member.close)
+            self._fleet = Fleet(self.staleness, self._journal)
+            self._rescheduler = Rescheduler(self._fleet, self.options.answer_timeout_s)
+            at_failure.callback(self.close)
+            for member in members:
+                self._join(member)
+            if len(members) > 1 or self.options.restarts:
+                self.stream  # noqa: B018  which reads what a member has sent when it ends
+            at_failure.pop_all()
+
+    # ---- members ------------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Member]:
+        """The generators that serve or are being started again."""
+        return [monitor.member for monitor in list(self._monitors) if monitor.member.death is None]
+
+    def add(self, options: EngineOptions | None = None, placement: Placement | None = None) -> Member:
+        """Start another member, which takes prompts once it has the weights of the others. options and placement: None
+        takes those of the first. Raises what making an Engine raises, LayoutMismatchError if its weights have other
+        names, shapes or dtypes, and ValueError for versions that differ."""
+        if self._journal is not None:
+            raise InflightError("a journal is of one engine; launch without one to add others")
+        first = self._monitors[0].member
+        self.stream  # noqa: B018
+        member = Member(options or first.options, placement or first.placement)
+        try:
+            self._join(member)
+        except BaseException:
+            member.close()
+            raise
+        return member
+
+    def remove(self, member: Member) -> None:
+        """End a member, or let it go if another process launched it. The others continue its unfinished groups, from
+        the tokens that were drawn. Raises ValueError if it is not a member, or the last one."""
+        with self._fleet.changing:
+            if member not in self.members:
+                raise ValueError("this is no member of the engine")
+            if len(self.members) == 1:
+                raise ValueError("an engine keeps one member at least; close() ends it with all of them")
+            [monitor] = [monitor for monitor in self._monitors if monitor.member is member]
+            self._monitors.remove(monitor)
+        monitor.stop()
+        with self._fleet.lock:
+            self._fleet.members.remove(member)
+        member.close()
+
+    @property
+    def info(self) -> Welcome:
+        """Layout, device, limits and vocabulary of a member that serves."""
+        return next(iter(self._fleet.usable), self._fleet.members[0]).info
+
+    @property
+    def pid(self) -> int:
+        """Process id of the first member, on its machine."""
+        return self._fleet.members[0].pid
+
+    # ---- prompts ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The model's tokenizer, or None if it has none; prompts are token ids then."""
+        from inflight.engine.loading import load_tokenizer
+
+        model = self.options.model
+        return load_tokenizer(model, trust=self.options.trust_remote_code) if model else None
+
+    @property
+    def stream(self) -> "RolloutStream":
+        """Finished rollouts, in groups and batches."""
+        from inflight.training.data.rollout_stream import RolloutStream
+
+        with self._lock:
+            if self._stream is None:
+                fleet = self._fleet
+                fleet.open()
+                self._stream = RolloutStream(
+                    fleet.merged,
+                    fleet.ledger,
+                    tokenizer=self.tokenizer,
+                    tokenizer_lock=self._tokenizer_lock,
+                    meter=self.staleness,
+                    check_engine=fleet.check,
+                    silence_s=self._monitors[0].silence_s,
+                    memory_bytes=self.options.stream_memory_bytes,
+                )
+            return self._stream
+
+    @named()
+    def submit(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        adapter: str | None = None,
+        train: bool = True,
+    ) -> list[int]:
+        """Queue prompts; each becomes a group of `params.n` samples. Returns the group ids.
+
+        prompts: text, token ids, chat messages (`[{"role": "user", "content": …}, …]`, to which the model's chat
+        template is applied), or rows of a `datasets.Dataset`: mappings with one of these as "prompt" or "messages".
+        Other columns of a row become metadata.
+        metadata: one JSON-like mapping per prompt; its rollouts carry it (an expected answer, for example).
+        version: the weight version that draws every token of these prompts, also after later publishes (−1: the live
+        version when they are accepted). The call waits for a version that was just published. A slot keeps the version
+        until the prompts end, so that publishing needs a third slot (`slots=3`), or waits. None: the newest weights
+        draw each token.
+        adapter: the name of the LoRA adapter that draws their tokens, one of the engine's. None: the weights alone.
+        train: if True, `stream.batches` trains on them. False, for evaluation during training: only
+        `stream.groups(ids)` and `stream.collect(ids)` return them.
+        Raises InvalidRequestError, naming the prompt; then none was accepted.
+        """
+        self.stream  # noqa: B018
+        return self._submit(self._messages(prompts, params, metadata, version, adapter), reserved=not train)
+
+    @named()
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        adapter: str | None = None,
+        timeout_s: float | None = None,
+    ) -> "list[list[Rollout]]":
+        """Submit prompts and wait for their groups. Other groups continue, and no batch contains these.
+
+        It takes the arguments of `submit`. timeout_s: None waits as long as the engine lives and answers. Raises
+        TimeoutError; then, and on Ctrl-C, the prompts are cancelled.
+        """
+        group_ids = self.submit(prompts, params, metadata=metadata, version=version, adapter=adapter, train=False)
+        try:
+            return self.stream.collect(group_ids, timeout_s=timeout_s)
+        except BaseException:
+            self.abandon(group_ids)
+            raise
+
+    async def agenerate(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        adapter: str | None = None,
+    ) -> "list[list[Rollout]]":
+        """Do the same as `generate`, for any number of asyncio tasks. Cancelling a task cancels its prompts."""
+        group_ids = await self.asubmit(prompts, params, metadata=metadata, version=version, adapter=adapter)
+        try:
+            return await self.stream.acollect(group_ids)
+        except BaseException:
+            self.abandon(group_ids)
+            raise
+
+    async def asubmit(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        version: int | None = None,
+        adapter: str | None = None,
+    ) -> list[int]:
+        """Do the same as `submit(…, train=False)`, for asyncio; `stream.acollect(ids)` and `stream.agroups(ids)` return
+        the groups. Cancelling the task cancels its prompts."""
+        messages = self._messages(prompts, params, metadata, version, adapter)
+        if version is not None:
+            await asyncio.to_thread(self._wait_until_held, version)
+        self.stream  # noqa: B018
+        return await self._fleet.asubmit(messages)
+
+    def prompt_lengths(self, prompts: Iterable[PromptLike]) -> list[int]:
+        """Return the number of tokens of each prompt. Raises InvalidRequestError, naming the prompt."""
+        return [len(message.token_ids) for message in self._messages(prompts, None, None, None, None)]
+
+    def abandon(self, group_ids: Sequence[int]) -> None:
+        """Discard these groups, and end their unfinished samples without waiting for the answer of the engine."""
+        self._fleet.abandon(group_ids)
+
+    def partial(self, group_id: int) -> "list[Rollout]":
+        """Return the unfinished samples of a group, with the tokens so far; their finish_reason is ""."""
+        return self.stream.partial(group_id)
+
+    def fork(
+        self,
+        rollout: "Rollout",
+        at: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Start a group that continues the first `at` tokens (None: all) of an unfinished sample and shares their keys
+        and values. The sample continues, too. Returns the group id.
+
+        rollout: one of `partial(group_id)`. params: None takes the parameters of the sample, with another seed and
+        without `prompt_logprobs`, for which a prompt is computed and not shared. The prompt of the new rollouts is the
+        sample's prompt and these tokens, and their `forked_from` names the sample.
+        Raises InvalidRequestError if the sample has ended; submit its tokens as a prompt then.
+        """
+        at = len(rollout.token_ids) if at is None else at
+        prompt = Prompt(
+            [*rollout.prompt_token_ids.tolist(), *rollout.token_ids[:at].tolist()],
+            params or msgspec.structs.replace(rollout.params, seed=None, prompt_logprobs=None),
+            dict(rollout.metadata if metadata is None else metadata),
+        )
+        arguments = {"request_id": rollout.request_id, "at": at, "metadata": prompt.metadata}
+        return self._fleet.fork(arguments, prompt)
+
+    def cancel(self, group_ids: Sequence[int] | None = None, *, request_ids: Sequence[int] | None = None) -> None:
+        """End the unfinished samples of these groups, and these samples (neither: all). They arrive with finish_reason
+        "cancelled"."""
+        if group_ids is None and request_ids is None:
+            group_ids = self._fleet.ledger.outstanding
+        self._fleet.cancel(group_ids or (), request_ids or ())
+
+    def pause(self) -> None:
+        """Start no forward pass after this returns, until `resume()`. Weights still arrive."""
+        self._fleet.call("pause")
+
+    def resume(self) -> None:
+        """Continue after `pause()`."""
+        self._fleet.call("resume")
+
+    def sleep(self) -> None:
+        """Pause, and free the memory of the KV cache until `wake()`. The weights stay. Unfinished samples keep their
+        tokens and continue after it."""
+        self._fleet.call("sleep")
+
+    def wake(self) -> None:
+        """Continue after `sleep()`. Raises DeviceMemoryError if the memory is not free any more."""
+        self._fleet.call("wake", timeout_s=max(self.options.answer_timeout_s, _WAKE_TIMEOUT_S))
+
+    def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> None:
+        """Return when all members draw with this version or a newer one."""
+        deadline = now_ns() + int(timeout_s * 1e9)
+        while self.status().version < version:
+            for publisher in self._fleet.open_publishers:
+                publisher.check()
+            if now_ns() > deadline:
+                raise TimeoutError(f"version {version} did not go live within {timeout_s:.0f} s")
+            sleep(0.001)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> "EngineAddress":
+        """A process that serves, as an `inflight.Publisher` to several engines needs to know it."""
+        return self._fleet.serving()[0]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the memory of a member cannot be written to, since another process launched it."""
+        return not all(member.process.shares_memory for member in self.members)
+
+    @named()
+    def publisher(
+        self,
+        model: "nn.Module | WeightSource | Weights | Callable[[], Weights] | None" = None,
+        *,
+        transport: "Transport | None" = None,
+        check_finite: bool = False,
+        timeout_s: float | None = None,
+        slot_timeout_s: float = 3600.0,
+    ) -> "Publisher":
+        """Make an `inflight.Publisher` of this model's parameters to all members, at most one at a time; its arguments
+        are described there. It sends to members that join later or are started again, too.
+
+        Without a model, each `publish(weights)` is handed the weights. timeout_s: None takes the `answer_timeout_s` of
+        the engine. While the engine is being restarted this waits for its successor. Raises LayoutMismatchError, naming
+        the tensors that differ, PublisherConflictError, EngineDiedError, or ValueError for a transport that needs the
+        memory of an engine that another process launched.
+        """
+        from inflight.weights.trainer.publisher import Publisher
+
+        transport = transport or next((m.placement.transport for m in self.members if m.placement.transport), None)
+        if self.is_elsewhere and (transport is None or transport.writes_to_slots):
+            raise ValueError(
+                "the engine was launched by another process, and its memory cannot be written to from here; "
+                "publish with transport=inflight.Files(directory), which both machines see, or "
+                "inflight.Broadcast(host=…, allow_unencrypted=True), which sends weights as they are"
+            )
+        publisher = Publisher(
+            self._fleet,
+            model,
+            transport=transport,
+            check_finite=check_finite,
+            timeout_s=self.options.answer_timeout_s if timeout_s is None else timeout_s,
+            slot_timeout_s=slot_timeout_s,
+        )
+        self._publishers.add(publisher)
+        self._first_versions.append(publisher.version)
+        return publisher
+
+    def digests(self, *, timeout_s: float = 600.0) -> Digests:
+        """Return the SHA-256 of every tensor of the weights that are live when this is called, or of newer ones: a
+        check that the engine draws with what was published. It reads all weights next to the generator; their slot is
+        kept from publishers meanwhile. All members compute theirs, of a version from the oldest on that one of them
+        draws with when this is called, and the newest are returned. Raises BackendError if a backend cannot compute
+        them, InflightError if two members hold different tensors under one version, and TimeoutError."""
+        deadline, least = now_ns() + int(timeout_s * 1e9), self.status().version
+
+        def ask(client: EngineClient) -> list[Digests]:
+            return client.call("digests", {"least": least}, list[Digests])
+
+        answers: list[list[Digests]] = []
+        while not all(answers := list(self._fleet.call_all(ask).values())):
+            if now_ns() > deadline:
+                raise TimeoutError(f"the digests of version {least} were not computed within {timeout_s:.0f} s")
+            sleep(0.02)
+        found: dict[int, Digests] = {}
+        for [each] in answers:
+            if found.setdefault(each.version, each) != each:
+                raise InflightError(f"the engines hold different tensors under version {each.version}")
+        return found[max(found)]
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """Return counters: version, steps, tokens, swaps, requests waiting and running. Of several members they are
+        sums; `version` is the oldest that one draws with, and `versions` are those that some member holds."""
+        return summed(list(self.statuses().values()))
+
+    def statuses(self) -> dict[Member, Status]:
+        """Return the counters of each member that serves now."""
+        return self._fleet.call_all(lambda client: client.call("status", returns=Status))
+
+    def check(self) -> None:
+        """Raise EngineDiedError if no member is left. It does not ask the members."""
+        self._fleet.check()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if other ranks of the trainer can attach to it."""
+        return self._rank_server is not None
+
+    def serve(self, port: int = 8000, **options: Any) -> "HttpServer":
+        """Answer HTTP requests of OpenAI's API and of vLLM's, in parallel with other work of the engine, until the
+        returned server, or the engine, is closed (docs/server.md). It needs the extra `serve`.
+
+        port: 0 lets the system choose one (`server.url`). options: the other fields of ServerOptions (host, token, …).
+        Raises ListenError.
+        """
+        with needing("serve", "serving"):
+            from inflight.server.http_server import HttpServer
+        from inflight.server.options import ServerOptions
+
+        server = HttpServer(self, ServerOptions(port=port, **options))
+        self._servers.add(server)
+        return server
+
+    def trace(self, path: str | Path, *, seconds: float | None = None, details: bool = False) -> Trace:
+        """Record this process and the process of the first member from now on, and write one trace for ui.perfetto.dev
+        and chrome://tracing. Generation and training continue.
+
+        Use it as a context manager, or `close()` it: then it ends, and the file is written. path: ends in .json or
+        .json.gz. seconds: it ends by itself after this time, and another thread writes the file (see `done`).
+        It shows both processes on one clock: spans by name (passes and swaps of the engine, publish copies, steps of
+        `grpo`, and marks of `inflight.span`), and on a GPU every kernel and copy, by stream. details: also
+        every torch operator and CUDA call of all threads. The file is several times larger then.
+        Raises ValueError for an invalid path or time, and InflightError if this process or the engine is already
+        traced or profiled.
+        """
+        process = self._fleet.members[0].process
+        endpoint, check = process.client.endpoint, process.check
+        self._trace = Trace(lambda: EngineClient(endpoint, check_engine=check), path, seconds=seconds, details=details)
+        return self._trace
+
+    def close(self) -> None:
+        """End servers and publishers, and the generators that were launched here. Safe to call twice."""
+        fleet = self._fleet
+        fleet.stop_restarting()
+        with ExitStack() as at_end:  # whatever happens to one of them, the next is ended
+            while self._at_end:
+                at_end.callback(self._at_end.pop())
+            for monitor in self._monitors:
+                at_end.callback(monitor.join, _JOIN_S)
+            at_end.callback(self._rescheduler.close)
+            at_end.callback(fleet.close)
+            for part in (self._journal, self._rank_server, self._stream):
+                if part is not None:
+                    at_end.callback(part.close)
+            for publisher in list(self._publishers):
+                at_end.callback(publisher.close, _CLOSE_S)
+            if self._trace is not None:
+                with suppress(InflightError, OSError):  # it is logged
+                    bound_s = min(_CLOSE_S, self.options.answer_timeout_s)
+                    self._fleet.call("status", returns=Status, timeout_s=bound_s)  # else nobody writes it
+                    self._trace.close()
+            for server in list(self._servers):
+                at_end.callback(server.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- helpers ------------------------------------------------------------------------------------------------
+
+    def _join(self, member: Member) -> None:
+        """Let a member take prompts, once it has the weights of the others."""
+        fleet = self._fleet
+        with fleet.changing:
+            monitor = EngineMonitor(member, fleet)
+            self._check_alike(member)
+            try:
+                with fleet.lock:
+                    fleet.members.append(member)
+                monitor.begin()
+            except BaseException:
+                fleet.forget_process(member.process.client.endpoint)
+                with fleet.lock:
+                    fleet.members.remove(member)
+                raise
+            self._monitors.append(monitor)
+        monitor.watch()
+
+    def _check_alike(self, member: Member) -> None:
+        others = self.members
+        if not others:
+            return
+        layout = others[0].info.layout
+        difference = layout.difference(member.info.layout, ours="the others", theirs="this one", dtypes=True)
+        if difference is not None:
+            raise LayoutMismatchError(f"all members of an engine hold the same tensors: {difference}")
+        version, own = self.status().version, member.status().version
+        if version != own and not any(publisher.sent_version for publisher in self._fleet.open_publishers):
+            raise ValueError(
+                f"the member has version {own} and the engine {version}; versions are those of one publisher, and no "
+                "open one has sent a version that it could send to this member"
+            )
+
+    def _submit(self, prompts: list[Prompt], *, reserved: bool = False) -> list[int]:
+        for version in {prompt.version for prompt in prompts if prompt.version is not None}:
+            self._wait_until_held(version)
+        return self._fleet.submit(prompts, reserved=reserved)
+
+    def _messages(
+        self,
+        prompts: Iterable[PromptLike],
+        params: SamplingParams | None,
+        metadata: Sequence[Mapping[str, Any]] | None,
+        version: int | None,
+        adapter: str | None,
+    ) -> list[Prompt]:
+        model = self.options.model
+        with self._tokenizer_lock:
+            return make_prompts(prompts, self.tokenizer, model, params, metadata, version=version, adapter=adapter)
+
+    def _wait_until_held(self, version: int) -> None:
+        """Wait until a version that was published is live, before prompts are pinned to it."""
+        if self.staleness.published_version >= version > self.status().version:
+            self.wait_for_version(version)
+
+    def _share(self, num_ranks: int, outside: "Outside | None" = None) -> "RankServer":
+        from inflight.ranks.rank_server import RankServer
+
+        with self._lock:
+            if self._rank_server is None:
+                self._rank_server = RankServer(
+                    self.options,
+                    num_ranks,
+                    submit=self._submit,
+                    status=self.status,
+                    first_version=lambda i: self._first_versions[i] if i < len(self._first_versions) else None,
+                    outside=outside,
+                )
+                self.stream.sharing = self._rank_server
+            return self._rank_server
+
+
+def _checked(
+    options: EngineOptions | Sequence[EngineOptions], placement: Placement | Sequence[Placement] | None
+) -> tuple[list[EngineOptions], list[Placement]]:
+    """Return the options and the placement of each member."""
+    each = [options] if isinstance(options, EngineOptions) else list(options)
+    if not each:
+        raise ValueError("an engine needs the options of one member at least")
+    places = list(placement) if isinstance(placement, Sequence) else [placement or Local()] * len(each)
+    if len(places) != len(each):
+        raise ValueError(f"{len(each)} members need one placement, or {len(each)}, got {len(places)}")
+    if len(each) > 1 and any(one.journal is not None for one in each):
+        raise ValueError("a journal is of one engine: launch one, or leave the journal out")
+    for one, place in zip(each, places, strict=True):
+        place.check(one)
+    return each, places
+
+
+def start_all(starts: "Sequence[Callable[[], Started]]") -> "list[Started]":
+    """Start members, all at once, and return them. If one does not start, the others are closed; those that are being
+    started at Ctrl-C are closed once they have."""
+    if len(starts) == 1:
+        return [starts[0]()]
+    executor = ThreadPoolExecutor(len(starts), thread_name_prefix="inflight-launch")
+    starting: list[Future[Any]] = []
+    try:
+        for start in starts:
+            starting.append(executor.submit(start))
+        wait(starting)
+        return [member.result() for member in starting]
+    except BaseException:
+        for member in starting:
+            member.add_done_callback(_close_started)
+        raise
+    finally:
+        executor.shutdown(wait=False)
+
+
+def _close_started(starting: "Future[Any]") -> None:
+    if starting.exception() is None:
+        starting.result().close()

@@ -1,0 +1,110 @@
+"""`launch` and `attach`: the two ways to an engine."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, Protocol, overload
+
+import msgspec
+
+from inflight.core.arguments import named
+from inflight.core.keys import client_keys
+from inflight.core.options import EngineOptions
+from inflight.fleet.engine import Engine
+from inflight.fleet.process.base import Placement
+from inflight.fleet.process.remote import Remote
+from inflight.ranks.launching import TrainerRanks
+
+Options = ParamSpec("Options")
+
+
+class Launch(Protocol[Options]):
+    """The two forms of `launch`."""
+
+    @overload
+    def __call__(self, *args: Options.args, **kwargs: Options.kwargs) -> Engine: ...
+    @overload
+    def __call__(
+        self,
+        engines: EngineOptions | Sequence[EngineOptions],
+        *,
+        placement: Placement | Sequence[Placement] | None = None,
+    ) -> Engine: ...
+
+
+def _takes(options: Callable[Options, EngineOptions]) -> Callable[[Any], "Launch[Options]"]:
+    """Let editors, type checkers and `help()` see that a function takes these options."""
+
+    def give_signature(function: Any) -> "Launch[Options]":
+        defaults = {field.name: field.default_factory for field in msgspec.structs.fields(EngineOptions)}
+        signature = inspect.signature(options)
+        function.__signature__ = signature.replace(
+            parameters=[
+                parameter if defaults[name] is msgspec.NODEFAULT else parameter.replace(default=defaults[name]())
+                for name, parameter in signature.parameters.items()
+            ]
+            + [inspect.Parameter("placement", inspect.Parameter.KEYWORD_ONLY, default=None)]
+        )
+        return function
+
+    return give_signature
+
+
+@_takes(EngineOptions)
+def launch(
+    *model: str | EngineOptions | Sequence[EngineOptions],
+    placement: Placement | Sequence[Placement] | None = None,
+    **options: Any,
+) -> Engine:
+    """Start a generator in its own process, or several, and wait until they have loaded their model.
+
+        launch("Qwen/Qwen3-0.6B", max_sequences=64)         # the fields of inflight.EngineOptions
+        launch([EngineOptions(…), EngineOptions(…)])        # several engines behind one stream
+        launch("Qwen/Qwen3-0.6B", placement=inflight.ray.Placement(num_gpus=1))
+
+    `model` is the only option that must be given. placement: where each engine runs, or all of them do; None: processes
+    of this machine that end with this one. Use the engine as a context manager, or `close()` it. Raises TypeError for
+    an option that does not exist, ValueError for one that is out of range, ModelLoadError, UnsupportedModelError,
+    RemoteCodeError, BackendError, SharedMemoryError, DeviceMemoryError, KeysError, ListenError, EngineDiedError,
+    EngineHungError, JournalError, or PlacementError.
+    Under torchrun every rank calls it, after the process group was made: rank 0 launches, and the others get an
+    AttachedEngine, whose `stream.batches` yields their shares of each batch. They raise what rank 0 raised, or
+    RankLostError. For an engine of this process alone use `inflight.Engine(inflight.EngineOptions(…))`.
+    """
+    chosen: Any = model[0] if len(model) == 1 and not isinstance(model[0], str) else None
+    if chosen is None:
+        chosen = EngineOptions(*model, **options)  # pyright: ignore
+    elif options:
+        raise TypeError(f"EngineOptions are complete: give {', '.join(options)} to each of them")
+    first = chosen if isinstance(chosen, EngineOptions) else next(iter(chosen), None)
+    ranks = TrainerRanks.of_this_process()
+    if ranks is None or first is None:
+        return Engine(chosen, placement)
+    if ranks.rank:
+        attached: Any = ranks.attach(first)  # has the part of an Engine that every rank can use
+        return attached
+    return ranks.announce(
+        lambda: Engine(chosen, placement), lambda engine, outside: engine._share(ranks.size, outside).own_address
+    )
+
+
+@named()
+def attach(
+    endpoint: str | Sequence[str],
+    *,
+    keys: str,
+    model: str = "",
+    timeout_s: float = 60.0,
+    answer_timeout_s: float = 60.0,
+) -> Engine:
+    """Connect to an engine that was launched with `listen`, in another process or on another machine, or to several.
+
+    endpoint: "tcp://HOST:PORT", or a list of them. keys: the directory of this client's keys and of the engine's public
+    key (docs/security.md). model: where the tokenizer is found, as EngineOptions says; prompts are token ids without
+    it. timeout_s: bound for the engine to be there and to load its model. answer_timeout_s: bound for every later call.
+    Use it as a context manager, or `close()` it; the engine lives on. Raises KeysError, VersionMismatchError, or
+    EngineHungError if nothing answers; a client with wrong keys gets no answer.
+    """
+    endpoints = [endpoint] if isinstance(endpoint, str) else list(endpoint)
+    mine = client_keys(keys)
+    options = EngineOptions(model, answer_timeout_s=answer_timeout_s)
+    return Engine([options] * len(endpoints), [Remote(each, mine, timeout_s) for each in endpoints])

@@ -1,0 +1,201 @@
+"""An engine of a fleet: its process, and the successors of that process."""
+
+import logging
+import threading
+from time import sleep
+
+from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.messages import Status, Welcome
+from inflight.core.options import EngineOptions
+from inflight.core.waiting import Wait
+from inflight.engine.client import EngineClient
+from inflight.fleet.frames import EngineFrames
+from inflight.fleet.process.base import Placement, Process
+
+logger = logging.getLogger("inflight.fleet")
+
+_FIRST_BACKOFF_S = 0.2
+_LONGEST_BACKOFF_S = 30.0
+_CHECK_S = 0.1
+
+
+class Member:
+    """One engine, whichever process runs it now. The lock of the fleet guards what its monitor and callers change.
+
+    `options.restarts` limits how many successors its process can have.
+    """
+
+    def __init__(self, options: EngineOptions, placement: Placement):
+        """Starts the process, and raises what keeps it from starting."""
+        self.options, self.placement = options, placement
+        self._closing = threading.Event()
+        self.process: Process = placement.start(options, self._closing)
+        """The process that serves, or served last."""
+        self._condition = threading.Condition()
+        """Guards the succession. Whoever holds it takes no other lock."""
+        self._serves = True
+        """The process has not ended, as far as is known."""
+        self._deaths: list[str] = []
+        self._fruitless = 0
+        """Deaths in a row between which no token arrived."""
+        self._tokens_at_death = 0
+        self.frames: EngineFrames | None = None
+        """The connection to the process, once it takes prompts."""
+        self.num_given = 0
+        """Samples that this process was given, whatever became of them."""
+        self.num_past_tokens = 0
+        """Tokens that arrived from earlier processes."""
+        self.failure: Exception | None = None
+        """The reason why this process counts as ended, although it might live."""
+        self.leaving = False
+        """The engine is being removed from the fleet."""
+        self.death: EngineDiedError | None = None
+        """The engine has ended, and has no successor."""
+
+    # ---- what users call ----------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the process in messages."""
+        return self.process.name
+
+    @property
+    def pid(self) -> int:
+        """Process id on the machine of the engine. Raises AttributeError if another process launched it."""
+        return self.process.pid  # pyright: ignore
+
+    @property
+    def info(self) -> Welcome:
+        """Layout, device, limits and vocabulary of the engine."""
+        return self.process.welcome
+
+    def status(self) -> Status:
+        """Counters of this engine."""
+        return self.process.client.call("status", returns=Status)
+
+    # ---- what the fleet asks ------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """True if the engine takes prompts."""
+        return self.frames is not None and self.failure is None and not self.leaving
+
+    @property
+    def load(self) -> float:
+        """Number of unfinished samples, in multiples of those that the engine draws at a time."""
+        num_ended = self.frames.num_rollouts if self.frames is not None else 0
+        return (self.num_given - num_ended) / self.process.welcome.max_sequences
+
+    @property
+    def can_restart(self) -> bool:
+        """True if the process can have another successor."""
+        return len(self._deaths) < self.options.restarts
+
+    @property
+    def lives(self) -> bool:
+        """False if the process is known to have ended."""
+        try:
+            self.process.check()
+        except EngineDiedError:
+            return False
+        return True
+
+    def living(self) -> Process:
+        """Return the process that serves, also before it takes prompts; while it is being replaced, wait for its
+        successor. Raises EngineDiedError if there will be none."""
+        process = self.process
+        try:
+            process.check()
+        except EngineDiedError as error:
+            self._wait_for_successor(process, error)
+        return self.process
+
+    # ---- succession ---------------------------------------------------------------------------------------------
+
+    def stop_restarting(self) -> None:
+        """Let the process have no successor from now on."""
+        self._closing.set()
+
+    def close(self) -> None:
+        """End the process; it has no successor. Safe to call twice."""
+        self.stop_restarting()
+        self.process.close()
+
+    def restart(self, death: EngineDiedError) -> None:
+        """Replace the process that has ended: start another one after a pause. Raises EngineDiedError if the process
+        can have no successor, or none starts."""
+        old = self.process
+        with self._condition:
+            self._serves = False
+        old.remove()  # at once: if this process is killed soon, nothing else would
+        num_tokens = self.num_past_tokens + (self.frames.num_tokens if self.frames is not None else 0)
+        if num_tokens > self._tokens_at_death:
+            self._fruitless = 0
+        self._tokens_at_death = num_tokens
+        while True:
+            can_restart = self.can_restart
+            self._deaths.append(f"{len(self._deaths) + 1}. {death}")
+            if self._closing.is_set() or not can_restart:
+                raise self._give_up(death)
+            backoff_s = min(_FIRST_BACKOFF_S * 2**self._fruitless, _LONGEST_BACKOFF_S)
+            self._fruitless += 1
+            logger.warning(
+                "the engine ended; restart %d of %d in %.1f s. %s",
+                len(self._deaths), self.options.restarts, backoff_s, death,
+            )  # fmt: skip
+            if self._closing.wait(backoff_s):
+                continue
+            try:
+                process = self.placement.start(self.options, self._closing)
+            except Exception as error:  # whatever it is, callers that wait for a successor must learn of it
+                if not isinstance(error, (InflightError, OSError)):
+                    logger.exception("an engine could not be replaced")
+                death = EngineDiedError(f"a successor did not start: {type(error).__name__}: {error}")
+                continue
+            with self._condition:
+                if accepted := not self._closing.is_set():
+                    self.process, self._serves = process, True
+                    self._condition.notify_all()
+            if not accepted:
+                process.close()
+                continue
+            old.close()
+            logger.warning("the engine runs again, as %s", process.name)
+            return
+
+    def _give_up(self, death: EngineDiedError) -> EngineDiedError:
+        if self.options.restarts and not self._closing.is_set():
+            allowed = self.options.restarts
+            death = EngineDiedError(
+                f"the engine ended {len(self._deaths)} times, and launch(restarts={allowed}) allows {allowed} restarts:"
+                + "".join(f"\n{death}" for death in self._deaths)
+            )
+        with self._condition:
+            self.death = death
+            self._condition.notify_all()
+        return death
+
+    def _wait_for_successor(self, process: Process, death: EngineDiedError) -> None:
+        """Return when another process serves. Raises EngineDiedError if none will."""
+        wait = Wait()
+        while True:
+            with self._condition:
+                if self.death is not None or not self.options.restarts or self._closing.is_set():
+                    raise self.death or death
+                if self._serves and self.process is not process:
+                    return
+                self._condition.wait(_CHECK_S)
+            wait.tick()
+            wait.tell("the engine is being restarted")
+
+
+def wait_for_version(client: EngineClient, version: int, timeout_s: float) -> None:
+    """Return when the engine draws with this version or a newer one. Raises EngineHungError."""
+    waited = Wait()
+    while (found := client.call("status", returns=Status).version) < version:
+        if waited.waited_s > timeout_s:
+            raise EngineHungError(
+                f"version {version} did not reach the engine, which has version {found}, within {timeout_s:g} s"
+            )
+        sleep(0.01)
+        waited.tick()

@@ -1,0 +1,223 @@
+"""Watches one engine for as long as it belongs to a fleet."""
+
+import logging
+import threading
+from time import sleep
+
+from inflight.core.clock import now_ns
+from inflight.core.errors import EngineDiedError, EngineHungError, InflightError
+from inflight.core.messages import Status
+from inflight.core.waiting import Wait
+from inflight.fleet.fleet import Fleet
+from inflight.fleet.frames import EngineFrames
+from inflight.fleet.member import Member, wait_for_version
+from inflight.stream.stream_thread import SILENCE_S
+
+logger = logging.getLogger("inflight.fleet")
+
+_CHECK_S = 0.1
+_TELL_EVERY_S = 30.0
+_UNDO = {"pause": "resume", "sleep": "wake"}
+
+
+class EngineMonitor:
+    """A thread that notices when an engine ends, gives its groups to others, and starts it again if that is allowed."""
+
+    def __init__(self, member: Member, fleet: Fleet):
+        self.member, self._fleet = member, fleet
+        self._timeout_s = member.options.answer_timeout_s
+        self.silence_s = min(SILENCE_S, self._timeout_s / 2)
+        """Time without a sign of life after which the engine is asked."""
+        self._told_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="inflight-monitor", daemon=True)
+
+    def begin(self, least_version: int = 0) -> None:
+        """Bring the engine the weights that the others have, and let it take prompts. least_version: the newest version
+        of its earlier processes. Raises InflightError."""
+        fleet, member = self._fleet, self.member
+        address = fleet.address_of(member, member.process)
+        with fleet.changing:
+            publishers = fleet.open_publishers
+            for publisher in publishers:
+                if address.endpoint not in publisher.endpoints:
+                    publisher.add(address)
+            newest = max((publisher.sent_version for publisher in publishers), default=0)
+            if newest < least_version:
+                raise EngineDiedError(
+                    f"the engine had version {least_version}, which no open publisher holds any more; keep the "
+                    "publisher open as long as the engine may be restarted"
+                )
+            if newest:
+                wait_for_version(member.process.client, newest, self._timeout_s)
+            frames = fleet.connect(member)
+            try:
+                self._enter(frames)
+            except BaseException:
+                frames.leave()
+                raise
+
+    def watch(self) -> None:
+        """Start watching."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching, and give the groups of the engine to others. The engine draws nothing more."""
+        member, fleet = self.member, self._fleet
+        with fleet.lock:
+            member.leaving = True
+            if member.failure is not None:
+                member.stop_restarting()
+            fleet.lock.notify_all()
+        waited = Wait()
+        while self._thread.is_alive():
+            self._thread.join(_CHECK_S)
+            waited.tick()
+            waited.tell("an engine that is removed is being started again")
+        if member.frames is not None and not member.frames.given_up:
+            try:
+                self._drain(member.frames)
+            except InflightError as error:  # it has ended, and the tokens that it has not sent are drawn again
+                logger.warning("the engine that is removed does not answer: %s", error)
+            self._give_up(member.frames)
+        with fleet.changing:
+            fleet.forget_process(member.process.client.endpoint)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the thread has ended, as it does when the fleet closes."""
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        member, fleet = self.member, self._fleet
+        while (death := self._watch()) is not None:
+            if member.frames is not None:
+                self._give_up(member.frames, death)
+            if fleet.comes_back:  # its successor might need the memory
+                fleet.forget_process(member.process.client.endpoint)
+            has_weights = any(publisher.sent_version for publisher in fleet.open_publishers)
+            try:
+                member.restart(death)
+            except EngineDiedError as error:
+                self._bury(error)
+                return
+            except Exception as error:
+                logger.exception("starting an engine again failed")
+                self._bury(EngineDiedError(f"starting it again failed: {error!r}"))
+                return
+            try:
+                self.begin(0 if has_weights else fleet.newest_version)
+            except InflightError as error:
+                with fleet.lock:
+                    member.failure = error
+
+    def _watch(self) -> EngineDiedError | None:
+        """Wait until the engine has ended, and return the reason; None if the thread is to stop. An engine that does
+        not answer, or whose frames cannot be read, counts as ended if another one can continue its groups."""
+        member, fleet, asked_ns = self.member, self._fleet, now_ns()
+        while not (fleet.closing.is_set() or member.leaving):
+            frames, process = member.frames, member.process
+            if member.failure is None and frames is not None and frames.error is not None:
+                fleet.lose(member, frames, frames.error)
+            try:
+                process.check()
+            except EngineDiedError as death:
+                if frames is not None:
+                    fleet.lose(member, frames, death)
+                return death
+            if (failure := member.failure) is not None:
+                process.kill()  # unless another process launched it
+                if isinstance(failure, EngineDiedError):
+                    return failure
+                return EngineDiedError(f"{member.name} counts as ended: {failure}")
+            with fleet.lock:
+                fleet.lock.wait_for(lambda: member.failure is not None or member.leaving, _CHECK_S)
+            if frames is not None and min(frames.silent_s, (now_ns() - asked_ns) / 1e9) > self.silence_s:
+                self._ask(frames)
+                asked_ns = now_ns()
+        return None
+
+    def _ask(self, frames: EngineFrames) -> None:
+        """Find out whether a process that has been silent for a while is there."""
+        fleet, silent_s = self._fleet, frames.silent_s
+        try:
+            status = frames.client.call("status", returns=Status)
+        except EngineHungError as error:
+            if fleet.can_spare(self.member):
+                logger.error("%s lives and does not answer: it counts as ended", self.member.name)
+                fleet.lose(self.member, frames, error)
+            else:
+                fleet.ledger.report(error)
+            return
+        except InflightError as error:
+            fleet.lose(self.member, frames, error)
+            return
+        if silent_s < self._told_s:  # another silence
+            self._told_s = 0.0
+        if silent_s > self._told_s + _TELL_EVERY_S and fleet.ledger.outstanding:
+            self._told_s = silent_s
+            logger.warning("no token has come for %.0f s: %s", silent_s, _why_silent(status))
+
+    def _give_up(self, frames: EngineFrames, death: EngineDiedError | None = None) -> None:
+        """Read the frames that the process has sent, and give its groups to others."""
+        member, fleet = self.member, self._fleet
+        with fleet.lock:
+            member.failure = member.failure or death
+        if frames.given_up:
+            return
+        frames.leave()
+        while not frames.read.wait(_CHECK_S):
+            if fleet.closing.is_set():
+                return
+        num_groups = fleet.release(frames)
+        logger.warning("%s leaves the fleet; %d unfinished groups go on elsewhere", member.name, num_groups)
+
+    def _bury(self, death: EngineDiedError) -> None:
+        """Continue with the other engines, if there are any: this one has ended for good."""
+        member, fleet = self.member, self._fleet
+        if fleet.closing.is_set():
+            return
+        num_left = fleet.bury(member, death)
+        logger.error("%s is not started again; %d engines are left: %s", member.name, num_left, death)
+        member.close()
+
+    def _enter(self, frames: EngineFrames) -> None:
+        """Do what the user last did to all engines, and take prompts from then on."""
+        fleet, member, done = self._fleet, self.member, None
+        while True:
+            with fleet.lock:
+                wanted = fleet.held_back
+                if wanted == done:
+                    member.num_past_tokens += member.frames.num_tokens if member.frames is not None else 0
+                    member.frames, member.num_given, member.failure = frames, 0, None
+                    fleet.lock.notify_all()
+                    return
+            if done is not None:
+                frames.client.call(_UNDO[done])
+            if wanted is not None:
+                frames.client.call(wanted)
+            done = wanted
+
+    def _drain(self, frames: EngineFrames) -> None:
+        """Let the process draw nothing more, and wait until all of its tokens have arrived."""
+        frames.client.call("pause")
+        waited = Wait()
+        while frames.reader is not None:
+            status = frames.client.call("status", returns=Status)
+            if not status.num_unacknowledged_bytes + status.num_spilled_bytes:
+                return
+            sleep(_CHECK_S / 10)
+            waited.tick()
+            waited.tell("an engine that is removed has frames that were not read")
+            if waited.waited_s > self._timeout_s:
+                raise EngineHungError(f"its frames did not arrive within {self._timeout_s:g} s")
+
+
+def _why_silent(status: Status) -> str:
+    counts = f"{status.num_running} sequences running, {status.num_waiting} waiting"
+    if status.paused or status.asleep:
+        return f"the engine is {'asleep: wake()' if status.asleep else 'paused: resume()'} lets it go on ({counts})"
+    if not status.versions:
+        return f"the engine's only slot is lent to the publisher: it goes on with the next version ({counts})"
+    return f"the engine answers ({counts})"

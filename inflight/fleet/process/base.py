@@ -1,0 +1,57 @@
+"""The process of an engine, as its trainer sees it, and the placements that start such processes."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from inflight.core.messages import Welcome
+from inflight.core.options import EngineOptions
+from inflight.engine.client import EngineClient
+
+if TYPE_CHECKING:
+    from inflight.weights.transports.base import Transport
+
+
+class Process(Protocol):
+    """The process of an engine, on whichever machine. `LocalProcess` describes the methods."""
+
+    client: EngineClient
+    welcome: Welcome
+    """Description of the engine, with endpoints as they are reached from here."""
+    shares_memory: bool
+    """True if this process can write to the slots of the engine."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        ...
+
+    def check(self) -> None: ...
+    def kill(self) -> None: ...
+    def remove(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Placement(ABC):
+    """A place where the processes of an engine run."""
+
+    first_frame: ClassVar[int | None] = 0
+    """The first frame that is read; None: the oldest one that was not read."""
+
+    @abstractmethod
+    def start(self, options: EngineOptions, closing: threading.Event) -> Process:
+        """Start a process and return it when it serves, or give up soon after the event is set. Raises InflightError or
+        OSError."""
+
+    def check(self, options: EngineOptions) -> None:  # noqa: B027
+        """Raise ValueError for options that cannot be chosen in this place."""
+
+    def connect(self) -> Callable[[], None]:
+        """Prepare for starts. Returns a function that undoes this when all processes have ended."""
+        return lambda: None
+
+    @property
+    def transport(self) -> "Transport | None":
+        """The transport of publishers that name none. None: the memory of the engine."""
+        return None
