@@ -93,6 +93,10 @@ class EngineOptions(_ModelOption, frozen=True, kw_only=True):
     attention: str = "auto"
     """flashinfer, torch, cpu, or a custom backend as "module:class" (engine/attention/backend.py). The engine's
     process imports it. auto takes the fastest built-in one that is installed."""
+    layer_kinds: tuple[str, ...] = ()
+    """Kinds of layers with a state per sequence, such as linear attention, as "module:object" or
+    "path/to/file.py:object" (engine/cache/kinds.py). The engine's process imports them. A model with a layer of another
+    kind is refused."""
     cuda_graphs: bool = True
     """Replay decoding passes as CUDA graphs (GPU with FlashInfer)."""
     fused: bool = True
