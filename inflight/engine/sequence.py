@@ -145,7 +145,7 @@ class Cohort:
 
 
 class Draws(NamedTuple):
-    """The tokens that a pass draws. Decoding sequences come first."""
+    """The tokens that a pass draws. Decoding sequences are first."""
 
     cohort: Cohort
     """The sequences that draw them."""

@@ -1,6 +1,6 @@
 """Layers with a state per sequence compute in the engine what they compute in a whole forward pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ MODES = {
     "overlap": {"overlap": True, "max_prefill_tokens": 9},
     "uncached": {"prefix_caching": False},
 }
+QUICK = [("hybrid", "chunked"), ("hybrid", "preempted"), ("hybrid", "overlap"), ("recurrent", "overlap")]
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +52,7 @@ def toy_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ..
 
 
 @pytest.fixture
-def make_toy_engine(make_engine, toy_dir) -> Iterator[Callable[..., Engine]]:
+def make_toy_engine(make_engine, toy_dir) -> Callable[..., Engine]:
     def make(layers: tuple[str, ...] = HYBRID, **options: object) -> Engine:
         return make_engine(toy_dir(layers), layer_kinds=(KIND,), **options)
 
@@ -94,8 +95,14 @@ def live(engine: Engine) -> list[Rollout]:
     return rollouts
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layers", [HYBRID, RECURRENT], ids=["hybrid", "recurrent"])
+@pytest.mark.parametrize(
+    ("layers", "mode"),
+    [
+        pytest.param(layers, mode, id=f"{name}-{mode}", marks=[] if (name, mode) in QUICK else pytest.mark.long)
+        for name, layers in (("hybrid", HYBRID), ("recurrent", RECURRENT))
+        for mode in MODES
+    ],
+)
 def test_recorded_logprobs_equal_a_full_forward_whatever_happens(make_toy_engine, layers, mode):
     engine = make_toy_engine(layers, **MODES[mode])
     rollouts = live(engine)
@@ -117,6 +124,7 @@ def test_in_bf16_recorded_logprobs_are_as_close_to_fp32_as_those_of_transformers
     assert ours.mean() <= 1.2 * theirs.mean()
 
 
+@pytest.mark.slow
 def test_the_process_of_an_engine_imports_the_kind(toy_dir):
     options = {"device": "cpu", "threads": 1, "max_context": 64, "max_sequences": 4}
     with inflight.launch(toy_dir(HYBRID), layer_kinds=(KIND,), **options) as engine:

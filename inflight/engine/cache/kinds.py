@@ -135,7 +135,7 @@ class StateTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkStates:
-    """The states of one layer for the S chunks of a pass. Single tokens come first."""
+    """The states of one layer for the S chunks of a pass. Single tokens are first."""
 
     tensors: tuple[torch.Tensor, ...]
     """[N, *shape] each: one tensor for each StateTensor, with all N states of the cache."""

@@ -31,7 +31,7 @@ class KVCache:
         max_blocks: int,
         prefix_caching: bool = True,
     ):
-        """pools: the kinds of state, and the number of blocks of each with block 0. Paged kinds come first.
+        """pools: the kinds of state, and the number of blocks of each with block 0. Paged kinds precede the others.
         block_size: tokens of an entry of the prefix cache, and of a block of every paged kind. max_blocks: the
         largest number of these blocks that one sequence needs."""
         self.block_size, self.max_blocks = block_size, max_blocks
@@ -39,7 +39,7 @@ class KVCache:
         self._paged = [pool for pool in self._pools if pool.kind.paged]
         self._fixed = [(index, pool) for index, pool in enumerate(self._pools) if not pool.kind.paged]
         """Pools of states, of which the prefix cache needs snapshots, with their places among all pools."""
-        assert self._pools[: len(self._paged)] == self._paged, "paged kinds come first"
+        assert self._pools[: len(self._paged)] == self._paged, "paged kinds precede the others"
         self.slides = any(pool.kind.num_unseen(NEVER) for pool in self._pools)
         """Some kind frees blocks while a sequence grows."""
         # Only a block of tokens can push an entry out. So without paged state the prefix cache would grow for ever.
