@@ -6,7 +6,7 @@ attention over a paged cache, which must agree, and those of the fused decoder, 
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,9 +16,12 @@ from transformers import PreTrainedModel
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import ForwardBatch, KVMemory
-from inflight.engine.attention.hook import ATTENTION_NAME, probe_layers, run_packed
+from inflight.engine.attention.backend import ForwardBatch
+from inflight.engine.attention.hook import ATTENTION_NAME, run_packed
 from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.cache.classify import classify_layers
+from inflight.engine.cache.kinds import LayerKind
+from inflight.engine.cache.memory import KVMemory
 from inflight.engine.fused import FusedDecoder, UnknownPartError
 from inflight.engine.loading import module_over
 from inflight.models.twin import TOLERANCE, NoTwinError, first_line, relative_error, row_errors, try_sequences, twin_of
@@ -32,8 +35,9 @@ _LARGEST = 1_000_000_000
 """Parameters of a model without a twin that is tried itself."""
 
 
-def check_model(model: PreTrainedModel, *, fused: bool) -> str | None:
-    """Why the model is not to be fused, or None. Raises UnsupportedModelError if it cannot be run at all."""
+def check_model(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKind] = ()) -> str | None:
+    """Return why the model is not to be fused, or None. kinds: as for `classify_layers`. Raises UnsupportedModelError
+    if the model cannot be run at all."""
     name = type(model).__name__
     reason = None if fused else "asked for"
     try:
@@ -50,10 +54,10 @@ def check_model(model: PreTrainedModel, *, fused: bool) -> str | None:
             raise UnsupportedModelError(
                 f"{name} does not take its attention from Transformers' attention interface: {first_line(error)}"
             ) from error
-        reason = _compare(packed, twin.sequences, twin.logits, fused=fused) or reason
+        reason = _compare(packed, twin.sequences, twin.logits, fused=fused, kinds=kinds) or reason
     size = sum(parameter.numel() for parameter in model.parameters())
     if getattr(model, "hf_quantizer", None) is None and size <= (_SMALL if twin is not None else _LARGEST):
-        reason = _compare_itself(model, fused=fused and reason is None) or reason
+        reason = _compare_itself(model, fused=fused and reason is None, kinds=kinds) or reason
     elif twin is None:
         raise UnsupportedModelError(
             f"{name} cannot be checked: no small model of its kind can be built, and it has {size / 1e9:.1f} billion "
@@ -67,7 +71,7 @@ def check_weights(model: PreTrainedModel, batch: ForwardBatch, memory: KVMemory)
     """Compare a module over its slot with itself under Transformers' own attention, in the dtype and on the device that
     serve it, for a batch of one sequence. Returns its logits [M, V]. Raises UnsupportedModelError if they differ by
     more than rounding does."""
-    memory.backend.begin(batch, memory)
+    memory.begin(batch)
     ours = run_packed(model, batch, memory)
     try:
         model.set_attn_implementation("eager")
@@ -105,30 +109,36 @@ def why_unfused(agrees: Callable[[], bool]) -> str | None:
 
 
 @torch.inference_mode()
-def _compare_itself(model: PreTrainedModel, *, fused: bool) -> str | None:
-    """Do what `_compare` does with the model's own weights, in fp32 on the CPU."""
+def _compare_itself(model: PreTrainedModel, *, fused: bool, kinds: Sequence[LayerKind]) -> str | None:
+    """Do the same as `_compare` with the model's own weights, in fp32 on the CPU."""
     packed = copy.deepcopy(model)
     nn.Module.to(packed, "cpu", torch.float32)
     packed.set_attn_implementation("eager")
     sequences, logits = try_sequences(packed)
     packed.set_attn_implementation(ATTENTION_NAME)
-    return _compare(packed, sequences, logits, fused=fused)
+    return _compare(packed, sequences, logits, fused=fused, kinds=kinds)
 
 
 @torch.inference_mode()
 def _compare(
-    model: PreTrainedModel, sequences: list[torch.Tensor], expected: list[torch.Tensor], *, fused: bool
+    model: PreTrainedModel,
+    sequences: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    *,
+    fused: bool,
+    kinds: Sequence[LayerKind],
 ) -> str | None:
-    """Why the fused decoder of a model (fp32, CPU, our attention) does not give these logits, or None. Raises
+    """Return why the fused decoder of a model (fp32, CPU, our attention) does not give these logits, or None. Raises
     UnsupportedModelError if the module itself does not."""
     name = type(model).__name__
     cpu = torch.device("cpu")
-    layers = probe_layers(model)
+    layers = classify_layers(model, kinds)
     lengths = [len(ids) for ids in sequences]
     options = EngineOptions(
         model=name, max_sequences=len(lengths), max_context=max(lengths), max_prefill_tokens=sum(lengths)
     )
-    memory = KVMemory(layers, PagedAttention(layers, cpu, use_c=True), options, cpu)
+    backend = PagedAttention(layers.attention, cpu, use_c=True)
+    memory = KVMemory(layers.attention, backend, options, cpu, layers.states)
     theirs = torch.cat(expected)
     run = partial(run_packed, model, memory=memory)
     try:
@@ -175,7 +185,7 @@ def _logits(
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for chunks in passes:
         batch = make_batch(sequences, chunks, memory)
-        memory.backend.begin(batch, memory)
+        memory.begin(batch)
         parts = run(batch).float().split([end - start for _, start, end in chunks])
         for (index, _, _), part in zip(chunks, parts, strict=True):
             rows[index].append(part)
@@ -193,7 +203,8 @@ def _passes(lengths: list[int]) -> Iterator[list[_Chunk]]:
 
 
 def make_batch(sequences: list[torch.Tensor], chunks: list[_Chunk], memory: KVMemory) -> ForwardBatch:
-    """Chunks of token ids i64[T]. Sequence i holds the i-th run of `max_blocks` blocks of every group."""
+    """Chunks of token ids i64[T]. Sequence i has the i-th run of `max_blocks` blocks of every group, and
+    state 1 + i."""
     size, per_sequence, device = memory.block_size, memory.max_blocks, memory.device
     tables = np.array([[1 + i * per_sequence + block for block in range(per_sequence)] for i, _, _ in chunks], np.int32)
     positions = torch.cat([torch.arange(start, end, device=device) for _, start, end in chunks])
@@ -208,4 +219,5 @@ def make_batch(sequences: list[torch.Tensor], chunks: list[_Chunk], memory: KVMe
         starts=np.array([0, *np.cumsum(counts)], np.int32),
         contexts=np.array([end for _, _, end in chunks], np.int32),
         num_single=sum(count == 1 for count in counts),
+        states=torch.tensor([1 + i for i, _, _ in chunks], device=device) if memory.states else None,
     )

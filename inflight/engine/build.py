@@ -12,12 +12,14 @@ from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import check_model
 from inflight.engine.aliases import aliases_of
-from inflight.engine.attention.backend import AttentionBackend, KVMemory, LayerShape
+from inflight.engine.attention.backend import AttentionBackend
 from inflight.engine.attention.flashinfer import FlashInferAttention, why_not_flashinfer
-from inflight.engine.attention.hook import probe_layers
 from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.cache.classify import classify_layers, load_kinds
+from inflight.engine.cache.kinds import LayerShape
+from inflight.engine.cache.kv_cache import KVCache
+from inflight.engine.cache.memory import KVMemory
 from inflight.engine.device import resolve_device
-from inflight.engine.kv_cache import KVCache
 from inflight.engine.loading import (
     context_limit,
     eos_token_ids,
@@ -56,15 +58,21 @@ class Parts:
         if options.threads:
             torch.set_num_threads(options.threads)
         order = load_order(options.schedule_order)
+        kinds = load_kinds(options.layer_kinds)
         self.device = resolve_device(options.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # kernels are launched on the current one
         dtype = resolve_dtype(options.dtype, model=options.model, device=self.device)
         model = load_model(
-            options.model, dtype=dtype, device=self.device, seed=options.seed, trust=options.trust_remote_code
+            options.model,
+            dtype=dtype,
+            device=self.device,
+            seed=options.seed,
+            trust=options.trust_remote_code,
+            kinds=kinds,
         )
-        layers = probe_layers(model)
-        unfused_reason = check_model(model, fused=options.fused)
+        layers = classify_layers(model, kinds)
+        unfused_reason = check_model(model, fused=options.fused, kinds=kinds)
         text_config = model.config.get_text_config()
         self.options = options = _resolved(options, text_config, self.device)
         """The options asked for, with numbers in place of the zeros that stand for a default."""
@@ -74,7 +82,7 @@ class Parts:
         fill(slot_views(slots[0].buffer, layout), published_tensors(model))
         self.aliases = aliases_of(model)
         self.slot_table = SlotTable(layout, slots)
-        backend = choose_backend(options.attention, layers, self.device)
+        backend = choose_backend(options.attention, layers.attention, self.device)
         self.attention = backend.name
         self.adapters: AdapterBank | None = None
         if options.lora_rank:
@@ -87,9 +95,9 @@ class Parts:
             for module in modules:
                 self.adapters.attach(module)
 
-        self.memory = KVMemory(layers, backend, options, self.device)
+        self.memory = KVMemory(layers.attention, backend, options, self.device, layers.states)
         self.cache = KVCache(
-            [(group.window, group.num_blocks) for group in self.memory.groups],
+            self.memory.pools,
             block_size=self.memory.block_size,
             max_blocks=self.memory.max_blocks,
             prefix_caching=options.prefix_caching,
@@ -98,7 +106,7 @@ class Parts:
         eos_ids = eos_token_ids(modules[0].generation_config, modules[0].config, tokenizer=tokenizer)
         self.rows = Rows(
             options.max_sequences,
-            num_groups=self.cache.num_groups,
+            num_tables=self.cache.num_tables,
             max_blocks=self.cache.max_blocks,
             eos_ids=eos_ids,
             adapters=options.adapters,

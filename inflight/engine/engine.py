@@ -200,10 +200,9 @@ class Engine(Parts, Backend):
         live = self.slot_table.version
         version = self.scheduler.next_version(live)
         stamp = self.version if version == live else version
-        copies = self.cache.take_copies()  # of what earlier passes computed
-        if any(copies):
-            self.memory.copy_blocks(copies)
+        self.memory.copy_blocks(self.cache.take_copies())
         schedule = self.scheduler.schedule(version, live=version == live, stamp=stamp)
+        self.memory.copy_blocks(self.cache.take_restored())
         return schedule if len(schedule.rows) else None
 
     def _sample(self, schedule: Schedule, logits: torch.Tensor) -> _Launched:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from inflight.core.decoder import ATTENTION, LAYER_NORMS, MLP
 from inflight.engine.adapters import Lora, lora_of, merge_lora
-from inflight.engine.attention.backend import ForwardBatch, KVMemory
+from inflight.engine.attention.backend import ForwardBatch
+from inflight.engine.cache.memory import KVMemory
 
 
 class UnknownPartError(Exception):

@@ -14,10 +14,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory, Places
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend, Places
+from inflight.engine.cache.kinds import NO_BLOCK
+from inflight.engine.cache.memory import KVMemory
 from inflight.engine.device import reachable
 from inflight.engine.fused import FusedDecoder
-from inflight.engine.kv_cache import NO_BLOCK
 
 _failed: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed: the allocator of pinned memory may keep a pointer to each (torch's CUDAGraph.cpp)."""

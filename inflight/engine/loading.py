@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from inflight.core.errors import ModelLoadError, RemoteCodeError, UnsupportedMod
 from inflight.core.layout import WeightLayout
 from inflight.core.options import DEFAULT_MAX_CONTEXT
 from inflight.engine.attention.hook import ATTENTION_NAME
+from inflight.engine.cache.classify import check_layer_types
+from inflight.engine.cache.kinds import LayerKind
 from inflight.engine.checkpoints import brings_its_model, load_checkpoint, model_class
 from inflight.engine.shapes import SHAPES, byte_tokenizer, shape_config
 from inflight.models.lengths import length_limit, row_limit
@@ -28,9 +31,6 @@ from inflight.models.twin import first_line
 from inflight.weights.tensors import published_tensors, slot_views
 
 logger = logging.getLogger("inflight.engine")
-
-RUNNABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-"""Kinds of layers that are attention over a KV cache."""
 
 
 def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype | None:
@@ -43,18 +43,11 @@ def resolve_dtype(name: str, *, model: str, device: torch.device) -> torch.dtype
     return None
 
 
-def load_config(model: str, *, trust: bool = False) -> PretrainedConfig:
-    """The config of `read_config`. Raises UnsupportedModelError for layers that our own engine cannot run, too."""
+def load_config(model: str, *, trust: bool = False, kinds: Sequence[LayerKind] = ()) -> PretrainedConfig:
+    """Return the config of `read_config`. Raises UnsupportedModelError also for layers that this engine cannot run.
+    kinds: kinds of layers with a state per sequence that it can run in addition."""
     config = read_config(model, trust=trust)
-    text_config = config.get_text_config()
-    layer_types = getattr(text_config, "layer_types", None) or []
-    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in RUNNABLE_LAYER_TYPES]
-    if bad:
-        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
-        raise UnsupportedModelError(
-            f"{text_config.model_type} has layers that the engine cannot run ({shown}); "
-            f"it runs {' and '.join(RUNNABLE_LAYER_TYPES)}"
-        )
+    check_layer_types(config.get_text_config(), kinds)
     return config
 
 
@@ -143,11 +136,17 @@ def prefill_limit(config: PretrainedConfig, asked: int, max_sequences: int) -> i
 
 
 def load_model(
-    model: str, *, dtype: torch.dtype | None, device: torch.device, seed: int, trust: bool = False
+    model: str,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    seed: int,
+    trust: bool = False,
+    kinds: Sequence[LayerKind] = (),
 ) -> PreTrainedModel:
-    """The model with its weights, in eval mode; `dtype=None` is the checkpoint's own dtype. Raises ModelLoadError or
-    UnsupportedModelError."""
-    config = load_config(model, trust=trust)
+    """Return the model with its weights, in eval mode. dtype: None is the checkpoint's own dtype. kinds: as for
+    `load_config`. Raises ModelLoadError or UnsupportedModelError."""
+    config = load_config(model, trust=trust, kinds=kinds)
     try:
         if model in SHAPES:
             torch.manual_seed(seed)

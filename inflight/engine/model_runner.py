@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from inflight.core.options import EngineOptions
 from inflight.engine.adapters import AdapterBank
 from inflight.engine.agreement import agrees_with, check_weights, make_batch, why_unfused
-from inflight.engine.attention.backend import ForwardBatch, GraphBackend, KVMemory, Places
+from inflight.engine.attention.backend import ForwardBatch, GraphBackend, Places
 from inflight.engine.attention.hook import run_packed
+from inflight.engine.cache.memory import KVMemory
 from inflight.engine.device import to_device
 from inflight.engine.fused import FusedDecoder
 from inflight.engine.graphs import DecodeGraphs
@@ -109,7 +110,7 @@ class ModelRunner:
         have logits among the tokens of these chunks, rising."""
         batch = self._batch(schedule, first, rows)
         self._select_adapters(schedule.rows[first:], schedule.counts[first:])
-        self._memory.backend.begin(batch, self._memory)
+        self._memory.begin(batch)
         if self._decoders:
             return self._decoders[slot](batch)
         return run_packed(self._modules[slot], batch, self._memory)
@@ -149,6 +150,7 @@ class ModelRunner:
         ids, positions, rows_M, single_rows, *cache_index = self._to_device(
             [token_ids, places.positions, rows, batch_rows[:single], *places.cache_index]
         )
+        states = self._to_device([self._rows.states[batch_rows]])[0] if self._memory.states else None
         ids[:single] = self.last_tokens[single_rows]
         return ForwardBatch(
             token_ids=ids,
@@ -159,6 +161,7 @@ class ModelRunner:
             starts=starts,
             contexts=places.contexts.astype(np.int32),
             num_single=single,
+            states=states,
         )
 
     def _to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
@@ -176,7 +179,7 @@ class ModelRunner:
         """Use fused decoders if they compute over these weights, in this dtype and on this device, what the model
         computes. Their parts were compared closely before (`agreement.py`)."""
         decoders = [FusedDecoder(module, self._memory, self._options.max_context) for module in self._modules]
-        self._memory.backend.begin(batch, self._memory)
+        self._memory.begin(batch)
         agree = agrees_with(decoders[0](batch), theirs, self._modules[0].dtype)
         self._decoders = decoders if agree else []
         return agree

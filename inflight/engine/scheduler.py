@@ -1,7 +1,7 @@
 """Decides which tokens take part in the next forward pass.
 
-There is no phase of prefill or of decode: a sequence has tokens, the first `computed` of which have their keys and
-values in the cache, and a pass computes some more of them. A sequence whose last token is computed draws the next one.
+Prefill and decode are not separate phases. A sequence has tokens. The cache has the state after its first
+`computed` tokens, and a pass computes some more of them. A sequence whose last token is computed draws the next one.
 """
 
 import itertools
@@ -12,49 +12,50 @@ from heapq import heappop, heappush
 import numpy as np
 
 from inflight.core.options import EngineOptions
-from inflight.engine.kv_cache import NO_VERSION, KVCache, Namespace
+from inflight.engine.cache.blocks import NO_VERSION, Namespace
+from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.order import Order, check_order, first_come_first_served
 from inflight.engine.rows import NOBODY, PREFILL, Rows
 from inflight.engine.sequence import UNPINNED, Chunk, Schedule, Sequence
 
 _COST_OF_SCORE = 8
-"""A prompt token that is scored counts as so many in the budget of a pass, since its logits are computed, too."""
+"""Cost of a scored prompt token in the budget of a pass, because its logits are computed too."""
 _MOST_RESTARTS = 8
 """Swaps in a row that can interrupt a prefill; the next swap waits until the sequence has drawn a token."""
 _MOST_REGIMES = 64
-"""More than there are slots."""
+"""More than the number of slots."""
 
 
 class Scheduler:
-    """Takes sequences in order, within the batch rows, the blocks and a budget of prompt tokens per pass.
+    """Selects sequences in order, within the batch rows, the blocks and a budget of prompt tokens per pass.
 
-    Running sequences come before waiting ones. When blocks run out, the last of the running ones gives back its own and
-    waits before its equals; its tokens are computed again later and never drawn again. Samples of one prompt follow the
-    first of them, which computes the prompt for all.
+    Running sequences precede waiting ones. When blocks run out, the last running sequence releases its blocks and waits
+    before its equals. Its tokens are computed again later and never drawn again. Samples of one prompt follow the first
+    of them: it computes the prompt for all.
     """
 
     def __init__(self, cache: KVCache, rows: Rows, options: EngineOptions, order: Order = first_come_first_served):
-        """Uses max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions."""
+        """options: max_prefill_tokens (a number of tokens, not 0) and prefix_across_versions are used."""
         self._cache, self._rows, self._options, self.order = cache, rows, options, order
         self.running: dict[int, Sequence] = {}
-        """Maps request ids to sequences, in order; equal ones as they were admitted."""
+        """Maps request ids to sequences, in order. Equal ones are in the order of their admission."""
         self._running_rows = np.zeros(0, np.int64)
-        """Their batch rows in that order, as of `_running_epoch`."""
+        """Batch rows of the running sequences in that order, valid at `_running_epoch`."""
         self._running_epoch = 0
         self._waiting: dict[int | None, list[tuple[float, int, Sequence]]] = {}
-        """Maps pins to heaps of (order, turn, sequence). They may hold finished sequences, which are skipped."""
+        """Maps pins to heaps of (order, turn, sequence). Finished sequences stay in the heaps until they are first."""
         self._turns, self._turns_in_front = itertools.count(1), itertools.count(-1, -1)
-        """Of sequences that are equal in order, those with earlier turns come first."""
+        """Among sequences that are equal in order, earlier turns are first."""
         self.num_preemptions = 0
         self.admits = True
-        """Sequences that have not begun may begin."""
+        """Sequences that have not started are allowed to start."""
         self._unfinished: Counter[int | None] = Counter()
-        """The number of sequences of each pin that has some."""
+        """Number of unfinished sequences of each pin."""
         self._last_served = 0
         self._waiting_forks: dict[int, Sequence] = {}
-        """Maps request ids to forks that wait with blocks of their parents."""
+        """Maps request ids to waiting forks with blocks of their parents."""
         self._kv_namespaces: dict[str, int] = {}
-        """Maps adapters to the namespace of what they compute now, with the weights under them."""
+        """Maps adapters to the namespace of their present state, the weights under them included."""
         self._new_kv_namespaces = itertools.count(1 << 40)  # beyond all versions
         self._regimes: dict[tuple[int, int], int] = {}
         """Numbers for the versions and stamps of the last passes."""
@@ -66,7 +67,7 @@ class Scheduler:
 
     @property
     def held_back(self) -> bool:
-        """All that there is to do is to begin with prompts, which `admits` forbids."""
+        """All remaining work is to start prompts, and `admits` forbids that."""
         if self.admits or self.running or not self.has_work:
             return False
         return not any(queue and queue[0][2].started for queue in self._waiting.values())
@@ -76,13 +77,14 @@ class Scheduler:
         return self._unfinished.total() - len(self.running)
 
     def next_version(self, live: int) -> int:
-        """Versions that have sequences take turns; there is one, unless requests are pinned. There must be work."""
+        """Return the version of the next pass. Versions that have sequences take turns; there is one, unless requests
+        are pinned. There must be work."""
         wanted = sorted({live if pin is None else pin for pin in self._unfinished})
         self._last_served = next((version for version in wanted if version > self._last_served), wanted[0])
         return self._last_served
 
     def check(self, name: str, sequence: Sequence) -> None:
-        """Raises InvalidRequestError, which calls the prompt `name`, if the order cannot place it."""
+        """Raise InvalidRequestError if the order cannot place a sequence. name: the prompt's name in the message."""
         check_order(name, self.order, sequence)
 
     def add(self, leader: Sequence) -> None:
@@ -93,16 +95,17 @@ class Scheduler:
         self._wait(leader, next(self._turns))
 
     def fork(self, parent: Sequence, leader: Sequence) -> None:
-        """Queue a sequence that begins with its parent's tokens, and let it share their keys and values."""
+        """Queue a sequence that starts with its parent's tokens, and let it share their state."""
         self.add(leader)
-        self._tell_cache(parent)
+        self._report(parent)
+        # The last token of the fork is computed again, because its logits are needed for the first draw.
         shared = min(parent.holding.computed, leader.length - 1)
         if shared > 0 and parent.batch_row >= 0 and self._cache.share(parent.holding, leader.holding, shared):
             leader.taken_over, leader.taken_over_version = shared, leader.holding.oldest
             self._waiting_forks[leader.request_id] = leader
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended, running or waiting; what it held is free again."""
+        """End a running or waiting sequence, and free its blocks."""
         sequence.finished = True
         self._unfinished -= Counter((sequence.pin,))
         if sequence.batch_row >= 0:
@@ -111,28 +114,28 @@ class Scheduler:
             self._release(sequence)
         followers = [s for s in sequence.followers if not s.finished]
         sequence.followers = []
-        if followers:  # the next of them leads
+        if followers:
+            # The prompt might not be computed yet, so the next follower becomes the leader and computes it.
             followers[0].followers = followers[1:]
             self._wait(followers[0], next(self._turns_in_front))
         if sequence.pin not in self._unfinished:
             self._waiting.pop(sequence.pin, None)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's batch row and blocks away; it waits before its equals."""
+        """Take a running sequence's batch row and blocks away. It waits before its equals."""
         self.num_preemptions += 1
         self._send_back(sequence)
 
     def preempt_all(self) -> None:
-        """No sequence holds a block afterwards."""
+        """Preempt all sequences, so that no sequence holds a block."""
         for sequence in reversed(list(self.running.values())):
             self.preempt(sequence)
         for sequence in list(self._waiting_forks.values()):
             self._release(sequence)
 
     def recompute_unpinned(self, *, adapted: bool) -> None:
-        """Have running sequences that are not pinned compute their keys and values again: in prefill from the
-        first token. Waiting forks drop the blocks that they share with their parents. adapted: only sequences that use
-        an adapter."""
+        """Let running sequences that are not pinned compute their state again: in prefill from the first token. Waiting
+        forks release the blocks that they share with their parents. adapted: only sequences that use an adapter."""
 
         def is_meant(sequence: Sequence) -> bool:
             return sequence.pin is UNPINNED and (sequence.adapter is not None or not adapted)
@@ -154,12 +157,12 @@ class Scheduler:
         )
 
     def renew_kv_namespaces(self, adapters: Iterable[str]) -> None:
-        """Keep what these adapters compute from now on apart from all that was computed before."""
+        """Separate the state that these adapters compute from now on from all earlier state."""
         self._kv_namespaces |= {adapter: next(self._new_kv_namespaces) for adapter in adapters}
 
     def remember(self, schedule: Schedule) -> None:
-        """Enter the blocks that have filled up, now that the tokens of a pass are known, into the prefix cache: those
-        of prompts at once, those of decoding sequences some at a time; the last ones follow when they leave."""
+        """Enter full blocks into the prefix cache, now that the tokens of a pass are known. Blocks of prompts enter at
+        once, blocks of decoding sequences some at a time, and their last ones when they leave."""
         cohort = schedule.draws.cohort
         for index in self._rows.are_full(cohort, schedule.num_single).nonzero()[0].tolist():
             self._remember(cohort.sequences[index])
@@ -168,18 +171,20 @@ class Scheduler:
                 self._remember(chunk.sequence)
 
     def schedule(self, version: int, *, live: bool = True, stamp: int | None = None) -> Schedule:
-        """The next pass under `version`: sequences pinned to it and, if it is live, all that are not pinned. stamp: the
-        version that its tokens bear, which counts publishes of adapters, too; None: `version`."""
+        """Return the next pass under `version`, with the sequences pinned to it and, if it is live, all that are not
+        pinned. stamp: the version of its tokens, with publishes of adapters counted; None: `version`."""
         stamp = version if stamp is None else stamp
+        # Running sequences first, because they already hold rows and blocks.
         single, chunks, budget = self._continue_running(version, live, stamp)
         pins = (UNPINNED, version) if live else (version,)
         followers = {chunk.sequence.request_id: self._let_follow(chunk.sequence) for chunk in chunks}
         joined: list[Sequence] = []
         while budget > 0 and self._rows.num_free:
             sequence = self._first_waiting(pins)
+            # A sequence that does not fit blocks all later ones. Smaller prompts would otherwise overtake it for ever.
             if sequence is None or not (self.admits or sequence.started) or not self._admit(sequence, version, stamp):
                 break
-            count, budget = _fitting(sequence, sequence.length - sequence.holding.computed, budget)
+            count, budget = _fitting(sequence, self._cache.next_chunk(sequence.holding, sequence.length), budget)
             if not self._reserve(sequence, sequence.holding.computed + count):
                 raise AssertionError("a sequence was admitted without room for it")
             chunks.append(self._advance(sequence, count, version, stamp))
@@ -210,30 +215,34 @@ class Scheduler:
     # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _continue_running(self, version: int, live: bool, stamp: int) -> tuple[np.ndarray, list[Chunk], int]:
-        """What the running sequences do: the rows i64[N] of those that compute their last token, the chunks of prompts,
-        and what is left of the budget of prompt tokens."""
+        """Return the rows i64[N] of running sequences that compute their last token, the chunks of prompts, and the
+        rest of the budget of prompt tokens."""
         rows, among = self._rows, self._in_order()
         chunks: list[Chunk] = []
         budget = self._options.max_prefill_tokens
         lengths, regimes = rows.lengths[among], rows.regimes[among]
-        takes_part = lengths < rows.limits[among]  # else its last token is drawn, but not read yet
+        # The last token of a sequence at its limit is drawn and not read yet, so the sequence has no further work.
+        takes_part = lengths < rows.limits[among]
         if not live or self._unfinished.keys() != {UNPINNED}:
             takes_part &= rows.fit(among, version, live=live)
-        is_told = regimes == self._regime(version, stamp)
-        growing = takes_part & is_told & (lengths > rows.reserved[among])
-        if _all(is_told | ~takes_part) and self._grow(among[growing]):
+        is_known = regimes == self._regime(version, stamp)
+        growing = takes_part & is_known & (lengths > rows.reserved[among])
+        # In most passes every sequence decodes under the same version as before. Then nothing but new blocks is needed,
+        # and no sequence is looked at one by one.
+        if _all(is_known | ~takes_part) and self._grow(among[growing]):
             return among if _all(takes_part) else among[takes_part], chunks, budget
-        for row in among[takes_part & (growing | ~is_told)].tolist():
+        for row in among[takes_part & (growing | ~is_known)].tolist():
             sequence: Sequence | None = rows.sequences[row]
-            if sequence is None:  # preempted by one before it
+            if sequence is None:
+                # An earlier sequence of this loop needed its blocks and preempted it.
                 continue
             if rows.regimes[row] != PREFILL:
-                self._tell_cache(sequence)
+                self._report(sequence)
                 if self._make_room(sequence, sequence.length):
                     self._advance(sequence, 1, version, stamp)
                 continue
             computed = sequence.holding.computed
-            count, left = _fitting(sequence, sequence.length - computed, budget)
+            count, left = _fitting(sequence, self._cache.next_chunk(sequence.holding, sequence.length), budget)
             if count and self._make_room(sequence, computed + count):
                 chunks.append(self._advance(sequence, count, version, stamp))
                 budget = left
@@ -241,8 +250,8 @@ class Scheduler:
         return among[decodes], chunks, budget
 
     def _grow(self, rows: np.ndarray) -> bool:
-        """Take another block for each of these decoding rows i64[N]. False, with nothing taken, if that is not all that
-        is to be done."""
+        """Take another block for each of these decoding rows i64[N]. False, with nothing taken, if more is to be
+        done."""
         if not len(rows):
             return True
         blocks = self._cache.grow([sequence.holding for sequence in self._rows.sequences[rows]])
@@ -251,7 +260,8 @@ class Scheduler:
         return blocks is not None
 
     def _regime(self, version: int, stamp: int) -> int:
-        """The number of a version and a stamp: sequences that draw under one of their own need not tell the cache."""
+        """Return the number of a version and a stamp. A sequence that draws under the same ones again needs no report
+        to the cache."""
         if (version, stamp) not in self._regimes:
             if len(self._regimes) > _MOST_REGIMES:
                 self._regimes.clear()
@@ -259,25 +269,27 @@ class Scheduler:
         return self._regimes[version, stamp]
 
     def _in_order(self) -> np.ndarray:
-        """The batch rows i64[N] of the running sequences, in their order."""
+        """Return the batch rows i64[N] of the running sequences, in their order."""
         if self._running_epoch != self._rows.epoch:
             rows = (sequence.batch_row for sequence in self.running.values())
             self._running_rows = np.fromiter(rows, np.int64, len(self.running))
             self._running_epoch = self._rows.epoch
         return self._running_rows
 
-    def _tell_cache(self, sequence: Sequence) -> None:
-        """Of the tokens that a decoding sequence has computed since the cache was last told."""
+    def _report(self, sequence: Sequence) -> None:
+        """Report the tokens that a decoding sequence has computed to the cache."""
+        # Every pass computes a token of every decoding sequence, and the cache needs the number only now and then.
         if sequence.batch_row >= 0 and self._rows.regimes[sequence.batch_row] != PREFILL:
             self._cache.catch_up(sequence.holding, sequence.length - 1)
 
     def _remember(self, sequence: Sequence) -> None:
-        self._tell_cache(sequence)
+        self._report(sequence)
         self._cache.remember(sequence.holding, sequence.num_known, sequence.token_slice)
         self._rows.fills[sequence.batch_row] = self._cache.next_full(sequence.holding)
 
     def _reserve(self, sequence: Sequence, length: int) -> bool:
-        """Blocks for a running sequence's first `length` tokens. False, with nothing taken, if there are too few."""
+        """Take blocks for a running sequence's first `length` tokens. False, with nothing taken, if there are too
+        few."""
         if not self._cache.reserve(sequence.holding, length):
             return False
         self._rows.reserved[sequence.batch_row] = self._cache.room(sequence.holding)
@@ -292,8 +304,8 @@ class Scheduler:
         return Chunk(sequence, start, count, scored)
 
     def _kv_namespace(self, sequence: Sequence, version: int, stamp: int) -> tuple[Namespace, int]:
-        """The namespace of the keys and values that a pass under this version of the weights computes for a sequence,
-        and their own version, which for the weights alone does not count publishes of adapters."""
+        """Return the namespace of the state that a pass under this version of the weights computes for a sequence, and
+        the version of that state. For the weights alone it does not count publishes of adapters."""
         computed_by = version if sequence.adapter is None else stamp
         if self._outlives_versions(sequence):
             namespace = sequence.adapter or ""
@@ -303,11 +315,11 @@ class Scheduler:
         return ((namespace, salt) if salt else namespace), computed_by
 
     def _outlives_versions(self, sequence: Sequence) -> bool:
-        """Its keys and values can be of several versions."""
+        """True if the state of a sequence can be of several versions."""
         return bool(self._options.prefix_across_versions) and sequence.pin is UNPINNED
 
     def _let_follow(self, leader: Sequence) -> list[Sequence]:
-        """If the leader's prompt is computed, its followers that find room join it; the others queue on their own."""
+        """If the leader's prompt is computed, followers join as far as there is room. The others queue on their own."""
         if leader.holding.computed < leader.length or not leader.followers:
             return []
         followers, leader.followers = [s for s in leader.followers if not s.finished], []
@@ -325,8 +337,8 @@ class Scheduler:
         return followers[:joined]
 
     def _first_waiting(self, pins: tuple[int | None, ...]) -> Sequence | None:
-        """The first in order of those that wait; of equal ones in several queues, the smallest request id. None also
-        where the token that it drew before it was preempted is not known yet."""
+        """Return the first waiting sequence in order; of equal ones in several queues, the smallest request id. None
+        also if that sequence was preempted and its last draw is not known yet."""
         heads: list[tuple[float, int, Sequence]] = []
         for pin in pins:
             queue = self._waiting.get(pin)
@@ -338,14 +350,15 @@ class Scheduler:
         return None if first is None or first.num_pending else first
 
     def _admit(self, sequence: Sequence, version: int, stamp: int) -> bool:
-        """Give a batch row to the first of its queue if all of it fits, with a block to spare for each that may
-        grow."""
+        """Give a batch row to the first sequence of its queue if all of it fits."""
+        # Scores need the logits of every prompt token, so such a prompt is computed whole.
         matched = not sequence.holding.computed and not sequence.scores_prompt
         if matched:
             namespace, computed_by = self._kv_namespace(sequence, version, stamp)
             oldest = computed_by - self._options.prefix_across_versions if self._outlives_versions(sequence) else 0
             sequence.taken_over = self._cache.match(sequence.holding, sequence.token_ids(), namespace, oldest=oldest)
             sequence.taken_over_version = sequence.holding.oldest
+        # With one spare block for each sequence that can grow, an admission does not preempt at the next block.
         while not self._cache.has_room(sequence.holding, sequence.length + 1, spare=self._num_growing()):
             if self.running or not self._take_from_waiting(sequence):
                 if matched:
@@ -357,13 +370,14 @@ class Scheduler:
         return True
 
     def _num_growing(self) -> int:
-        """Running sequences that may come to need another block."""
+        """Return the number of running sequences that might need another block."""
         rows, among = self._rows, self._in_order()
         return int((rows.num_blocks[among] * self._cache.block_size < rows.limits[among]).sum())
 
     def _make_room(self, sequence: Sequence, length: int) -> bool:
-        """Blocks for a running sequence, if need be from others. False if it had to give up its own."""
+        """Take blocks for a running sequence, from others if necessary. False if it was preempted itself."""
         while not self._reserve(sequence, length):
+            # A waiting fork loses only shared state that it can compute again. A running sequence would lose its row.
             if self._take_from_waiting():
                 continue
             victim = next(reversed(self.running.values()))
@@ -373,7 +387,7 @@ class Scheduler:
         return True
 
     def _take_from_waiting(self, but: Sequence | None = None) -> bool:
-        """The youngest fork that waits with shared blocks loses them. False if there is none but `but`."""
+        """Release the shared blocks of the youngest waiting fork other than `but`. False if there is none."""
         for sequence in reversed(self._waiting_forks.values()):
             if sequence is not but:
                 self._release(sequence)
@@ -381,7 +395,7 @@ class Scheduler:
         return False
 
     def _release(self, sequence: Sequence) -> None:
-        """Take its blocks back, whether it runs or is a fork that waits with some."""
+        """Free the blocks of a running sequence or of a waiting fork."""
         self._cache.release(sequence.holding)
         sequence.taken_over, sequence.taken_over_version = 0, NO_VERSION
         self._waiting_forks.pop(sequence.request_id, None)
@@ -410,18 +424,18 @@ class Scheduler:
 
 
 def _all(flags: np.ndarray) -> bool:
-    """All of these are set: what `flags.all()` says, in a third of the time."""
+    """Return `flags.all()`, in a third of the time."""
     return np.count_nonzero(flags) == len(flags)
 
 
 def _fitting(sequence: Sequence, todo: int, budget: int) -> tuple[int, int]:
-    """(how many of the next tokens fit into a budget, what is left of it)"""
+    """Return the number of the next tokens that fit into a budget, and the rest of the budget."""
     cost = _COST_OF_SCORE if sequence.scores_prompt else 1
     count = min(todo, max(0, -(-budget // cost)))
     return count, budget - count * cost
 
 
 def _extended(numbers: np.ndarray, more: Iterable[int]) -> np.ndarray:
-    """i64: an array with more numbers at its end."""
+    """Return i64: an array with more numbers at its end."""
     more = list(more)
     return np.concatenate((numbers, np.array(more, np.int64))) if more else numbers

@@ -1,4 +1,4 @@
-"""A sequence: one request on its way through the engine."""
+"""A sequence, which is one request in the engine, and the passes that advance sequences."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ import numpy as np
 
 from inflight.core.frames import TakenOver
 from inflight.core.sampling import SamplingParams
-from inflight.engine.kv_cache import NO_VERSION, Holding
+from inflight.engine.cache.blocks import NO_VERSION, Holding
 
 UNPINNED = None
 
 
 class Lengths(Protocol):
-    """What counts the tokens of running sequences (`Rows`)."""
+    """The lengths of running sequences (`Rows`)."""
 
     lengths: np.ndarray
-    """i64[batch rows]: tokens so far, with those that are drawn but not read."""
+    """i64[batch rows]: tokens so far, drawn and not yet read ones included."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,30 +32,30 @@ class Sequence:
     prompt: list[int]
     params: SamplingParams
     max_tokens: int
-    """params.max_tokens, or what the context leaves."""
+    """params.max_tokens, or the rest of the context if that is less."""
     adapter: str | None = None
     pin: int | None = UNPINNED
-    """The weight version that draws all of its tokens; None: whichever is live."""
+    """The weight version that draws all of its tokens; None: the live version."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the prompt brought along, for an order of scheduling."""
+    """Metadata of the prompt, for an order of scheduling."""
     tokens: list[int] = field(default_factory=list)
     num_unread: int = 0
-    """Tokens drawn before it gave up its row of which this process has not read the ids yet."""
+    """Tokens drawn before it lost its row whose ids this process has not read yet."""
     finished: bool = False
     started: bool = False
     """A pass has computed some of it."""
     followers: list["Sequence"] = field(default_factory=list)
-    """Samples of the same prompt that wait for this one to compute it."""
+    """Samples of the same prompt. They wait until this one has computed it."""
     rows: Lengths | None = None
-    """Where it is counted while it runs, and knows its `batch_row`."""
+    """The lengths of running sequences, while it runs."""
     batch_row: int = -1
-    """Row of the per-sequence device state while it runs, −1 else."""
+    """Row of the per-sequence device state while it runs, otherwise −1."""
     holding: Holding = field(default_factory=Holding)
-    """What it holds of the KV cache, which alone writes to it."""
+    """Its blocks of the KV cache. Only the cache writes to it."""
     taken_over: int = 0
-    """Leading tokens whose keys and values others had computed before: the prefix cache, or the parent of a fork."""
+    """Leading tokens that were computed before, for the prefix cache or for the parent of a fork."""
     taken_over_version: int = NO_VERSION
-    """The oldest version that computed some of those."""
+    """The oldest version that computed some of these tokens."""
 
     num_restarts: int = 0
     """Swaps since it last drew a token that made its prefill start again."""
@@ -64,7 +64,7 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Passes that compute its prompt score it, too. Those that do it again later have nothing new to tell."""
+        """True if passes that compute its prompt score it. Passes that compute it again later do not."""
         is_asked = self.params.prompt_logprobs is not None
         return is_asked and not self.prompt_scored and not self.tokens and not self.num_pending
 
@@ -80,11 +80,11 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens so far, which is the position of the next one."""
+        """Tokens so far. It is the position of the next one."""
         return self.num_known + self.num_unread if self.rows is None else int(self.rows.lengths[self.batch_row])
 
     def prefix_taken_over(self) -> TakenOver:
-        """The part of the prompt that it took over."""
+        """The part of the prompt that was computed before."""
         return TakenOver(self.request_id, min(self.taken_over, len(self.prompt)), self.taken_over_version)
 
     def token_ids(self) -> list[int]:
@@ -109,18 +109,18 @@ class Chunk:
     start: int
     count: int
     num_scored: int = 0
-    """Its first tokens whose logits tell how likely the next token of the prompt is."""
+    """Number of its first tokens whose logits score the next token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cohort:
-    """M sequences that draw together, in one pass or in many, and what stays the same for them meanwhile."""
+    """M sequences that draw together, in one pass or in many, and their constants during these passes."""
 
     epoch: int
-    """That of the batch rows (`Rows.epoch`): while it lasts, all of them are there."""
+    """Epoch of the batch rows (`Rows.epoch`). Until it changes, all sequences have their rows."""
     sequences: list[Sequence]
     appends: list[Callable[[int], None]]
-    """What appends to the tokens of each."""
+    """The `append` of each sequence's tokens."""
     rows: np.ndarray
     """i64[M]: their batch rows."""
     request_ids: np.ndarray
@@ -128,27 +128,27 @@ class Cohort:
     entered: np.ndarray
     """i64[M]: the epochs in which they entered their rows."""
     limits: np.ndarray
-    """i64[M]: the length of each at most."""
+    """i64[M]: the maximum length of each."""
     stop_ids: np.ndarray
-    """i64[…, M]: tokens that end them, and numbers that are no tokens."""
+    """i64[…, M]: tokens that end them, and padding that is not a token."""
     watched: np.ndarray
-    """bool[M]: any token may end them."""
+    """bool[M]: any token can end them."""
     seeds: np.ndarray
     """i64[M]"""
     temperatures: np.ndarray
     """f32[M]"""
     special: list[int]
-    """Those for whose draws a temperature and a seed are not all that is to be known."""
+    """Sequences whose draws need more than a temperature and a seed."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class Draws(NamedTuple):
-    """The tokens that a pass draws, those of decoding sequences first."""
+    """The tokens that a pass draws. Decoding sequences are first."""
 
     cohort: Cohort
-    """Those who draw them."""
+    """The sequences that draw them."""
     chunks: np.ndarray
     """i64[M]: the chunk of the pass after whose last token each is drawn."""
     positions: np.ndarray
@@ -163,7 +163,7 @@ class Schedule:
     version: int
     """The version of the weights that computes it."""
     stamp: int
-    """The version that its tokens bear: `version`, or that of adapters published since."""
+    """The version of its tokens: `version`, or a later publish of adapters."""
     rows: np.ndarray
     """i64[S]: the batch row of each chunk's sequence."""
     begins: np.ndarray
@@ -180,7 +180,7 @@ class Schedule:
 
     @property
     def num_single(self) -> int:
-        """Leading chunks that are the last token of a sequence; the others belong to prompts."""
+        """Leading chunks that are the last token of a sequence. The others belong to prompts."""
         return len(self.rows) - len(self.prompts)
 
     @property
@@ -196,5 +196,6 @@ class Schedule:
 
 
 def places_of(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """i64[T]: the place of each token of chunks, which begin at begins i64[S] and have counts i64[S] of them."""
+    """Return i64[T], the place of each token in its sequence. begins: i64[S], the first place of each chunk; counts:
+    i64[S], its tokens."""
     return np.arange(counts.sum()) + np.repeat(begins - np.cumsum(counts) + counts, counts)

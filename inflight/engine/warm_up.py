@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from inflight_kernels import draw
 
-from inflight.engine.attention.backend import KVMemory
+from inflight.engine.cache.memory import KVMemory
 
 
 @torch.inference_mode()
@@ -24,4 +24,4 @@ def warm_up(dtypes: Iterable[torch.dtype], vocab_size: int, memory: KVMemory) ->
         logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
         for entropy in (False, True):
             draw(logits, torch.ones(1, device=device), index, index, entropy=entropy)
-    memory.copy_blocks([{0: 1} for _ in memory.groups])
+    memory.copy_blocks([{0: 1} for _ in memory.pools])

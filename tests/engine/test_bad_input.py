@@ -44,7 +44,8 @@ from inflight.core.messages import (
 )
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.attention.hook import ATTENTION_NAME, probe_layers
+from inflight.engine.attention.hook import ATTENTION_NAME
+from inflight.engine.cache.classify import classify_layers
 from inflight.engine.engine import Engine
 from inflight.engine.loading import context_limit
 from inflight.stream.assembler import Assembler
@@ -382,7 +383,7 @@ def test_layers_that_do_not_announce_themselves_are_found_by_a_probe(model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir("llama"), attn_implementation=ATTENTION_NAME)
     model.model.layers[1].self_attn = RunningMean()
     with pytest.raises(UnsupportedModelError, match=r"cannot run: model\.layers\.1 \(RunningMean\)"):
-        probe_layers(model)
+        classify_layers(model)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from inflight.core.messages import LIVE_VERSION, Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
 from inflight.engine.attention import flashinfer
-from inflight.engine.attention.backend import LayerShape
 from inflight.engine.attention.flashinfer import (
     FlashInferAttention,
     page_lists,
@@ -27,6 +26,7 @@ from inflight.engine.attention.flashinfer import (
     workspace_bytes,
 )
 from inflight.engine.build import choose_backend
+from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.engine import Engine
 from inflight.engine.graphs import DecodeGraphs, graph_sizes
 from inflight.stream.assembler import Assembler

@@ -6,8 +6,8 @@ import torch
 
 from inflight.core.errors import UnsupportedModelError
 from inflight.engine.attention import flashinfer
-from inflight.engine.attention.backend import LayerShape
 from inflight.engine.attention.flashinfer_kernels import VARIABLE, graph_plan_bytes, kernels_for, why_not_kernels
+from inflight.engine.cache.kinds import LayerShape
 
 
 def layer(q_heads: int, kv_heads: int = 2) -> LayerShape:

@@ -3,15 +3,17 @@
 import pytest
 from kv_blocks import check_blocks
 
-from inflight.engine.kv_cache import MIXED, NO_BLOCK, Holding, KVCache
+from inflight.engine.cache.blocks import MIXED, Holding
+from inflight.engine.cache.kinds import NO_BLOCK, Paged, PerRow
+from inflight.engine.cache.kv_cache import KVCache
 
 SIZE = 4
 TOKENS = list(range(100, 140))
 
 
 def make_cache(*windows: int | None, num_blocks: int = 8, prefix_caching: bool = True) -> KVCache:
-    groups = [(window, num_blocks + 1) for window in windows or (None,)]
-    return KVCache(groups, block_size=SIZE, max_blocks=10, prefix_caching=prefix_caching)
+    pools = [(Paged(SIZE, window), num_blocks + 1) for window in windows or (None,)]
+    return KVCache(pools, block_size=SIZE, max_blocks=10, prefix_caching=prefix_caching)
 
 
 def compute(cache: KVCache, length: int, *, version: int = 0, holding: Holding | None = None) -> Holding:
@@ -171,3 +173,100 @@ def test_a_sliding_window_gives_back_what_no_later_token_sees():
     assert not cache.share(holding, child, 9), "the parent has dropped what a fork at 9 sees"
     assert cache.share(holding, child, 14)
     check_blocks(cache, [holding, child])
+
+
+# ---- a state per sequence -------------------------------------------------------------------------------------------
+
+
+def make_hybrid(*, num_states: int = 4) -> KVCache:
+    return KVCache([(Paged(SIZE), 21), (PerRow(), num_states + 1)], block_size=SIZE, max_blocks=10)
+
+
+def prefill(cache: KVCache, length: int) -> Holding:
+    """A sequence of the first TOKENS up to `length`, computed in as few passes as possible and remembered."""
+    holding = cache.new_holding()
+    cache.match(holding, TOKENS[:length], 0)
+    while holding.computed < length:
+        count = cache.next_chunk(holding, length)
+        assert cache.reserve(holding, holding.computed + count)
+        cache.advance(holding, count, 0, 0)
+        cache.remember(holding, length, lambda start, end: tuple(TOKENS[start:end]))
+    return holding
+
+
+def test_a_sequence_holds_one_state_however_long_it_is():
+    cache = make_hybrid(num_states=1)
+    first, second = compute(cache, 3), cache.new_holding()
+    assert cache.reserve(first, 20)
+    assert len(first.blocks[1]) == 1
+    assert not cache.has_room(second, 1, spare=0)
+    assert not cache.reserve(second, 1)
+    assert second.blocks == [[], []]
+    taken = cache.grow([first])
+    assert taken is not None
+    assert len(taken) == 1, "no state is added"
+    cache.release(first)
+    assert cache.reserve(second, 1)
+    check_blocks(cache, [first, second])
+
+
+def test_a_fork_gets_a_copy_of_the_last_state_and_none_of_an_earlier_one():
+    cache = make_hybrid()
+    parent, child = compute(cache, 10), cache.new_holding()
+    assert not cache.share(parent, child, 8), "the state after 8 tokens is gone"
+    assert child.blocks == [[], []]
+    assert cache.share(parent, child, 10)
+    [parent_state], [child_state] = parent.blocks[1], child.blocks[1]
+    assert cache.take_copies()[1] == {child_state: parent_state}
+    check_blocks(cache, [parent, child])
+
+
+def test_a_prefix_ends_at_a_snapshot_of_which_a_sequence_gets_a_copy():
+    cache = make_hybrid()
+    first = prefill(cache, 14)
+    [snapshot] = cache.take_copies()[1]
+    assert cache.take_restored() == [{}, {}]
+    state = first.blocks[1][0]
+    assert snapshot != state
+    again = cache.new_holding()
+    assert cache.match(again, TOKENS[:20], 0) == 12
+    assert cache.take_restored()[1] == {again.blocks[1][0]: snapshot}
+    assert len({again.blocks[1][0], snapshot, state}) == 3
+    check_blocks(cache, [first, again])
+
+
+def test_a_prefix_without_a_snapshot_is_not_taken():
+    cache = make_hybrid()
+    holding = compute(cache, 14)
+    assert holding.num_remembered == 3
+    assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 0
+    assert cache.num_reused_tokens == 0
+
+
+def test_a_snapshot_is_evicted_alone_and_taken_again_for_the_same_tokens():
+    cache = make_hybrid(num_states=2)
+    cache.release(prefill(cache, 14))
+    others = [cache.new_holding(), cache.new_holding()]
+    assert all(cache.reserve(other, 1) for other in others)
+    assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 0
+    for other in others:
+        cache.release(other)
+    cache.release(prefill(cache, 14))
+    assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 12
+
+
+def test_a_snapshot_does_not_make_way_for_its_own_copy():
+    cache = make_hybrid(num_states=2)
+    cache.release(prefill(cache, 14))
+    running = cache.new_holding()
+    assert cache.reserve(running, 1)
+    holding = cache.new_holding()
+    assert cache.match(holding, TOKENS[:14], 0) == 0
+    check_blocks(cache, [running, holding])
+
+
+def test_without_keys_and_values_nothing_is_remembered():
+    cache = KVCache([(PerRow(), 5)], block_size=SIZE, max_blocks=10)
+    holding = compute(cache, 14)
+    assert cache.next_chunk(holding, 30) == 16
+    assert cache.match(cache.new_holding(), TOKENS[:14], 0) == 0

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 from kv_blocks import check_blocks
 from tiny_models import VOCABULARY, make_model, publish
+from toy_recurrent import make_toy
 
 from inflight.core.errors import InvalidRequestError
 from inflight.core.messages import LIVE_VERSION, Prompt
@@ -175,10 +176,16 @@ class Schedules(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def schedules(model_dir, request: pytest.FixtureRequest) -> Iterator[type[Schedules]]:
+def schedules(tmp_path, request: pytest.FixtureRequest) -> Iterator[type[Schedules]]:
     name, overlap = request.param
+    if name == "toy":
+        models = [make_toy(("linear_attention", "full_attention"), seed) for seed in range(MODELS)]
+    else:
+        models = [make_model(name, seed) for seed in range(MODELS)]
+    models[0].save_pretrained(tmp_path)
     options = EngineOptions(
-        model=model_dir(name),
+        model=str(tmp_path),
+        layer_kinds=("toy_recurrent:KIND",) if name == "toy" else (),
         device="cpu",
         slots=3,
         max_sequences=6,
@@ -186,7 +193,6 @@ def schedules(model_dir, request: pytest.FixtureRequest) -> Iterator[type[Schedu
         max_prefill_tokens=13,
         kv_cache_tokens=112,
     )
-    models = [make_model(name, seed) for seed in range(MODELS)]
     for model in models:
         model.set_attn_implementation("eager")
     with Engine(options, overlap=overlap) as engine:
@@ -202,6 +208,7 @@ def schedules(model_dir, request: pytest.FixtureRequest) -> Iterator[type[Schedu
     [
         pytest.param(("qwen3", False), marks=pytest.mark.long),
         pytest.param(("gemma3", True), marks=pytest.mark.slow),
+        pytest.param(("toy", True), marks=pytest.mark.long),
     ],
     indirect=True,
 )

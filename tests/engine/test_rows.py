@@ -10,7 +10,9 @@ from kv_blocks import check_blocks
 
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
-from inflight.engine.kv_cache import MIXED, NO_BLOCK, KVCache
+from inflight.engine.cache.blocks import MIXED
+from inflight.engine.cache.kinds import NO_BLOCK, Paged, PerRow
+from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.rows import NOBODY, PREFILL, Rows
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.sequence import Cohort, Schedule, Sequence
@@ -24,10 +26,11 @@ class Life:
     """A scheduler whose passes draw random tokens, which are read one pass later. It restates in plain Python what the
     columns say."""
 
-    def __init__(self, seed: int, windows: tuple[int | None, ...]):
-        self.random, self.windows = random.Random(seed), windows
-        self.cache = KVCache([(window, 25) for window in windows], block_size=SIZE, max_blocks=20)
-        self.rows = Rows(ROWS, num_groups=len(windows), max_blocks=20, eos_ids=EOS, adapters=("a", "b"))
+    def __init__(self, seed: int, windows: tuple[int | None, ...], has_states: bool):
+        self.random, self.windows, self.has_states = random.Random(seed), windows, has_states
+        pools = [(Paged(SIZE, window), 25) for window in windows]
+        self.cache = KVCache([*pools, (PerRow(), 9)] if has_states else pools, block_size=SIZE, max_blocks=20)
+        self.rows = Rows(ROWS, num_tables=len(windows), max_blocks=20, eos_ids=EOS, adapters=("a", "b"))
         options = EngineOptions(model="", max_sequences=ROWS, max_prefill_tokens=9)
         self.scheduler = Scheduler(self.cache, self.rows, options)
         self.scheduler.renew_kv_namespaces("ab")
@@ -75,6 +78,7 @@ class Life:
             decoding = set(self.decoding)
             self.cache.take_copies()
             schedule = self.scheduler.schedule(version, live=version == self.version)
+            self.cache.take_restored()
             self._forget_those_who_left()
             self._note(schedule)
             for i in decoding & set(self.scheduler.running) & set(before):
@@ -195,7 +199,8 @@ class Life:
             assert rows.pins[row] == (-1 if sequence.pin is None else sequence.pin)
             assert rows.adapters[row] == {None: -1, "a": 0, "b": 1}[sequence.adapter]
             assert (rows.seeds[row], rows.temperatures[row]) == (sequence.seed, params.temperature)
-            for group, (window, blocks) in enumerate(zip(self.windows, holding.blocks, strict=True)):
+            assert rows.states[row] == (holding.blocks[-1][0] if self.has_states else NO_BLOCK)
+            for group, (window, blocks) in enumerate(zip(self.windows, holding.blocks, strict=False)):
                 held = np.array(blocks) != NO_BLOCK
                 assert rows.num_blocks[row] == len(blocks)
                 if i in self.computed:
@@ -208,10 +213,10 @@ class Life:
         check_blocks(self.cache, [sequence.holding for sequence in unfinished])
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+@pytest.mark.parametrize(("windows", "has_states"), [((None,), False), ((None, 6), False), ((None,), True)])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_columns_say_what_the_sequences_say_whatever_happens(seed, windows):
-    life = Life(seed, windows)
+def test_the_columns_say_what_the_sequences_say_whatever_happens(seed, windows, has_states):
+    life = Life(seed, windows, has_states)
     happenings = [life.step] * 12 + [life.add] * 3 + [life.fork, life.end, life.preempt, life.publish]
     for _ in range(400):
         life.random.choice(happenings)()
@@ -229,13 +234,13 @@ def test_the_columns_say_what_the_sequences_say_whatever_happens(seed, windows):
 
 def test_a_request_that_comes_again_under_its_id_is_not_the_one_that_ended():
     """While a pass is under way, which drew for the first one in the same row."""
-    rows = Rows(2, num_groups=1, max_blocks=4)
+    rows = Rows(2, num_tables=1, max_blocks=4)
     first, again = (
         Sequence(request_id=7, group_id=0, sample=0, seed=0, prompt=[3, 3], params=SamplingParams(), max_tokens=9)
         for _ in range(2)
     )
     for sequence in (first, again):
-        sequence.holding = KVCache([(None, 9)], block_size=SIZE, max_blocks=4).new_holding()
+        sequence.holding = KVCache([(Paged(SIZE), 9)], block_size=SIZE, max_blocks=4).new_holding()
     rows.enter(first)
     row = first.batch_row
     draws = rows.draw(np.array([row]), np.array([0]), PREFILL + 1)

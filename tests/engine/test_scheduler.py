@@ -10,8 +10,9 @@ from inflight.core.frames import TakenOver
 from inflight.core.messages import Prompt
 from inflight.core.options import EngineOptions
 from inflight.core.sampling import SamplingParams
+from inflight.engine.cache.kinds import Paged
+from inflight.engine.cache.kv_cache import KVCache
 from inflight.engine.engine import Engine
-from inflight.engine.kv_cache import KVCache
 from inflight.engine.order import Order, first_come_first_served, load_order
 from inflight.engine.rows import Rows
 from inflight.engine.scheduler import Scheduler
@@ -33,8 +34,8 @@ class Run:
 
     def __init__(self, order: Order = first_come_first_served, *, rows: int = 4, budget: int = 8, blocks: int = 100):
         options = EngineOptions(model="", max_sequences=rows, max_prefill_tokens=budget)
-        self.cache = KVCache([(None, blocks + 1)], block_size=4, max_blocks=25)
-        self.rows = Rows(rows, num_groups=1, max_blocks=25)
+        self.cache = KVCache([(Paged(4), blocks + 1)], block_size=4, max_blocks=25)
+        self.rows = Rows(rows, num_tables=1, max_blocks=25)
         self.scheduler = Scheduler(self.cache, self.rows, options, order)
         self.sequences: list[Sequence] = []
 

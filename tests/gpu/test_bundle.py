@@ -10,9 +10,10 @@ import torch
 from tiny_models import CONFIGS, GPU_MODELS
 from transformers import AutoModelForCausalLM
 
-from inflight.engine.attention.backend import LayerShape
 from inflight.engine.attention.flashinfer_kernels import kernels_for
-from inflight.engine.attention.hook import ATTENTION_NAME, probe_layers
+from inflight.engine.attention.hook import ATTENTION_NAME
+from inflight.engine.cache.classify import classify_layers
+from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def test_modules_are_those_of_the_built_in_shapes_and_of_the_gpu_tests_and_what_
         config = CONFIGS[name]()
         config.head_dim = 64  # as the test does
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
-        needed |= set(modules_of(probe_layers(model)))
+        needed |= set(modules_of(classify_layers(model).attention))
     assert set(bundle.MODULES) == needed
 
 

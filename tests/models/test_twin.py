@@ -40,7 +40,7 @@ from inflight.core.errors import UnsupportedModelError
 from inflight.core.options import EngineOptions
 from inflight.engine.agreement import check_model
 from inflight.engine.attention import hook
-from inflight.engine.attention.backend import LayerShape
+from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.engine import Engine
 from inflight.models import masks, twin
 from inflight.models.shrink import shrink

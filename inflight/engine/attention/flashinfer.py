@@ -18,9 +18,11 @@ import torch
 from inflight_kernels import list_pages
 
 from inflight.core.options import EngineOptions
-from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
+from inflight.engine.attention.backend import CacheMemory, ForwardBatch
 from inflight.engine.attention.flashinfer_kernels import graph_plan_bytes, kernels_for, why_not_kernels
 from inflight.engine.attention.paged import PagedAttention
+from inflight.engine.cache.kinds import LayerShape
+from inflight.engine.cache.memory import KVMemory
 from inflight.engine.device import reachable
 from inflight.models.twin import first_line
 
@@ -163,7 +165,7 @@ class FlashInferAttention:
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
         # Kernels of one stream follow one another, so that all wrappers can use one workspace.
         self._workspace = self._new_workspace()
-        self._memory: KVMemory | None = None
+        self._memory: CacheMemory | None = None
         self._plans: list[_Plans] = []
         self._plans_of: list[_Plans] = []
         """The plans of each layer."""
@@ -179,7 +181,7 @@ class FlashInferAttention:
         keys = torch.empty(shape, dtype=layer.dtype, device=self._device)
         return keys, torch.empty_like(keys)
 
-    def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
+    def begin(self, batch: ForwardBatch, memory: CacheMemory) -> None:
         self._use(memory, self._staged)
         single = self._num_single = batch.num_single
         contexts = batch.contexts
@@ -210,7 +212,7 @@ class FlashInferAttention:
 
     # ---- CUDA graphs --------------------------------------------------------------------------------------------
 
-    def prepare_graphs(self, memory: KVMemory, max_sequences: int) -> None:
+    def prepare_graphs(self, memory: CacheMemory, max_sequences: int) -> None:
         self._use(memory, self._graph_staged)
         length = max_sequences * (memory.max_blocks + 2) + 1
         self._graph_inputs = [torch.zeros(length, dtype=torch.int32, device=self._device) for _ in memory.groups]
@@ -221,7 +223,7 @@ class FlashInferAttention:
             size = graph_plan_bytes(plans.layer, max_sequences, self._num_sms)
             plans.graph_plan = torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def begin_graph(self, batch: ForwardBatch, memory: KVMemory) -> None:
+    def begin_graph(self, batch: ForwardBatch, memory: CacheMemory) -> None:
         """Like `begin`, but all that the kernels read lies where it lay for as many single tokens before: a graph that
         was recorded after such a call may be replayed after any later one."""
         self._use(memory, self._graph_staged)
@@ -265,7 +267,7 @@ class FlashInferAttention:
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
-    def _use(self, memory: KVMemory, staged: torch.cuda.Event | None) -> None:
+    def _use(self, memory: CacheMemory, staged: torch.cuda.Event | None) -> None:
         """Wait until the last plans of this kind are on the device: FlashInfer copies them from pinned memory that it
         writes to again in the next `plan`. With a pass in flight that is as soon as the one before it is done. Recorded
         passes and others have pinned memory of their own, so that the two parts of a pass do not wait."""

@@ -1,12 +1,13 @@
-"""The engine's attention inside Transformers models, through `AttentionInterface`.
+"""The engine's attention inside Transformers models, through `AttentionInterface`, and its layers with a state.
 
-The model sees one row of packed tokens, [1, T]. Which sequences they belong to, and where keys and values go, is in
-the ForwardBatch that is current while it runs. The n-th call of a pass belongs to the n-th attention layer. Which
-layers there are is found by running the model (`probe_layers`).
+The model sees one row of packed tokens, [1, T]. The current ForwardBatch has their sequences, and the places of their
+keys and values. The n-th call of attention in a pass belongs to the n-th attention layer, and likewise for layers with
+a state per sequence. A run that records calls finds these layers (`cache/classify.py`).
 """
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from inflight.core.errors import UnsupportedModelError
-from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
+from inflight.engine.attention.backend import ForwardBatch
+from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
+from inflight.engine.cache.memory import KVMemory
 from inflight.models.masks import BOTH_SIDES, mask_note, noted
-from inflight.models.twin import first_line
 
 ATTENTION_NAME = "inflight"
 
@@ -27,24 +29,30 @@ class _Pass:
     batch: ForwardBatch
     memory: KVMemory
     calls: int = 0
+    """Attention layers that ran so far."""
+    state_calls: int = 0
+    """Layers with a state per sequence that ran so far."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What one call of attention asked for in a probe."""
+class Call:
+    """A recorded call of a layer that mixes tokens."""
 
     module: nn.Module
-    shape: LayerShape
-    sees_later: bool
-    """Tokens attend to those behind them, as in an encoder."""
+    shape: LayerShape | None = None
+    """For attention."""
+    state: tuple[StateTensor, ...] = ()
+    """For a layer with a state per sequence."""
+    sees_later: bool = False
+    """Tokens attend to later ones, as in an encoder."""
 
 
-_current: ContextVar[_Pass | list[_Call] | None] = ContextVar("inflight_pass", default=None)
-"""What calls of attention belong to: a pass, or a probe, whose calls are listed."""
+_current: ContextVar[_Pass | list[Call] | None] = ContextVar("inflight_pass", default=None)
+"""The pass that calls belong to, or the list in which they are recorded."""
 
 
 def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch.Tensor:
-    """The model's logits [M, V] for a batch that the memory's backend has begun."""
+    """Return the model's logits [M, V] for a batch that the memory's backend has prepared."""
     token = _current.set(_Pass(batch, memory))
     try:
         logits = model(
@@ -55,22 +63,35 @@ def run_packed(model: nn.Module, batch: ForwardBatch, memory: KVMemory) -> torch
         ).logits[0]
     finally:
         _current.reset(token)
-    return logits if len(logits) == len(batch.rows) else logits[batch.rows]  # some models give all of them
+    return logits if len(logits) == len(batch.rows) else logits[batch.rows]  # some models return all of them
+
+
+def route(module: nn.Module, kind: LayerKind) -> None:
+    """Let a module, and its deep copies, compute from the states of sequences during passes."""
+    own = type(module).forward
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = _current.get()
+        if isinstance(current, _Pass):
+            layer = current.state_calls
+            current.state_calls += 1
+            return kind.forward(module, current.memory.chunk_states(layer, current.batch), *args, **kwargs)
+        if current is not None:
+            current.append(Call(module, state=tuple(kind.tensors(module))))
+        return own(module, *args, **kwargs)
+
+    # A method of the instance is copied with it, so that the module of every slot has its own.
+    module.forward = MethodType(forward, module)
 
 
 @torch.inference_mode()
-def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
-    """What each attention layer keeps per token, in the order in which they run, found by a pass over two tokens.
-
-    Raises UnsupportedModelError, with their names, if some layers mix tokens without going through the attention
-    interface (linear attention, Mamba, convolutions) or let tokens see later ones, or if the model cannot run packed
-    at all.
-    """
-    name = type(model).__name__
+def record_calls(model: PreTrainedModel) -> list[Call]:
+    """Run the model over two tokens, and return the calls of its layers in their order. Raises UnsupportedModelError
+    for a mask that the engine does not know, and whatever the model raises."""
     positions = torch.arange(2, device=next(model.parameters()).device)[None]
-    calls: list[_Call] = []
+    calls: list[Call] = []
     token = _current.set(calls)
-    # Transformers asks for masks only where an attention has a function for them. Ours notes what a mask would show.
+    # Transformers makes masks only for an attention that has a mask function. This one notes the window of the mask.
     functions = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping  # where Transformers itself looks
     functions[ATTENTION_NAME] = mask_note
     try:
@@ -80,49 +101,10 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             logits_to_keep=positions[0, 1:],
             use_cache=False,
         )
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} cannot be run: {error}") from error
-    except Exception as error:  # a foreign model may raise anything
-        raise UnsupportedModelError(
-            f"{name} cannot be run over packed sequences ({type(error).__name__}: {first_line(error)})"
-        ) from error
     finally:
         del functions[ATTENTION_NAME]
         _current.reset(token)
-    silent = _without_attention(model, {id(call.module) for call in calls})
-    if silent or not calls:
-        named = ", ".join(f"{layer_name} ({_mixer_name(layer)})" for layer_name, layer in silent)
-        raise UnsupportedModelError(
-            f"{name} has layers that the engine cannot run: {named or 'all of them'}; "
-            "it runs full and sliding attention that goes through the Transformers attention interface"
-        )
-    if any(call.sees_later for call in calls):
-        raise UnsupportedModelError(
-            f"{name} is no causal decoder: its tokens attend to those behind them, as in an encoder "
-            "(BERT and its family attend to earlier tokens alone with is_decoder=true in config.json)"
-        )
-    return [call.shape for call in calls]
-
-
-def _without_attention(model: PreTrainedModel, attending: set[int]) -> list[tuple[str, nn.Module]]:
-    """The decoder's layers, with their names, in which no module of these ids lies. The decoder is, of the lists as
-    long as the config's num_hidden_layers, the one that misses the fewest: towers for images have layers, too."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    found: list[list[tuple[str, nn.Module]]] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            layers = [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
-            found.append([pair for pair in layers if not any(id(part) in attending for part in pair[1].modules())])
-    return min(found, key=len, default=[])
-
-
-def _mixer_name(layer: nn.Module) -> str:
-    """The class of the layer's first child that is not a norm or an MLP: what mixes its tokens."""
-    for child in layer.children():
-        name = type(child).__name__
-        if not any(word in name for word in ("Norm", "MLP", "Dropout")):
-            return name
-    return type(layer).__name__
+    return calls
 
 
 def attend(
@@ -154,7 +136,7 @@ def attend(
             softcap=softcap,
             sinks=s_aux is not None,
         )
-        current.append(_Call(module, shape, note == BOTH_SIDES or (note is None and not causal)))
+        current.append(Call(module, shape, sees_later=note == BOTH_SIDES or (note is None and not causal)))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     if current is None:
         raise RuntimeError("the engine's attention runs inside run_packed")

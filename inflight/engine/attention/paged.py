@@ -3,7 +3,8 @@
 import torch
 from inflight_kernels.attention import empty_cache_for_cpu, paged_attention
 
-from inflight.engine.attention.backend import ForwardBatch, KVMemory, LayerShape
+from inflight.engine.attention.backend import CacheMemory, ForwardBatch
+from inflight.engine.cache.kinds import LayerShape
 from inflight.engine.device import to_device
 
 
@@ -24,7 +25,7 @@ class PagedAttention:
         keys = torch.empty(*shape, layer.key_dim, dtype=layer.dtype, device=self._device)
         return keys, torch.empty(*shape, layer.value_dim, dtype=layer.dtype, device=self._device)
 
-    def begin(self, batch: ForwardBatch, memory: KVMemory) -> None:
+    def begin(self, batch: ForwardBatch, memory: CacheMemory) -> None:
         self._memory = memory
         self._tables = [to_device(torch.from_numpy(table), self._device) for table in batch.tables]
         self._starts, self._contexts = torch.from_numpy(batch.starts), torch.from_numpy(batch.contexts)

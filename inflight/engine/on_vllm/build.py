@@ -163,6 +163,7 @@ def check_options(options: EngineOptions) -> None:
         "prefix_across_versions": options.prefix_across_versions and "each version has a prefix cache of its own",
         "record_routed_experts": options.record_routed_experts and "experts are recorded by the inflight backend alone",
         "attention": options.attention != "auto" and 'vLLM chooses by itself, or by vllm={"attention_backend": …}',
+        "layer_kinds": options.layer_kinds and "vLLM has its own kinds of layers",
         "fused": not options.fused and "vLLM runs models as it does",
     }
     for name, why in refused.items():

@@ -1,0 +1,114 @@
+"""Decides which kind of state each layer of a model has, and refuses models with a layer of no kind."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inflight.core.by_name import load_by_name
+from inflight.core.errors import ModelLoadError, UnsupportedModelError
+from inflight.engine.attention.hook import Call, record_calls, route
+from inflight.engine.cache.kinds import LayerKind, LayerShape, StateTensor
+from inflight.models.twin import first_line
+
+_PAGED_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Names in the config's `layer_types` of layers with keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of a model by kind of state, in the order in which they run."""
+
+    attention: list[LayerShape]
+    """Keys and values of each attention layer."""
+    states: list[tuple[StateTensor, ...]]
+    """The state of each layer that keeps one per sequence."""
+
+
+def load_kinds(names: Sequence[str]) -> list[LayerKind]:
+    """Import the kinds of layers that `EngineOptions.layer_kinds` names. Raises ModelLoadError."""
+    kinds = []
+    for name in names:
+        try:
+            kind = load_by_name(name)
+        except Exception as error:  # a user's module may raise anything
+            raise ModelLoadError(
+                f"layer_kinds={name!r} cannot be imported in the engine ({type(error).__name__}: {error})"
+            ) from error
+        if not isinstance(kind, LayerKind):
+            raise ModelLoadError(f"layer_kinds={name!r} names a {type(kind).__name__}; it must name a LayerKind")
+        kinds.append(kind)
+    return kinds
+
+
+def check_layer_types(config: PretrainedConfig, kinds: Sequence[LayerKind] = ()) -> None:
+    """Raise UnsupportedModelError if a text model's config names a layer of no kind, before its weights are loaded."""
+    known = {*_PAGED_TYPES, *(name for kind in kinds for name in kind.layer_types)}
+    layer_types = getattr(config, "layer_types", None) or []
+    bad = [f"layer {i}: {kind}" for i, kind in enumerate(layer_types) if kind not in known]
+    if bad:
+        shown = ", ".join(bad[:6]) + (f", and {len(bad) - 6} more" if len(bad) > 6 else "")
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers that the engine cannot run ({shown}); it runs {' and '.join(_PAGED_TYPES)}"
+        )
+
+
+@torch.inference_mode()
+def classify_layers(model: PreTrainedModel, kinds: Sequence[LayerKind] = ()) -> Layers:
+    """Return the layers of a model by kind, found by a pass over two tokens. kinds: kinds of layers with a state per
+    sequence. Modules of these kinds compute from such states during passes from now on.
+
+    Raises UnsupportedModelError, with their names, if some layers mix tokens without going through the attention
+    interface (linear attention, Mamba, convolutions) or attend to later tokens, or if the model cannot run packed
+    at all.
+    """
+    name = type(model).__name__
+    for module in model.modules():
+        if (kind := next((kind for kind in kinds if kind.detect(module)), None)) is not None:
+            route(module, kind)
+    try:
+        calls = record_calls(model)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be run: {error}") from error
+    except Exception as error:  # a foreign model may raise anything
+        raise UnsupportedModelError(
+            f"{name} cannot be run over packed sequences ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    silent = _without_state(model, calls)
+    if silent or not calls:
+        named = ", ".join(f"{layer_name} ({_mixer_name(layer)})" for layer_name, layer in silent)
+        raise UnsupportedModelError(
+            f"{name} has layers that the engine cannot run: {named or 'all of them'}; "
+            "it runs full and sliding attention that goes through the Transformers attention interface"
+        )
+    if any(call.sees_later for call in calls):
+        raise UnsupportedModelError(
+            f"{name} is no causal decoder: its tokens attend to later ones, as in an encoder "
+            "(BERT and its family attend to earlier tokens alone with is_decoder=true in config.json)"
+        )
+    return Layers([call.shape for call in calls if call.shape], [call.state for call in calls if call.shape is None])
+
+
+def _without_state(model: PreTrainedModel, calls: list[Call]) -> list[tuple[str, nn.Module]]:
+    """Return the decoder's layers, with their names, in which no module made one of these calls. A model can have
+    several lists of as many layers as the config's num_hidden_layers, such as a tower for images. The decoder is the
+    list with the fewest layers without a call."""
+    called = {id(call.module) for call in calls}
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found: list[list[tuple[str, nn.Module]]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            layers = [(f"{name}.{index}", layer) for index, layer in enumerate(module)]
+            found.append([pair for pair in layers if not any(id(part) in called for part in pair[1].modules())])
+    return min(found, key=len, default=[])
+
+
+def _mixer_name(layer: nn.Module) -> str:
+    """Return the class of the layer's first child that is not a norm or an MLP: the child that mixes tokens."""
+    for child in layer.children():
+        name = type(child).__name__
+        if not any(word in name for word in ("Norm", "MLP", "Dropout")):
+            return name
+    return type(layer).__name__
