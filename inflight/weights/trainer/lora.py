@@ -28,7 +28,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapter:
+class _LoraPair:
     """A LoRA adapter on one projection: A [r, K], B [N, r] and α / r."""
 
     name: str
@@ -46,7 +46,7 @@ class _Adapter:
 class _Plan:
     """Destinations of a model's tensors. A plan is valid while the modules and parameters stay the same."""
 
-    parts: list[_Adapter] = field(default_factory=list)
+    parts: list[_LoraPair] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     """Tensors of the engine's adapters without a counterpart in this model."""
     copies: dict[int, ScaledCopies] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class PeftSource(ModelSource):
     # ---- adapters alone -----------------------------------------------------------------------------------------
 
     def _adapter_plan(self, layout: WeightLayout) -> _Plan:
-        parts: list[_Adapter] = []
+        parts: list[_LoraPair] = []
         for name, module in self._base.named_modules():
             peft_layers.refuse_copies(name, module)
             if peft_layers.is_adapted(module):
@@ -235,7 +235,7 @@ KEEP_THE_BASE = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica
 """Values of PEFT's `init_lora_weights`, in lower case, that leave the weights of the base model as they are."""
 
 
-def _lora_parts(name: str, layer: Any) -> list[_Adapter]:
+def _lora_parts(name: str, layer: Any) -> list[_LoraPair]:
     """Return the adapters of a layer. Raises LayoutMismatchError, naming it, for anything but A and B on a linear
     layer."""
     from peft.tuners.lora.layer import Linear
@@ -262,7 +262,9 @@ def _lora_parts(name: str, layer: Any) -> list[_Adapter]:
         )
     a: Any = layer.lora_A
     b: Any = layer.lora_B
-    return [_Adapter(f"{adapter}.{name}", a[adapter].weight, b[adapter].weight, layer, adapter) for adapter in adapters]
+    return [
+        _LoraPair(f"{adapter}.{name}", a[adapter].weight, b[adapter].weight, layer, adapter) for adapter in adapters
+    ]
 
 
 def _is_linear(layer: Any) -> bool:
