@@ -406,13 +406,15 @@ class Engine:
         def ask(client: EngineClient) -> list[Digests]:
             return client.call("digests", {"least": least}, list[Digests])
 
-        answers: list[list[Digests]] = []
-        while not all(answers := list(self._fleet.call_all(ask).values())):
+        while True:
+            answers: dict[Member, list[Digests]] = self._fleet.call_all(ask)
+            if all(answers.values()):
+                break
             if now_ns() > deadline:
                 raise TimeoutError(f"the digests of version {least} were not computed within {timeout_s:.0f} s")
             sleep(0.02)
         found: dict[int, Digests] = {}
-        for [each] in answers:
+        for [each] in answers.values():
             if found.setdefault(each.version, each) != each:
                 raise InflightError(f"the engines hold different tensors under version {each.version}")
         return found[max(found)]
