@@ -562,7 +562,7 @@ class Ledger:
         return all(record.owner is not Owner.TRAINING or record.state is State.LENT for record in records)
 
     def _wake_if_nothing_is_left(self) -> None:
-        if len(self.waiters) and self._nothing_is_left:
+        if self.waiters.for_any_group and self._nothing_is_left:
             self.waiters.wake_for_any()
 
     def _finish(self, groups: list[Group], engine_id: str = "") -> list[GroupRecord]:

@@ -36,6 +36,11 @@ class Waiters:
         """True if a caller waits for certain groups."""
         return any(waiter.wanted for waiter in self._waiting)
 
+    @property
+    def for_any_group(self) -> bool:
+        """True if a caller waits for any group."""
+        return any(not waiter.wanted for waiter in self._waiting)
+
     def wait(self, wanted: set[int], needed: int) -> "Future[None]":
         """Return a future that is done when the caller has to ask again. Raises the reason if nothing more arrives."""
         if self.ended is not None:
