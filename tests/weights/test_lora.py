@@ -14,9 +14,9 @@ import torch
 from full_forward import full_forward_logprobs
 from http_calls import answered, call
 from peers_python import PEERS_PYTHON
-from peft import LoraConfig, PeftConfig, PeftType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from tiny_adapters import error, with_adapters
-from tiny_models import WIDE_HEADS, make_model
+from tiny_models import VOCABULARY, WIDE_HEADS, make_model
 from waiting import wait_until
 
 import inflight
@@ -343,7 +343,8 @@ def test_adapters_in_files_are_right_or_refused_by_name(bases, tmp_path, kind, l
 @pytest.mark.parametrize("kind", ["init pissa", "init pissa_niter_4", "init olora", "init corda", LORA_GA])
 @pytest.mark.parametrize("load", [from_files, over_http])
 def test_adapters_that_peft_converts_to_plain_lora_are_right(bases, tmp_path, kind, load, record_property):
-    """Their initial values are subtracted, so that they go onto the base as it was."""
+    """Their initial values are subtracted, so that they fit the unchanged base. Large values cancel in the sum, so
+    that PEFT's own fp32 results before and after the conversion differ (by up to 2e-4). Ours can differ by as much."""
     model = peft_kinds.begin(kind, bases.base)
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(tmp_path / "initial")
@@ -351,8 +352,13 @@ def test_adapters_that_peft_converts_to_plain_lora_are_right(bases, tmp_path, ki
     model.save_pretrained(tmp_path / "trained", path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
     found = load(bases, model.eval(), tmp_path / "trained")
     record_property("found", found)
+    converted = PeftModel.from_pretrained(bases.base("llama"), tmp_path / "trained").eval()
+    ids = torch.randint(VOCABULARY, (64, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before, after = (m(ids).logits.log_softmax(-1) for m in (model, converted))
+    record_property("conversion", float((after - before).abs().max()))
     assert isinstance(found, float), found
-    assert found < MOST
+    assert found < max(MOST, float((after - before).abs().max()))
 
 
 # ---- over another base ----------------------------------------------------------------------------------------------
