@@ -2,8 +2,8 @@
 
 Transformers gives random values to tensors that a checkpoint lacks, and ignores tensors that the model lacks. Here the
 first is an error, and so is the second if it would change the model's output: a bias, scale or adapter in a layer
-that the model has. Parts of other models (vision towers, layers for multi-token prediction, value heads) are ignored
-with a warning.
+that the model has, or a layer beyond the last one. Parts of other models (vision towers, layers for multi-token
+prediction, value heads) are ignored with a warning. Attention masks that old checkpoints hold are ignored, too.
 """
 
 import copy
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
@@ -33,6 +34,10 @@ _OF_QUANTIZATION = re.compile(r"(scale|scales|scale_inv|zero_point|zeros|amax)$"
 """Names of tensors that only kernels for quantised weights read."""
 _SCALE = re.compile(r"(_scale_inv|_scale|\.scale|\.qscale_weight)$")
 """Suffix of a scale's name after the name of its tensor, with or without `.weight`."""
+_MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
+"""Causal masks in old checkpoints of GPT-2 and GPT-Neo. They were saved as buffers; no weights have these names."""
+_PREDICTS_MORE = re.compile(r"(.*\.\d+\.)eh_proj\.")
+"""The projection that makes a layer one for multi-token prediction, after the prefix of the layer."""
 
 
 def load_checkpoint(model: str, config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -108,6 +113,9 @@ def check_names(
         advice = _explanation(missing, unexpected) or (
             "Save or download the checkpoint again with all of its files, or correct config.json"
         )
+    elif beyond := _beyond_the_last_layer(unexpected, model):
+        faults = [f"the model would ignore {_listed('tensor', beyond)} in layers beyond its last one"]
+        advice = "Correct num_hidden_layers in config.json, or remove these tensors"
     elif strange := [name for name in unexpected if _is_inside(name, model)]:
         faults = [f"the model would ignore {_listed('tensor', strange)} in parts that it has"]
         advice = (
@@ -168,14 +176,30 @@ def _unscaled(model: str) -> list[str]:
 
 def _is_inside(name: str, model: PreTrainedModel) -> bool:
     """True if a tensor's name belongs to a layer, or to a module with weights, that the model has."""
-    parts = name.split(".")
-    module, path = model, []
+    module, path, _ = _walk(name, model)
+    inside = any(part.isdigit() for part in path) or any(True for _ in module.parameters(recurse=False))
+    return inside and not _MASK.search(name)
+
+
+def _beyond_the_last_layer(names: Collection[str], model: PreTrainedModel) -> list[str]:
+    """The tensors of layers that a list of the model lacks, but for layers that predict several tokens."""
+    predict = tuple({found[1] for name in names if (found := _PREDICTS_MORE.match(name))})
+    walks = ((name, *_walk(name, model)) for name in names if not name.startswith(predict))
+    return [name for name, module, _, after in walks if isinstance(module, nn.ModuleList) and after.isdigit()]
+
+
+def _walk(name: str, model: PreTrainedModel) -> tuple[nn.Module, list[str], str]:
+    """The innermost module of a tensor's name, its path, and the next part of the name. The name can lack the prefix
+    of the model's body."""
+    first, *_ = parts = name.split(".")
+    module: nn.Module = model if first in dict(model.named_children()) else model.base_model
+    path: list[str] = []
     for part in parts[:-1]:
         child = dict(module.named_children()).get(part)
         if child is None:
-            break
+            return module, path, part
         module, path = child, [*path, part]
-    return any(part.isdigit() for part in path) or any(True for _ in module.parameters(recurse=False))
+    return module, path, parts[-1]
 
 
 def _explanation(missing: Collection[str], unexpected: Collection[str]) -> str:

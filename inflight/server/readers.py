@@ -71,46 +71,57 @@ class ReplyReaders:
         """A function that makes a reader for a reply to a prompt; None: the text is the content. continued: the content
         of a message that the reply continues. tools: the tools that can be called. skip_special_tokens: only the marks
         of the format stay text."""
-        template, form, thinking = self._template, self._tools if tools else None, None
-        if template is not None:
-            template = _with_fields(template, reasoning=self._split_reasoning, tools=bool(tools))
-            marks = str(template).replace("\\", "")
-        else:
-            marks = form.marks if form is not None else ""
-            if self._split_reasoning:
-                thinking = Thinking.after(self._decoder.end_of(prompt), continued, self._marks)
-                marks += "".join(self._marks)
-        if template is None and form is None and thinking is None:
+        form = self._tools if tools else None
+        if self._template is not None:
+            template = _with_fields(self._template, reasoning=self._split_reasoning, tools=bool(tools))
+            if template is None:
+                return None
+            hidden = self._hidden(str(template).replace("\\", ""), skip_special_tokens)
+            prefix = self._decoder.decode(prompt, skip_special_tokens=False)
+            return lambda: TemplateReader(hidden, template, prefix, tools)
+        if form is None and not self._split_reasoning:
             return None
-        hidden = self._decoder.special_besides(marks) if skip_special_tokens else re.compile(r"(?!)")
-        if template is None:
-            return lambda: MarkReader(hidden, thinking, form, tools)
-        prefix = self._decoder.decode(prompt, skip_special_tokens=False)
-        return lambda: TemplateReader(hidden, template, prefix, tools)
+        marks = (form.marks if form is not None else "") + "".join(self._marks if self._split_reasoning else ())
+        hidden = self._hidden(marks, skip_special_tokens)
+        thinking = Thinking.after(self._decoder.end_of(prompt), continued, self._marks)
+        return lambda: MarkReader(hidden, thinking, form, tools, split_reasoning=self._split_reasoning)
+
+    def _hidden(self, marks: str, skip_special_tokens: bool) -> re.Pattern[str]:
+        return self._decoder.special_besides(marks) if skip_special_tokens else re.compile(r"(?!)")
 
 
 class MarkReader(Reader):
     """Reads reasoning and tool calls by the marks around them."""
 
     def __init__(
-        self, hidden: re.Pattern[str], thinking: Thinking | None, tool_format: ToolFormat | None, tools: Tools
+        self,
+        hidden: re.Pattern[str],
+        thinking: Thinking,
+        tool_format: ToolFormat | None,
+        tools: Tools,
+        *,
+        split_reasoning: bool,
     ):
-        """thinking, tool_format: None if the reply is not searched for reasoning, or for tool calls."""
+        """tool_format: None if the reply is not searched for tool calls. split_reasoning: False if the reasoning stays
+        content."""
         super().__init__(hidden)
         self._thinking, self._format, self._tools = thinking, tool_format, tools
+        self._split_reasoning = split_reasoning
         self._text = ""
         self._given = 0, 0
         """Characters of the reasoning and of the content that were given."""
 
     def _feed(self, text: str, *, last: bool) -> Read:
         self._text += text
-        reasoning, content, calls = "", self._text, []
-        if self._thinking is not None:
+        reasoning, content, calls, after = "", self._text, [], 0
+        if self._split_reasoning:
             reasoning, content = self._thinking.split(content, whole=last)
+        else:  # A thought can mention calls.
+            after = self._thinking.end(content)
         if self._format is not None and last:
-            content, calls = self._format.split(content, self._tools)
+            content, calls = self._format.split(content, self._tools, after)
         elif self._format is not None:
-            content = content[: self._format.sure(content)]
+            content = content[: self._format.sure(content, after)]
         thought, said = self._given
         self._given = max(thought, len(reasoning)), max(said, len(content))
         return Read(reasoning[thought:], content[said:], calls)

@@ -61,3 +61,9 @@ class Thinking:
         if not close and not whole:
             reasoning = inside[: len(inside) - held(inside, closing)]
         return reasoning.strip("\n"), content.lstrip("\n")
+
+    def end(self, text: str) -> int:
+        """The place after the reasoning that a text begins with; 0 if there is none, or none with an end."""
+        opening, closing = self.marks
+        begins = self.opened or text.lstrip().startswith(opening)
+        return text.find(closing) + len(closing) if begins and closing in text else 0

@@ -45,18 +45,21 @@ class _Form:
     """One argument, with the groups `key` and `value`. None: the arguments are JSON."""
 
     def read(self, text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int] | None:
-        """The calls that begin there, and where they end. None if this is another form."""
+        """The calls that begin there, and where they end. No calls if they cannot be read. None if no call of this form
+        begins there."""
         head = self.head.match(text, at)
         if head is None:
             return None
         name = head.groupdict().get("name")
         if self.pair is not None:
             calls, end = self._read_pairs(text, head.end(), str(name), tools)
+        elif text[head.end() : head.end() + 1] not in ("{", "" if name else "[", ""):
+            return None
         else:
             value, end = _json_at(text, head.end())
             calls = _calls(name, value)
         tail = self.tail.match(text, end)
-        return (calls, tail.end()) if tail is not None and calls else None
+        return (calls, tail.end()) if tail is not None else ([], end)
 
     def _read_pairs(self, text: str, at: int, name: str, tools: Tools) -> tuple[list[ToolCall], int]:
         assert self.pair is not None
@@ -79,10 +82,9 @@ class ToolFormat:
     at_start_only: bool = False
     """Only an answer that begins with a call, and has nothing else, holds calls."""
 
-    def split(self, text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
-        """The content of an answer, and its tool calls. What cannot be read as calls stays content."""
-        begin = self.begin(text)
-        calls = [] if begin is None else self._parse(text, begin, tools)
+    def split(self, text: str, tools: Tools = (), after: int = 0) -> tuple[str, list[ToolCall]]:
+        """The content of an answer, and its tool calls after a place. What cannot be read as calls stays content."""
+        begin, calls = self._parse(text, after, tools)
         return (text[:begin].rstrip(), calls) if calls else (text, [])
 
     def begin(self, text: str, after: int = 0) -> int | None:
@@ -92,27 +94,31 @@ class ToolFormat:
             return begin if text.startswith(self.openings, begin) else None
         return min((at for opening in self.openings if (at := text.find(opening, after)) >= 0), default=None)
 
-    def sure(self, text: str) -> int:
-        """How many characters of a text that is not whole are content for certain."""
-        if (begin := self.begin(text)) is not None:
+    def sure(self, text: str, after: int = 0) -> int:
+        """How many characters of a text that is not whole are content for certain. Calls begin after a place."""
+        if (begin := self.begin(text, after)) is not None:
             return len(text[:begin].rstrip())
         if self.at_start_only:
-            return 0 if any(opening.startswith(text.strip()) for opening in self.openings) else len(text)
+            waits = any(opening.startswith(text[after:].strip()) for opening in self.openings)
+            return len(text[:after].rstrip()) if waits else len(text)
         return len(text[: len(text) - max(held(text, opening) for opening in self.openings)].rstrip())
 
-    def _parse(self, text: str, begin: int, tools: Tools) -> list[ToolCall]:
-        """All calls of a text, or none if one of them cannot be read."""
-        calls: list[ToolCall] = []
-        at: int | None = begin
+    def _parse(self, text: str, after: int, tools: Tools) -> tuple[int, list[ToolCall]]:
+        """The place of the first call, and all calls, or none if one of them cannot be read. An opening that no call
+        follows is skipped: the text only mentions it."""
+        first, calls = 0, list[ToolCall]()
+        at = self.begin(text, after)
         while at is not None:
-            found = next((found for form in self.forms if (found := form.read(text, at, tools))), None)
-            if found is None:
-                return []
-            calls += found[0]
-            at = self.begin(text, found[1])
-            if at is None and self.at_start_only and text[found[1] :].strip():
-                return []
-        return calls
+            found = [found for form in self.forms if (found := form.read(text, at, tools)) is not None]
+            read, end = next((each for each in found if each[0]), ([], at + 1))
+            if not read and (found or self.at_start_only):
+                return 0, []
+            first = first if calls or not read else at
+            calls += read
+            at = self.begin(text, end)
+            if at is None and self.at_start_only and text[end:].strip():
+                return 0, []
+        return first, calls
 
 
 def held(text: str, mark: str) -> int:

@@ -10,14 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, make_model
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from inflight.core.errors import ModelLoadError
 from inflight.engine import checkpoints
 from inflight.engine.aliases import aliases_of
-from inflight.engine.checkpoints import compare_checkpoint
+from inflight.engine.checkpoints import compare_checkpoint, load_checkpoint
 from inflight.engine.loading import load_config, load_model
 from inflight.tools.demo.trainer import load_trainer
 from inflight.weights.tensors import layout_of
@@ -96,6 +105,35 @@ REFUSED = {
 }
 
 
+def layer(number: int, prefix: str = "model.") -> Callable[[Tensors], Tensors]:
+    """Adds a layer of this number, a copy of the last one."""
+    last = "model.layers.2."
+    return lambda tensors: (
+        tensors
+        | {
+            f"{prefix}layers.{number}.{name.removeprefix(last)}": tensor.clone()
+            for name, tensor in tensors.items()
+            if name.startswith(last)
+        }
+    )
+
+
+REFUSED |= {
+    "more layers": ("llama", layer(3), ["would ignore 9 tensors", "model.layers.3.", "num_hidden_layers"]),
+    "more layers of a mixture": ("qwen3-moe", layer(3), ["model.layers.3.", "num_hidden_layers"]),
+    "more layers without the prefix": (
+        "llama",
+        lambda tensors: renamed(r"^model\.", "")(layer(3)(tensors)),
+        ["layers.3.", "num_hidden_layers"],
+    ),
+    "more layers than those that predict several tokens": (
+        "llama",
+        lambda tensors: layer(3)(tensors) | added("model.layers.4.eh_proj.weight", 64, 128)({}),
+        ["would ignore 9 tensors (model.layers.3.", "num_hidden_layers"],
+    ),
+}
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(model_dir, tmp_path, case):
     name, change, expected = REFUSED[case]
@@ -122,7 +160,10 @@ TAKEN = {
     "with the prefix of the body twice": ("qwen3", renamed(r"^model\.", "model.model.")),
     "old rotary buffers": ("llama", added("model.layers.0.self_attn.rotary_emb.inv_freq", 8)),
     "layers that predict several tokens": ("llama", added("mtp.layers.0.self_attn.q_proj.weight", 64, 64)),
-    "a layer beyond the last": ("llama", added("model.layers.3.eh_proj.weight", 64, 128)),
+    "a layer beyond the last that predicts several tokens": (
+        "llama",
+        lambda tensors: layer(3)(tensors) | added("model.layers.3.eh_proj.weight", 64, 128)({}),
+    ),
     "a vision tower": ("llama", added("visual.blocks.0.attn.qkv.weight", 8, 8)),
     "a value head": ("llama", added("v_head.summary.weight", 1, 64)),
 }
@@ -139,6 +180,48 @@ def test_a_checkpoint_with_all_tensors_of_the_model_is_loaded(model_dir, tmp_pat
     assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded.state_dict().items())
     notes = [r.message for r in caplog.records if "does not use" in r.message]
     assert bool(notes) == (case.startswith(("layers", "a layer", "a vision", "a value")))
+
+
+def test_layers_for_several_tokens_that_transformers_ignores_are_accepted(tmp_path, caplog):
+    """Transformers ignores layer 46 of this family by its name. Layer 2 is one that config.json forgot."""
+    config = Glm4MoeConfig(intermediate_size=64, moe_intermediate_size=32, n_routed_experts=4, **SMALL)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    more = {re.sub(r"layers\.1\.", "layers.{}.", name): t for name, t in tensors.items() if "layers.1." in name}
+    save_file(tensors | {name.format(46): t.clone() for name, t in more.items()}, file, {"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="inflight.engine"):
+        load(str(tmp_path))
+    assert not [r for r in caplog.records if "does not use" in r.message]
+    save_file(tensors | {name.format(2): t.clone() for name, t in more.items()}, file, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.2\..*num_hidden_layers"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_masks_in_old_checkpoints_are_accepted(tmp_path, prefix):
+    gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=99, n_positions=64)
+    neo = GPTNeoConfig(
+        num_layers=2, hidden_size=32, num_heads=2, vocab_size=99, attention_types=[[["global", "local"], 1]]
+    )
+    for config, attention in ((gpt2, "attn"), (neo, "attn.attention")):
+        path = tmp_path / config.model_type
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(path)
+        tensors = load_file(path / "model.safetensors")
+        for number in range(2):
+            tensors[f"transformer.h.{number}.{attention}.bias"] = torch.ones(1, 1, 64, 64)
+            tensors[f"transformer.h.{number}.{attention}.masked_bias"] = torch.tensor(-1e4)
+        tensors = {prefix + name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.state_dict().items())
+        load_checkpoint(str(path), loaded.config)
+        added = {f"{prefix}h.1.{attention}.scale": torch.ones(1)}
+        save_file(tensors | added, path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelLoadError, match=re.escape(f"h.1.{attention}.scale")):
+            load_checkpoint(str(path), loaded.config)
 
 
 def test_a_missing_shard_is_refused_by_the_name_of_its_file(tmp_path):

@@ -96,6 +96,64 @@ def test_calls_of_json(template, call, arguments):
     assert both(reading(template), f"So: {broken}") == ("", f"So: {broken}", [])
 
 
+CALL = '<tool_call>{"name": "find", "arguments": {"zip": "75001", "count": 3}}</tool_call>'
+THOUGHTS = {
+    "a mark": "I end with <tool_call>.",
+    "a call": f"So {CALL}, or not.",
+    "half a call": '<tool_call>{"name": "fi',
+}
+
+
+@pytest.mark.parametrize("thought", THOUGHTS.values(), ids=THOUGHTS)
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_closed_thought_holds_no_call(thought, opened):
+    prompt, text = ("<think>", f"{thought}</think>") if opened else ("", f"<think>{thought}</think>")
+    split = reading("<tool_call><think>", split_reasoning=True, prompt=prompt)
+    assert both(split, f"{text}\n\nYes.\n{CALL}") == (thought, "Yes.", [("find", FIND)])
+    kept = reading("<tool_call><think>", prompt=prompt)
+    assert both(kept, f"{text}\n\nYes.\n{CALL}") == ("", f"{text}\n\nYes.", [("find", FIND)])
+    assert both(kept, f"{text}\n{CALL}") == ("", text, [("find", FIND)])
+    assert both(kept, f"{text}\nNo.") == ("", f"{text}\nNo.", [])
+
+
+def test_a_thought_before_the_object_of_llama():
+    call, how = json.dumps({"name": "find", "parameters": FIND}), reading("<|python_tag|><think>")
+    assert both(how, f"<think>{call}</think>\n\n{call}") == ("", f"<think>{call}</think>", [("find", FIND)])
+    assert both(how, f"<think>Hm.</think>\n\nSo {call}") == ("", f"<think>Hm.</think>\n\nSo {call}", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "mention", "call"),
+    {
+        "hermes": ("<tool_call>", "A `<tool_call>` or <tool_call></tool_call> tag:", CALL),
+        "qwen coder": (
+            "<tool_call>",
+            "I use <tool_call> now.",
+            "<tool_call><function=find><parameter=zip>75001</parameter><parameter=count>3</parameter></function>"
+            "</tool_call>",
+        ),
+        "mistral": ("[TOOL_CALLS]", "After [TOOL_CALLS] I name it.", f"[TOOL_CALLS]find[ARGS]{json.dumps(FIND)}"),
+        "deepseek": (
+            "<｜tool▁calls▁begin｜>",
+            "A <｜tool▁calls▁begin｜> first.",
+            DEEPSEEK.format(f"<｜tool▁call▁begin｜>find<｜tool▁sep｜>{json.dumps(FIND)}<｜tool▁call▁end｜>"),
+        ),
+    }.values(),
+)
+def test_a_mark_that_is_only_mentioned_loses_no_call(template, mention, call):
+    how = reading(template)
+    assert both(how, f"{mention}\n{call}") == ("", mention, [("find", FIND)])
+    assert both(how, f"{mention} {mention}\n{call}\n{call}") == ("", f"{mention} {mention}", [("find", FIND)] * 2)
+    assert both(how, f"{call}\n{mention}")[2] == [("find", FIND)]
+    assert both(how, mention) == ("", mention, [])
+
+
+def test_a_broken_call_before_a_call_makes_all_of_them_text():
+    text = f'<tool_call>{{"name": "find", "arguments": [}}</tool_call>{CALL}'
+    assert both(reading("<tool_call>"), text) == ("", text, [])
+    assert both(reading("<tool_call>"), f"{CALL}{text}") == ("", f"{CALL}{text}", [])
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -243,6 +243,70 @@ def test_a_model_that_changes_is_refused_by_the_next_publish(bases, change, name
             publisher.publish()
 
 
+@pytest.fixture
+def base_checks(monkeypatch):
+    """The comparisons of a base with an engine's weights."""
+    checks: list[object] = []
+    differences = EngineWeights.differences
+
+    def counted(self, tensors):
+        checks.append(self)
+        return differences(self, tensors)
+
+    monkeypatch.setattr(EngineWeights, "differences", counted)
+    return checks
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "changed", ["layers.1.input_layernorm.weight", "layers.0.mlp.up_proj.base_layer.weight", "embed_tokens.weight"]
+)
+def test_a_base_that_changes_in_place_is_refused_by_each_publish_until_it_is_as_before(bases, base_checks, changed):
+    engine, model = bases.engine("qwen3", 16), with_adapters("qwen3", "default", base=bases.base)
+    [tensor] = [p for name, p in model.named_parameters() if name.endswith(changed)]
+    before = tensor.detach().clone()
+    named = re.escape(changed.replace(".base_layer", ""))
+    with engine.publisher(model) as publisher:
+        assert published_error(engine, publisher, model) < MOST
+        tensor.requires_grad_(True)
+        tensor.grad = torch.ones_like(tensor)
+        torch.optim.SGD([tensor], lr=0.1).step()
+        tensor.requires_grad_(False)
+        for _ in range(2):
+            with pytest.raises(LayoutMismatchError, match=rf"the base of the adapters differs.*{named}"):
+                publisher.publish()
+        with torch.no_grad():
+            tensor.copy_(before)
+        assert published_error(engine, publisher, model) < MOST
+        count = len(base_checks)
+        assert published_error(engine, publisher, model) < MOST
+        assert len(base_checks) == count
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_writes_to_the_base_are_followed_by_a_comparison(bases, base_checks):
+    engine, model = bases.engine("qwen3", 16), with_adapters("qwen3", "default", base=bases.base)
+    with engine.publisher(model) as publisher:
+        assert len(base_checks) == 1
+        peft_kinds.train(model)
+        assert published_error(engine, publisher, model.eval()) < MOST
+        assert len(base_checks) == 1
+        model.merge_adapter()
+        publisher.publish()
+        model.unmerge_adapter()
+        assert published_error(engine, publisher, model) < MOST
+        assert len(base_checks) == 1
+        [norm] = [p for name, p in model.named_parameters() if name.endswith("model.norm.weight")]
+        with torch.no_grad():
+            norm.mul_(1)
+        assert published_error(engine, publisher, model) < MOST
+        assert len(base_checks) == 2
+        with torch.no_grad():
+            norm.mul_(2)
+        with pytest.raises(LayoutMismatchError, match=r"differs from the engine's weights \(model\.norm\.weight\)"):
+            publisher.publish()
+
+
 def test_adapters_of_another_base_are_refused(bases):
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(bases.base("qwen3", seed=2), config)

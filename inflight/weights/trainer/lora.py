@@ -1,8 +1,9 @@
 """Models with PEFT adapters. An engine with adapter slots gets plain LoRA alone; another engine gets merged weights.
 
 Every part of the model is published, or refused by name: at the start, and at a later `publish()` if the model has
-changed. An adapter is published as A and α / r · B, cast to the engine's dtype, with zeros for projections without an
-adapter and for unused ranks.
+changed. A base that changes in place is noticed by the counter of writes in PyTorch's tensors (`_version`). Writes
+through `.data` are not counted, and stay invisible. An adapter is published as A and α / r · B, cast to the engine's
+dtype, with zeros for projections without an adapter and for unused ranks.
 """
 
 import operator
@@ -55,6 +56,10 @@ class _Plan:
     """Unadapted tensors of the base model."""
     merged: list[tuple[nn.Module, tuple[str, ...], dict[str, str]]] = field(default_factory=list)
     """Layers, their adapters to merge, and the published names of their tensors by the names in the layer."""
+    outside: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Base tensors outside the layers with adapters, if adapters alone are published."""
+    inside: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Base tensors of the layers with adapters. Merging writes to them, and unmerging leaves rounding errors."""
 
 
 class PeftSource(ModelSource):
@@ -74,6 +79,10 @@ class PeftSource(ModelSource):
         """The engine's layout of adapters; None if the adapters are merged."""
         self._engine: EngineWeights | None = None
         """The engine's weights, if they are compared with the base of the adapters."""
+        self._merged_once = False
+        """An adapter is or was merged into the base."""
+        self._checked: tuple[list[object], list[int], list[int]] = [], [], []
+        """The base that was last compared: modules and parameters, and the write counts of `outside` and `inside`."""
 
     def offer(self, welcome: Welcome) -> PublishedLayout:
         if welcome.adapter_layout is not None:
@@ -107,13 +116,16 @@ class PeftSource(ModelSource):
 
     def prepare(self) -> None:
         """Plan again if the model has changed. Raises as `offer` and `compare` do."""
-        before = self._seen
-        if _same(before, _state(self._root)):
+        if not _same(self._seen, _state(self._root)):
+            self._plan_again(self._layout)
+        if self._engine is None:
             return
-        self._plan_again(self._layout)
-        # Merged adapters change the base for a while, and unmerging leaves rounding errors. Only new objects need a
-        # check.
-        if self._engine is not None and not _same_objects(before[0], self._seen[0]):
+        objects, outside, inside = self._checked
+        if not _same_objects(objects, self._seen[0]):
+            self._check_base(self._engine)
+        elif outside != _writes(self._plan.outside):
+            self._check_base(self._engine, merged_once=self._merged_once)
+        elif not self._merged_once and inside != _writes(self._plan.inside):
             self._check_base(self._engine)
 
     def fill(self, views: Mapping[str, torch.Tensor], version: int) -> None:
@@ -138,12 +150,16 @@ class PeftSource(ModelSource):
 
     def _adapter_plan(self, layout: WeightLayout) -> _Plan:
         parts: list[_LoraPair] = []
+        outside, inside = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, module in self._base.named_modules():
             peft_layers.refuse_copies(name, module)
             if peft_layers.is_adapted(module):
                 parts += _lora_parts(name, module)
+                self._merged_once = self._merged_once or bool(getattr(module, "merged_adapters", None))
+        for name, tensor, adapted in peft_layers.base_parts(self._base):
+            (inside if adapted else outside)[name] = tensor
         fine = {id(tensor) for part in parts for tensor in (part.a, part.b)}
-        fine |= {id(t) for t in peft_layers.base_tensors(self._base).values() if not t.requires_grad}
+        fine |= {id(t) for t in (*outside.values(), *inside.values()) if not t.requires_grad}
         lost = [name for name, parameter in self._root.named_parameters() if id(parameter) not in fine]
         if lost:
             raise LayoutMismatchError(
@@ -166,11 +182,18 @@ class PeftSource(ModelSource):
                     f"the engine it has rank {rank} and takes {inputs} to {outputs}; launch with "
                     f"lora_rank={len(part.a)} or more"
                 )
-        return _Plan(parts=parts, unused=list(shapes))
+        return _Plan(parts=parts, unused=list(shapes), outside=outside, inside=inside)
 
-    def _check_base(self, engine: EngineWeights) -> None:
-        differences = engine.differences(peft_layers.base_tensors(self._base).items())
+    def _check_base(self, engine: EngineWeights, *, merged_once: bool = False) -> None:
+        """Raise LayoutMismatchError, naming tensors, if the base differs. merged_once: the tensors of layers with
+        adapters can differ."""
+        plan = self._plan
+        writes = _writes(plan.outside), _writes(plan.inside)
+        differences = engine.differences({**plan.outside, **plan.inside}.items())
+        if merged_once:
+            differences = [name for name in differences if name not in plan.inside]
         if not differences:
+            self._checked = self._seen[0], *writes
             return
         configs: Mapping[str, Any] = getattr(self._root, "peft_config", None) or {}
         inits = {str(getattr(config, "init_lora_weights", None)) for config in configs.values()}
@@ -320,6 +343,11 @@ def _state(root: nn.Module) -> tuple[list[object], list[object]]:
             values += (str(own["_active_adapter"]), own.get("_disable_adapters"), tuple(own.get("merged_adapters", ())))
         stack += [child for child in module._modules.values() if child is not None]
     return objects, values
+
+
+def _writes(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the number of writes to each tensor, as autograd counts them. Tensors of inference mode have no count."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
 
 
 def _same(before: tuple[list[object], list[object]], now: tuple[list[object], list[object]]) -> bool:

@@ -87,13 +87,12 @@ def own_tensors(holder: nn.Module) -> dict[str, torch.Tensor]:
     return _tensors(holder, recurse=False)
 
 
-def base_tensors(base: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the unmerged tensors of the base model. A tied tensor has all of its names."""
-    return {
-        f"{name}.{key}" if name else key: tensor
-        for name, holder in holders(base)
-        for key, tensor in own_tensors(holder).items()
-    }
+def base_parts(base: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the name and value of each base tensor, and True if a layer with adapters holds it. A tied tensor has all
+    of its names."""
+    for name, holder in holders(base):
+        for key, tensor in own_tensors(holder).items():
+            yield f"{name}.{key}" if name else key, tensor, is_adapted(holder)
 
 
 def unmerged(layer: Any) -> list[str]:
