@@ -219,7 +219,7 @@ def eos_token_ids(
 
 
 def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ranges [begin, end) that hold these ids, which are in order, and no others."""
+    """Ranges [begin, end) that hold these ids and no others. The ids are in order."""
     if not token_ids:
         return ()
     ids = np.array(token_ids)

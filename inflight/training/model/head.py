@@ -131,11 +131,11 @@ def scoring_head(
 def _renumbered(
     tokens: torch.Tensor, mask: tuple[torch.Tensor, torch.Tensor] | None, banned_V: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Tokens and an expanded sampling mask by the places of their ids among those that are not banned."""
+    """Tokens and an expanded sampling mask with each id replaced by its place among the ids that are not banned."""
     place_V = (~banned_V).cumsum(0) - 1
     if mask is None:
         return place_V[tokens], None
     offsets, ids = mask
-    left = ~banned_V[ids]  # top-k keeps banned ids where k is larger than the number of the others
+    left = ~banned_V[ids]  # a mask can list a banned id
     num_left = torch.cat([left.new_zeros(1), left]).cumsum(0).to(offsets.device)
     return place_V[tokens], (num_left[offsets], place_V[ids[left]])

@@ -94,7 +94,7 @@ def pack_banned(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> tor
 
 
 def is_banned(token_ids: torch.Tensor, ranges_R2: torch.Tensor) -> torch.Tensor:
-    """bool, true for each of the ids i64[…] that is in one of the ranges i64[R, 2], which are in order."""
+    """bool, true for each of the ids i64[…] that is in one of the ranges i64[R, 2]. These are in order."""
     begins_R, ends_R = ranges_R2.T.contiguous()
     num_begun = torch.searchsorted(begins_R, token_ids, right=True)
     return token_ids < torch.cat([ends_R.new_zeros(1), ends_R])[num_begun]

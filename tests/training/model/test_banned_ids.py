@@ -68,7 +68,7 @@ def test_the_ratio_is_1_on_policy(make_engine, tmp_path, name, hole):
     engine = make_engine(str(tmp_path), max_sequences=16)
     rollouts = [
         *draw(engine, temperature=1.3),
-        *draw(engine, top_k=300, return_sampling_mask=True),  # keeps banned ids, too
+        *draw(engine, top_k=300, return_sampling_mask=True),
         *draw(engine, top_p=0.7, return_sampling_mask=True),
     ]
     assert rollouts[0].banned == (((128, 228), (358, 512)) if hole else ((258, 512),))
@@ -99,7 +99,7 @@ def test_bf16_is_as_close_as_with_a_sampling_mask(make_engine, tmp_path):
 
 
 def made(banned: tuple[tuple[int, int], ...]) -> list[Rollout]:
-    """Rollouts of three groups without banned ids; of the second, each token has a sampling mask."""
+    """Rollouts of three groups without banned ids. Each token of the second has a mask with a banned id in it."""
     rng = np.random.default_rng(0)
     known = np.array([i for i in range(VOCABULARY) if not any(begin <= i < end for begin, end in banned)], np.int32)
     rollouts = [rollout for group in range(3) for rollout in make_group(rng, group, 3, 4)]
@@ -109,7 +109,10 @@ def made(banned: tuple[tuple[int, int], ...]) -> list[Rollout]:
         if rollout.group_id == 1:
             others = [rng.choice(np.setdiff1d(known, [token]), 5, replace=False) for token in rollout.token_ids]
             rollout.sampling_mask = SamplingMask.join(
-                [np.array([token, *ids], np.int32) for token, ids in zip(rollout.token_ids, others, strict=True)]
+                [
+                    np.array([token, banned[-1][0], *ids], np.int32)
+                    for token, ids in zip(rollout.token_ids, others, strict=True)
+                ]
             )
     return rollouts
 
