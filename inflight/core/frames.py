@@ -36,6 +36,8 @@ class GroupStart(msgspec.Struct, frozen=True):
     """The submitter's mapping; JSON-like, passed through unread."""
     forked_from: tuple[int, int] | None = None
     """(request id, k): the prompt is that request's prompt and the first k tokens that it sampled."""
+    banned: tuple[tuple[Count, Count], ...] = ()
+    """Ranges [begin, end) of token ids, in order, that the engine never draws."""
 
 
 class TakenOver(msgspec.Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ from inflight.core.sampling import SamplingParams
 from inflight.core.version import PACKAGE, __version__
 
 LIVE_VERSION = -1
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages and of frames. Raise it with every change after which two versions do not understand each
 other."""
 MAX_MESSAGE_BYTES = 32 << 20

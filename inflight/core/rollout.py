@@ -108,6 +108,9 @@ class Rollout:
     """Number of prompt tokens whose keys and values were reused from the prefix cache or from a forked sample."""
     prefix_version: int | None = None
     """The oldest version that computed some of the reused keys and values; None if none were reused."""
+    banned: tuple[tuple[int, int], ...] = ()
+    """Ranges [begin, end) of token ids, in order, that the engine never draws, since its tokenizer lacks them. The
+    log-probabilities are of the distribution without them."""
     prompt: str = ""
     """The prompt as text, if there is a tokenizer; special tokens as in `text`."""
     text: str = ""

@@ -28,6 +28,7 @@ from inflight.engine.loading import (
     load_tokenizer,
     module_over,
     prefill_limit,
+    ranges_of,
     resolve_dtype,
 )
 from inflight.engine.model_runner import ModelRunner
@@ -47,6 +48,8 @@ from inflight.weights.tensors import fill, layout_of, published_tensors, slot_vi
 logger = logging.getLogger("inflight.engine")
 
 _PREFILL_TOKENS = {"cuda": 2048, "cpu": 256}
+_MOST_RANGES = 1024
+"""Most ranges of banned ids that the announcement of a group lists, some 10 bytes each."""
 
 
 class Parts:
@@ -115,19 +118,20 @@ class Parts:
         self.scheduler: Scheduler = Scheduler(self.cache, self.rows, options, order)
         self.stop = StopCondition(eos_ids, tokenizer)
         self.vocab_size = int(text_config.vocab_size)
+        banned: list[int] = []
+        if options.model not in SHAPES:  # whose tokenizer of bytes is there to have some
+            banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]
+        if banned:
+            logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(banned))
         self.requests = Requests(
             self.scheduler,
             self.slot_table,
             options,
             vocab_size=self.vocab_size,
             can_read_text=tokenizer is not None,
+            banned=_announced(banned),
         )
         own_columns = load_columns(options.columns, vocab_size=self.vocab_size, device=self.device)
-        banned = []
-        if options.model not in SHAPES:  # whose tokenizer of bytes is there to have some
-            banned = [token for token in ids_without_token(tokenizer, self.vocab_size) if token not in eos_ids]
-        if banned:
-            logger.info("%d ids of the model's vocabulary are not in the tokenizer and are never drawn", len(banned))
         self.sampler = Sampler(self.vocab_size, eos_ids, self.runner.last_tokens, own_columns, banned)
         # Logits that are changed before a draw are in fp32, and so are all of a fused model (fused.py).
         drawn_from = {torch.float32} | ({modules[0].dtype} if self.runner.unfused_reason is not None else set())
@@ -149,6 +153,20 @@ def _resolved(options: EngineOptions, config: PretrainedConfig, device: torch.de
         prefix_caching=options.prefix_caching and not records,
         cuda_graphs=options.cuda_graphs and not records,
     )
+
+
+def _announced(banned: list[int]) -> tuple[tuple[int, int], ...]:
+    """Ranges of these ids, in order, for the trainer. None, with a warning, if they are too many for a frame."""
+    ranges = ranges_of(banned)
+    if len(ranges) <= _MOST_RANGES:
+        return ranges
+    logger.warning(
+        "the tokenizer lacks %d ids of the model's vocabulary in %d places, and rollouts list at most %d: the "
+        "trainer's distribution includes these ids, and importance ratios are not 1 on-policy; "
+        "use return_sampling_mask=True",
+        len(banned), len(ranges), _MOST_RANGES,
+    )  # fmt: skip
+    return ()
 
 
 def _custom_backend(name: str, layers: list[LayerShape], device: torch.device) -> AttentionBackend:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -215,6 +216,16 @@ def eos_token_ids(
         getattr(tokenizer, "eos_token", ""), own, sorted(found) or "none",
     )  # fmt: skip
     return found | {own}
+
+
+def ranges_of(token_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ranges [begin, end) that hold these ids and no others. The ids are in order."""
+    if not token_ids:
+        return ()
+    ids = np.array(token_ids)
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    begins, ends = ids[[0, *(breaks + 1)]], ids[[*breaks, -1]] + 1
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
 
 
 def ids_without_token(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:

@@ -63,11 +63,13 @@ class Requests:
         *,
         vocab_size: int,
         can_read_text: bool,
+        banned: tuple[tuple[int, int], ...] = (),
     ):
         """Uses max_context (a number of tokens, not 0), max_queued, lora_rank, adapters, columns and
-        record_routed_experts. can_read_text: there is a tokenizer, which stop strings need."""
+        record_routed_experts. can_read_text: there is a tokenizer, which stop strings need. banned: ranges of the ids
+        that are never drawn."""
         self._scheduler, self._slot_table, self._options = scheduler, slot_table, options
-        self._vocab_size, self._can_read_text = vocab_size, can_read_text
+        self._vocab_size, self._can_read_text, self._banned = vocab_size, can_read_text, banned
         self._adapters = options.adapters if options.lora_rank else ()
         self._columns = [own_column_name(path) for path in options.columns]
         self.unfinished: dict[int, Sequence] = {}
@@ -306,7 +308,8 @@ class Requests:
         """The next frame tells of the group; later ones get other ids."""
         self.next_group_id = max(self.next_group_id, group_id + 1)
         self._next_request_id = max(self._next_request_id, first + prompt.params.n)
-        self._starts.append(GroupStart(group_id, first, prompt.token_ids, prompt.params, prompt.metadata, origin))
+        params, metadata = prompt.params, prompt.metadata
+        self._starts.append(GroupStart(group_id, first, prompt.token_ids, params, metadata, origin, self._banned))
 
     def _sequence(self, prompt: Prompt, group_id: int, first: int, sample: int) -> Sequence:
         """One sample of a prompt whose params have a seed."""

@@ -11,6 +11,7 @@ the ratio to the policy that drew each token. trl itself is not imported here.
 """
 
 import logging
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from itertools import groupby, islice
@@ -217,7 +218,17 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
 
 def check_ended(rollouts: list[Rollout]) -> None:
-    """Raise InflightError for a sample that neither stopped nor reached its maximum length."""
+    """Raise InflightError for a sample that neither stopped nor reached its maximum length. Warns if the engine never
+    draws more than 1 % of the vocabulary, as TRL's log-probabilities include these ids."""
+    banned = rollouts[0].banned if rollouts else ()
+    num_banned = sum(end - begin for begin, end in banned)
+    if banned and num_banned > 0.01 * banned[-1][1]:
+        warnings.warn(
+            f"the tokenizer lacks {num_banned:,} ids of the model's vocabulary. The engine's log-probabilities leave "
+            "them out and TRL's include them, so that importance ratios are below 1 by the probability of these ids; "
+            "use a vocabulary without them (model.resize_token_embeddings(len(tokenizer)))",
+            stacklevel=2,
+        )
     for rollout in rollouts:
         if rollout.finish_reason not in ("stop", "length"):
             raise InflightError(f"request {rollout.request_id} ended with {rollout.finish_reason!r}; TRL cannot use it")

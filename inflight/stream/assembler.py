@@ -369,6 +369,7 @@ class Assembler:
             forked_from=start.forked_from,
             prefix_tokens=partial.prefix_tokens,
             prefix_version=partial.prefix_version,
+            banned=start.banned,
         )
 
 

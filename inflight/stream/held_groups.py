@@ -32,9 +32,9 @@ class SavedGroup:
     @property
     def start(self) -> GroupStart:
         """The announcement of the group."""
-        prompt, ids = self.prompt, self.ids
+        prompt, ids, banned = self.prompt, self.ids, self.rollouts[0].banned if self.rollouts else ()
         return GroupStart(
-            ids.group_id, ids.first_request_id, prompt.token_ids, prompt.params, prompt.metadata, self.origin
+            ids.group_id, ids.first_request_id, prompt.token_ids, prompt.params, prompt.metadata, self.origin, banned
         )
 
 

@@ -34,6 +34,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True):
     forked_from: tuple[int, int] | None
     prefix_tokens: int
     prefix_version: int | None
+    banned: tuple[tuple[int, int], ...] = ()
     prompt: str
     text: str
     reward: float | None

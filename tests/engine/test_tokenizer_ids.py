@@ -1,5 +1,6 @@
 """Only ids of the tokenizer are drawn, and its end-of-sequence token is added to the model's."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from inflight.core.messages import Prompt
 from inflight.core.sampling import SamplingParams
+from inflight.engine import build
 from inflight.engine.engine import Engine
-from inflight.engine.loading import eos_token_ids, ids_without_token
+from inflight.engine.loading import eos_token_ids, ids_without_token, ranges_of
 from inflight.engine.shapes import byte_tokenizer
 from inflight.training.data.batch import pack
 from inflight.training.objective.loss import policy_loss
@@ -102,9 +104,10 @@ def test_with_a_sampling_mask_the_trainer_has_the_same_distribution(engine, mode
     assert (stats.ratios.min, stats.ratios.max) == pytest.approx((1, 1), abs=1e-4)
 
 
-def test_without_one_the_ratio_is_the_mass_that_was_left(engine, model):
+def test_without_the_banned_ids_the_ratio_is_the_mass_that_was_left(engine, model):
     rollouts = run(engine, prompts())
-    _, stats = policy_loss(model, pack(rollouts, [1.0] * len(rollouts)))
+    unsaid = [dataclasses.replace(rollout, banned=()) for rollout in rollouts]
+    _, stats = policy_loss(model, pack(unsaid, [1.0] * len(rollouts)))
     left = [full_forward_logprobs(model, rollout) - masked_logprobs(model, rollout) for rollout in rollouts]
     assert stats.ratios.mean == pytest.approx(np.exp(np.concatenate(left)).mean(), abs=1e-4)
     assert 0.7 < stats.ratios.mean < 0.95
@@ -130,6 +133,22 @@ def test_end_of_sequence_ids_are_those_of_one_config_and_of_the_tokenizer(caplog
         assert eos_token_ids(none, LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {5, EOS}
         assert eos_token_ids(LlamaConfig(eos_token_id=4), LlamaConfig(eos_token_id=5), tokenizer=tokenizer) == {4, EOS}
     assert ["<|endoftext|> (256)" in record.message for record in caplog.records] == [True, True]
+
+
+def test_ranges_of_ids():
+    assert ranges_of([]) == ()
+    assert ranges_of([0]) == ((0, 1),)
+    assert ranges_of([0, 1, 4, 7, 8]) == ((0, 2), (4, 5), (7, 9))
+
+
+def test_ids_in_too_many_places_are_warned_of(model, tmp_path, make_engine, caplog, monkeypatch):
+    monkeypatch.setattr(build, "_MOST_RANGES", 0)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="inflight.engine"):
+        [rollout] = run(make_engine(str(tmp_path)), [Prompt([1, 2], SamplingParams(max_tokens=2))])
+    assert rollout.banned == ()
+    assert "lacks 42 ids of the model's vocabulary in 1 places, and rollouts list at most 0" in caplog.text
 
 
 def test_ids_without_a_token():

@@ -322,3 +322,10 @@ def test_adapters_of_peft_are_published_and_draw(path, tmp_path, engine, adapter
             recorded = torch.from_numpy(rollout.logprobs.copy())
             assert (recorded - ours).abs().max() <= 1e-5
             assert (recorded - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("banned", "warns"), [((), False), (((258, 512),), True), (((151_665, 151_936),), False)])
+def test_a_large_share_of_banned_ids_is_warned_of(banned, warns):
+    rollout = SimpleNamespace(finish_reason="stop", banned=banned)
+    with pytest.warns(UserWarning, match="lacks 254 ids") if warns else nullcontext():
+        integration.check_ended([rollout])

@@ -10,7 +10,7 @@ import torch
 
 from inflight.core.rollout import Rollout
 from inflight.training.model.replay import routed_experts_column
-from inflight.training.model.sampling_mask import PackedSamplingMask, pack_masks
+from inflight.training.model.sampling_mask import PackedSamplingMask, pack_banned, pack_masks
 from inflight.training.objective.aggregation import StepTotals
 
 
@@ -47,6 +47,9 @@ class PackedBatch:
     0 on context."""
     sampling_mask: PackedSamplingMask | None = None
     """The tokens that each drawn token was sampled from; None if all were sampled from the whole vocabulary."""
+    banned: torch.Tensor | None = None
+    """i64[ranges, 2], begins and ends of ranges of token ids, in order, that the engine never draws; None: it draws
+    all. Scores leave these ids out."""
     routed_experts: torch.Tensor | None = None
     """i16[T, layers, k], the experts that each token took in the engine, −1 where that is not known."""
     included: torch.Tensor | None = None
@@ -148,7 +151,7 @@ class PackedBatch:
 LossObserver = Callable[[PackedBatch, torch.Tensor, torch.Tensor], None]
 """A function of a batch or micro-batch, the rows i64[n] of its tokens in the loss, and their log(π_θ / π_b) f[n]. The
 loss calls it right after it has copied its statistics from the device, where the tensors remain."""
-_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn")
+_NOT_PER_TOKEN = ("cu_seqlens", "groups", "drawn", "banned")
 _QUADRATIC = 1 / 8192
 """Attention's share of the cost of a sequence of n tokens: n + n² · this. Linear work is about 24 h² operations per
 token and layer, attention's 2 h n forward, so that they meet at n = 12 h: some 8,000 to 12,000 tokens where h is 700 to
@@ -260,6 +263,7 @@ def pack(
             for name, dtype in _shared_columns(rollouts).items()
         },
         sampling_mask=pack_masks(rollouts, masks),
+        banned=pack_banned(rollouts, masks),
         routed_experts=routed_experts_column(rollouts),
         included=None if included is None else column(bool, False, _token_masks("included", rollouts, included)),
         trainer_version=trainer_version,

@@ -21,6 +21,7 @@ from inflight.training.data.batch import PackedBatch
 from inflight.training.model.head import plain_head, scoring_head
 from inflight.training.model.packing import is_packable, pack_input, packed_attention
 from inflight.training.model.replay import checkpoints, replay_routed_experts
+from inflight.training.model.sampling_mask import is_banned
 from inflight.training.model.ways import Way, scoring_way
 from inflight.weights.tensors import unwrap
 
@@ -43,10 +44,10 @@ def score_tokens(model: nn.Module, batch: PackedBatch, *, entropy: bool = False)
     """Log-probabilities, and entropies if asked for, of the n drawn tokens, in their order.
 
     They mean what the engine's mean: at the temperature that each token was drawn at, over the tokens that its filters
-    left, with the experts that it took. The batch may lie on the CPU. Sequences are packed where the model computes
-    packed what it computes of each alone, else padded or fed one by one (`scoring_way`). Raises what
-    `replay_routed_experts` raises, UnsupportedModelError for a model whose tokens see later ones, and ValueError for a
-    token outside of the vocabulary.
+    left of those that the engine draws, with the experts that it took. The batch may lie on the CPU. Sequences are
+    packed where the model computes packed what it computes of each alone, else padded or fed one by one
+    (`scoring_way`). Raises what `replay_routed_experts` raises, UnsupportedModelError for a model whose tokens see
+    later ones, and ValueError for a token outside of the vocabulary.
     """
     model = getattr(model, "_orig_mod", model)  # compiled for another head, it would be compiled anew at each call
     inner = _transformers_model(model)
@@ -120,6 +121,9 @@ def _logits_one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
 
 def _score_logits(logits_nV: torch.Tensor, batch: PackedBatch, entropy: bool) -> TokenScores:
     temperatures = batch.temperatures[batch.drawn]
+    if batch.banned is not None:
+        ids_V = torch.arange(logits_nV.shape[1], device=logits_nV.device)
+        logits_nV = logits_nV.masked_fill(is_banned(ids_V, batch.banned), -torch.inf)
     if batch.sampling_mask is not None:
         offsets, ids = batch.sampling_mask.expand()
         counts = offsets.diff()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from inflight.training.data.batch import PackedBatch
 from inflight.training.model.packing import PackedInput
+from inflight.training.model.sampling_mask import is_banned
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +96,22 @@ def scoring_head(
             )
         weight, bias, kind = module.weight, module.bias, hidden_nH.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        tokens, mask = batch.input_ids[drawn], batch.sampling_mask and batch.sampling_mask.expand()
+        if batch.banned is not None:
+            banned_V = is_banned(torch.arange(len(weight), device=weight.device), batch.banned)
+            if head.softcap is None:
+                bias = (weight.new_zeros(len(weight)) if bias is None else bias).masked_fill(banned_V, -torch.inf)
+            else:  # it would make −softcap of −∞
+                weight, bias = weight[~banned_V], bias if bias is None else bias[~banned_V]
+                tokens, mask = _renumbered(tokens, mask, banned_V)
         logprobs, entropies = linear_logprobs(
             hidden_nH.to(dtype),
             weight.to(dtype),
-            batch.input_ids[drawn],
+            tokens,
             batch.temperatures[drawn] / head.scale,  # softcap(s·x) / T is softcap / s of x, over T / s
             bias=bias if bias is None else bias.to(dtype),
             softcap=head.softcap if head.softcap is None else head.softcap / head.scale,
-            sampling_mask=batch.sampling_mask and batch.sampling_mask.expand(),
+            sampling_mask=mask,
             entropy=entropy,
         )
         return torch.stack([logprobs, logprobs.detach() if entropies is None else entropies], -1)[None]
@@ -117,3 +126,16 @@ def scoring_head(
         vars(module).pop("forward", None)
         if head.softcap is not None:
             fields["final_logit_softcapping"] = head.softcap
+
+
+def _renumbered(
+    tokens: torch.Tensor, mask: tuple[torch.Tensor, torch.Tensor] | None, banned_V: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Tokens and an expanded sampling mask with each id replaced by its place among the ids that are not banned."""
+    place_V = (~banned_V).cumsum(0) - 1
+    if mask is None:
+        return place_V[tokens], None
+    offsets, ids = mask
+    left = ~banned_V[ids]  # a mask can list a banned id
+    num_left = torch.cat([left.new_zeros(1), left]).cumsum(0).to(offsets.device)
+    return place_V[tokens], (num_left[offsets], place_V[ids[left]])

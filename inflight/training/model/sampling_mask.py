@@ -1,5 +1,6 @@
 """Sampling masks of a batch: the tokens that each sampled token was chosen from, as rollouts recorded them."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,32 @@ def pack_masks(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> Pack
         torch.from_numpy(np.cumsum([0, *counts])),
         torch.from_numpy(cut_from) if cut_from.any() else None,
     )
+
+
+def pack_banned(rollouts: Sequence[Rollout], drawn: Sequence[np.ndarray]) -> torch.Tensor | None:
+    """`PackedBatch.banned` of rollouts; None if their engines draw all ids. Warns, and returns None, if their engines
+    ban different ids, or if a token that is true in `drawn` is banned."""
+    [ranges, *others] = {rollout.banned for rollout in rollouts if len(rollout.token_ids)} or {()}
+    if not (ranges or others):
+        return None
+    ranges_R2 = torch.tensor(ranges, dtype=torch.int64).view(-1, 2)
+    tokens = np.concatenate([rollout.token_ids[mask] for rollout, mask in zip(rollouts, drawn, strict=True)])
+    if others or bool(is_banned(torch.from_numpy(tokens.astype(np.int64)), ranges_R2).any()):
+        warnings.warn(
+            "the rollouts of a batch are of engines that never draw different token ids (Rollout.banned): the "
+            "trainer's distribution includes all ids, and importance ratios are not 1 even on-policy; "
+            "give all engines the same backend and tokenizer",
+            stacklevel=3,
+        )
+        return None
+    return ranges_R2
+
+
+def is_banned(token_ids: torch.Tensor, ranges_R2: torch.Tensor) -> torch.Tensor:
+    """bool, true for each of the ids i64[…] that is in one of the ranges i64[R, 2]. These are in order."""
+    begins_R, ends_R = ranges_R2.T.contiguous()
+    num_begun = torch.searchsorted(begins_R, token_ids, right=True)
+    return token_ids < torch.cat([ends_R.new_zeros(1), ends_R])[num_begun]
 
 
 def _mask_of(rollout: Rollout, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
